@@ -49,7 +49,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from nanoheads.attention import (SKIP_FROM, RowStats, attend, attend_in_rows, attend_selected, block_mask,
-                                 blocks_reached, has_flex_attention, in_turn, logits_of, random_cells)
+                                 blocks_reached, columns_of, has_flex_attention, in_turn, logits_of,
+                                 random_cells)
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
                                heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
                                rope_tables)
@@ -347,8 +348,8 @@ class AttentionCore(nn.Module):
 
     def masked_logits(self, heads, q, k):
         """For attention maps: the logits [B, H, T, S] of queries and keys, -inf where a key is hidden."""
-        columns = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[:, None]
-        logits = logits_of(q, for_each_head(k, q.size(1)), self.scale, heads.score_mod, columns)
+        k = for_each_head(k, q.size(1))
+        logits = logits_of(q, k, self.scale, heads.score_mod, columns_of(q, k))
         return logits.masked_fill(~heads.mask, -math.inf)
 
     def all_head_ids(self):

@@ -55,6 +55,8 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
     statistics are those of the weights before it.
     """
     stats = stats or ("lse" if spread else None)
+    if mask is None and 1 < q.size(2) < k.size(2):  # kernels would take the first keys for the queries' own
+        mask = seen_by(None, columns_of(q, k), k.size(2))[None, None]
     if not q.numel():  # torch 2.11 divides by the number of heads
         nothing = q.new_zeros(q.shape[:3])
         y = q @ for_each_head(k, q.size(1)).mT @ for_each_head(v, q.size(1))
@@ -101,17 +103,25 @@ def in_turn(functions, n_own, n_added=0):
                 score = torch.where(h < n_own, changed, score)
         return score
 
-    score_mod.of = functions[-1][0]  # whose file and line a message names
+    score_mod.functions = [function for function, _ in functions]  # whose files and lines a message names
     return score_mod
 
 
 class ScoreError(ValueError):
-    """A score function returned what cannot be scores. place: its file and line."""
+    """A score function returned what cannot be scores. files: where it, or each of several, was written."""
 
     def __init__(self, function, words):
-        code = getattr(function, "of", function).__code__
-        self.place, self.words = (code.co_filename, code.co_firstlineno), words
-        super().__init__(f"{self.place[0]}, line {self.place[1]}: {words}")
+        codes = [code_of(each) for each in getattr(function, "functions", [function])]
+        self.files = [code.co_filename for code in codes]
+        places = " or ".join(f"{code.co_filename}, line {code.co_firstlineno}" for code in codes)
+        super().__init__(f"{places}: {words}")
+
+
+def code_of(function):
+    """The code of a function, of what functools.partial calls, or of an object's __call__()."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None) or type(function).__call__.__code__
 
 
 def checked(function, score, before):
@@ -293,14 +303,18 @@ def blocks_reached(cells, cell, T):
     return reaches.T @ cells.float() @ reaches > 0
 
 
-def seen_by(mask, queries, keys, some):
-    """Who sees whom, bool, broadcasting over [B, 1, queries, keys]; some: the queries' rows of a mask."""
+def seen_by(mask, queries, S):
+    """Who of the queries, by their columns [T, 1], sees whom of S keys: bool, broadcasting over [B, 1, T, S].
+
+    mask: as for attend(), and if it is stored, of these queries alone.
+    """
+    if torch.is_tensor(mask):
+        return mask
+    keys = torch.arange(S, device=queries.device)
     if mask is None:
         return keys <= queries
-    if isinstance(mask, BlockMask):
-        first = torch.zeros_like(keys[0])  # it is that of every sequence and every head
-        return mask.mask_mod(first, first, queries, keys)
-    return mask[:, :, some]
+    first = torch.zeros_like(queries[0, 0])  # a BlockMask is that of every sequence and every head
+    return mask.mask_mod(first, first, queries, keys)
 
 
 # ---- some queries at a time ----
@@ -312,41 +326,47 @@ MOST_COMPILED = 8       # portions in a compiled graph, which holds the code of 
 def in_portions(compute, q, k, v, mask, n_keys, **how):
     """attend() some queries at a time, each portion by `compute`: from_logits() or from_flash().
 
-    A portion reads the keys up to its last query, in eighths of them all: with a size of its own for each
-    portion, the C library's heap would come to hold twenty times what is in use (5 GB at 16,384 tokens).
-    Where there is more than one portion and a gradient is wanted, the backward pass computes each of them
-    again, so that what it needs is never there for all queries.
+    A portion reads the keys up to its last query. The last portion, which reads all, is computed first, so
+    that each fits where the one before it was: the C library gives a freed place to no request that is as
+    large or larger, and in the other order its heap grew to 5 GB at 16,384 tokens. Where there is more than
+    one portion and a gradient is wanted, the backward pass computes each of them again, so that what it needs
+    is never there for all queries.
     """
     B, H, T, S = *q.shape[:3], k.size(2)
+    columns = columns_of(q, k)
+    if B * H * T * S <= LOGITS_AT_ONCE:
+        return compute(q, k, v, n_keys, columns, mask, **how)
+    stored = torch.is_tensor(mask)
+    draws = bool(how["dropout"]) or how.get("score_mod") is not None  # or may draw random numbers
     size = max(1, LOGITS_AT_ONCE // (B * H * S))
     if torch.compiler.is_compiling():
         size = max(size, -(-T // MOST_COMPILED))
-    columns, eighth = torch.arange(S, device=q.device), -(-S // 8)
     portions = []
-    for start in range(0, T, size):
+    for start in reversed(range(0, T, size)):
         some = slice(start, min(start + size, T))
         # a mask that is stored may show later keys too, as in a layer that is not causal
-        read = S if torch.is_tensor(mask) else min(S, -(-(S - T + some.stop) // eighth) * eighth)
-        queries, keys = columns[S - T:][some, None], columns[:read]
-        n = None if n_keys is None else n_keys[..., some]
-        given = q[:, :, some], k[:, :, :read], v[:, :, :read], n, seen_by(mask, queries, keys, some), queries
-        if size < T and torch.is_grad_enabled():
-            portions.append(checkpoint(compute, *given, use_reentrant=False,
-                                       preserve_rng_state=bool(how["dropout"]), **how))
+        read = S if stored else S - T + some.stop
+        given = (q[:, :, some], k[:, :, :read], v[:, :, :read], None if n_keys is None else n_keys[..., some],
+                 columns[some], mask[:, :, some] if stored else mask)
+        if torch.is_grad_enabled():
+            portions.append(checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=draws, **how))
         else:
             portions.append(compute(*given, **how))
-    y, rows = zip(*portions)
-    if len(y) == 1:
-        return y[0], rows[0]
+    y, rows = zip(*reversed(portions))
     y, every = torch.cat(y, 2), rows[0]
     if every is not None:
         every = RowStats(*(s if s is None else torch.cat(each, -1) for s, each in zip(every, zip(*rows))))
     return y, every
 
 
-def from_flash(q, k, v, n_keys, seen, queries, scale, stats, spread, detach, dropout):
+def columns_of(q, k):
+    """The columns of the queries, [T, 1]: the last ones."""
+    return torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[:, None]
+
+
+def from_flash(q, k, v, n_keys, queries, mask, scale, stats, spread, detach, dropout):
     """A portion by PyTorch's kernel, for a mask that would be T x T."""
-    seen = seen.expand(1, 1, *seen.shape[-2:])
+    seen = seen_by(mask, queries, k.size(2))[None, None]
     if not stats:
         return fused(q, k, v, scale, seen, dropout), None
     return row_statistics(q, k, v, scale, seen, n_keys, stats, spread, detach, dropout)
@@ -366,14 +386,14 @@ def logits_of(q, k, scale, score_mod, queries):
     return score_mod(s, b[:, None, None, None], h[:, None, None], queries, keys)
 
 
-def from_logits(q, k, v, n_keys, seen, queries, scale, score_mod, stats, spread, detach, dropout):
+def from_logits(q, k, v, n_keys, queries, mask, scale, score_mod, stats, spread, detach, dropout):
     """A portion whose logits are in memory."""
-    s = logits_of(q, k, scale, score_mod, queries)
+    s, seen = logits_of(q, k, scale, score_mod, queries), seen_by(mask, queries, k.size(2))
     hidden = s.masked_fill(~seen, -math.inf)
     p = hidden.softmax(-1)
     y = F.dropout(p, dropout).to(v.dtype) @ v if dropout else p.to(v.dtype) @ v
     if score_mod is not None and not torch.compiler.is_compiling():
-        refuse_empty_rows(score_mod, hidden, y)
+        refuse_wrong_scores(score_mod, hidden, y, queries, q, k)
     if not stats:
         return y, None
     if detach:
@@ -388,13 +408,19 @@ def from_logits(q, k, v, n_keys, seen, queries, scale, score_mod, stats, spread,
     return y, RowStats(lse, entropy, log_p2, squares)
 
 
-def refuse_empty_rows(score_mod, hidden, y):
-    """ScoreError where a score function gave some row -inf for every key that its query sees."""
-    if not y.isnan().any():
+def refuse_wrong_scores(score_mod, hidden, y, queries, q, k):
+    """ScoreError where outputs are not numbers since a score function gave no number, infinity, or -inf for
+    every key that a query sees; queries and keys that are no numbers themselves are another matter.
+    """
+    if not y.isnan().any() or not (q.isfinite().all() and k.isfinite().all()):
         return
-    for b, h, t in (hidden == -math.inf).all(-1).nonzero()[:1].tolist():
-        raise ScoreError(score_mod, f"every key that a query of head {h} sees got the score -inf (row {b}, "
-                                    f"query {t}); a softmax needs one that is finite")
+    empty = (hidden == -math.inf).all(-1)
+    wrong = (hidden.isnan() | (hidden == math.inf)).any(-1)
+    for what, rows in (("-inf for every key that it sees, and a softmax needs one that is finite", empty),
+                       ("a score that is infinite or no number", wrong)):
+        for b, h, t in rows.nonzero()[:1].tolist():
+            raise ScoreError(score_mod, f"the score function gave query {queries[t].item()} of head {h}, row "
+                                        f"{b}, {what}")
 
 
 # ---- statistics of the rows by fused kernels ----

@@ -84,7 +84,7 @@ def fault_of_own_file(e):
     if isinstance(e, SyntaxError):
         frames.append((e.filename, e.lineno))
     places = [f"{path}, line {line}" for path, line in frames if path in OWN_FILES]
-    if getattr(e, "place", ("",))[0] in OWN_FILES:  # of a function that had returned: attention.ScoreError
+    if OWN_FILES.intersection(getattr(e, "files", ())):  # an attention.ScoreError
         return str(e)
     words = " ".join(str(getattr(e, "msg", e)).split())[:300]
     return f"{places[-1]}: {type(e).__name__}: {words}" if places else None

@@ -306,7 +306,8 @@ class Alibi(Mechanism):
 
     def score_mod(self, attn, heads):
         slope = self.log_slope.exp() if self.learned else self.slope
-        return lambda score, b, h, t, s: score - slope[h] * (t - s)
+        slope = slope.to(torch.promote_types(slope.dtype, torch.float32))  # bfloat16 cannot count to 257
+        return lambda score, b, h, t, s: score - slope[h] * (t - s).abs()  # a layer may see later keys
 
 
 class RelativeBias(Mechanism):

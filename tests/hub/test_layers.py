@@ -293,7 +293,7 @@ def test_layers_take_score_functions(causal, at_once, monkeypatch):
     score = 2 * torch.tanh(q @ k.mT * (C // H) ** -0.5 / 2)
     t = torch.arange(T)
     slopes = torch.tensor([2 ** (-8 * (h + 1) / H) for h in range(H)], dtype=torch.float64)
-    score = score - slopes[:, None, None] * (t[:, None] - t)
+    score = score - slopes[:, None, None] * (t[:, None] - t).abs()
     if causal:
         score = score.masked_fill(t > t[:, None], -math.inf)
     want = layer.attn.c_proj((score.softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -501,7 +501,7 @@ BAD_SCORES = {
     "dtype": ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()",
               "returned torch.int64; scores must be floating-point numbers"),
     "empty row": ("score - rate[h] * (t - s)", "torch.where(t == 3, -torch.inf, score - rate[h] * (t - s))",
-                  "every key that a query of head 0 sees got the score -inf"),
+                  "the score function gave query 3 of head 0, row 0, -inf for every key that it sees"),
     "name": ("score - rate[h] * (t - s)", "score - rat[h] * (t - s)", "NameError: name 'rat' is not defined"),
 }
 
