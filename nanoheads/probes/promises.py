@@ -152,7 +152,8 @@ def learns(model, plain):
     """Also what acts far back alone: where a parameter has no gradient, a longer text is tried."""
     length = min(model.config.block_size, LONG - 1) if model.config.block_size > SIZES["block_size"] else T
     idx, targets = tokens(1, 2, length), tokens(2, 2, length)
-    labels = {name: (tokens(3, 2, length) % 2).double() for name in model.config.constraint_names or ()}
+    labels = {name: (tokens(3, 2, length) % 2).to(model.lm_head.weight.dtype)
+              for name in model.config.constraint_names or ()}
     out = model.train()(idx, targets, **(dict(constraint_targets=labels) if labels else {}))
     if not out.loss.isfinite():
         return "the loss is not finite" + HIDDEN * model.changes_scores

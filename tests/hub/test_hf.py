@@ -696,7 +696,7 @@ def desk(tmp_path_factory):
                              ("plain", "shakespeare", "--recipe=gpt2"),
                              ("tiny", "wikitext2_byte", "--recipe=modern")):  # the README's first run
         train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / text}",
-                    f"--out_dir={desk / 'out' / name}", flag, "--block_size=64"])
+                    f"--out_dir={desk / 'out' / name}", flag, "--block_size=64", "--n_layer=2"])
     main([f"--ckpt={desk / 'out' / 'a'}", f"--out={desk / 'exported' / 'a'}"])  # the README's, too
     return desk
 

@@ -341,8 +341,8 @@ def test_figures_are_those_of_the_samples(ckpt, written):
         assert same(got, list(jackknife(values))), name
     assert "judge" not in run["figures"] and "bits/byte" not in lines[1]
     assert run["tokens_per_s"] > 0 and real["tokens_per_s"] is None
-    assert run["name"] == ckpt and lines[-2].split("  ")[0].endswith("/a.pt")
-    assert lines[-1].startswith("the text itself  ")
+    assert run["name"] == ckpt and lines[-3].split("  ")[0].endswith("/a.pt")
+    assert lines[-2].startswith("the text itself  ")
     assert lines[0] == ("sums, test: 3 prompts, 2 samples of 24 tokens each, seed 1337, temperature 0.8")
 
 

@@ -84,7 +84,7 @@ def test_without_triton_compiling_for_a_gpu_is_refused_by_name(monkeypatch):
 def test_flexattention_takes_cuda_and_triton(monkeypatch):
     assert [attention.has_flex_attention(torch.device(kind)) for kind in ("cuda", "mps", "cpu")] == [
         True, False, False]
-    monkeypatch.setattr(kernels, "NO_TRITON", True)
+    monkeypatch.setattr(attention, "NO_TRITON", True)
     assert not attention.has_flex_attention(torch.device("cuda"))
 
 
