@@ -246,7 +246,7 @@ def check(name, flags):
     """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS.
 
     Where it does not run at all, that alone, once. Where its class says why it has no effect yet, nobody asks
-    whether it acts and learns.
+    whether it acts.
     """
     said = [cls for cls in MECHANISM_CLASSES if cls.flag in flags and cls.no_effect_because]
     for recipe in ("gpt2", "modern"):
@@ -259,7 +259,7 @@ def check(name, flags):
         if not said:
             plain = made({}, recipe, block_size=LONG)
             yield name, recipe, "acts", broken(acts, lambda: made(flags, recipe, block_size=LONG), plain)
-        for promise in (each for each in PROMISES if not (said and each is learns)):
+        for promise in PROMISES:
             wrong = broken(promise, lambda: made(flags, recipe))
             if promise is learns and wrong and "no gradient" in wrong:
                 wrong = broken(promise, lambda: made(flags, recipe, block_size=LONG))

@@ -1063,9 +1063,10 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
     x = normal(2, 5, 12, seed=4, grad=True)
     heads = Heads(x=x, q=q, k=k, v=v)
     a2c.before_attention(attn, heads)
-    got, function = 0.4 * heads.q @ heads.k.mT, a2c.score_mod(attn, heads)
-    assert (function is not None) == (mode == "key_bias")
-    if function:
+    got = 0.4 * heads.q @ heads.k.mT
+    assert a2c.changes_scores == (mode == "key_bias")
+    if a2c.changes_scores:
+        function = a2c.score_mod(attn, heads)
         got = function(got, torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None],
                        torch.arange(5)[:, None], torch.arange(5))
     want = torch.empty_like(got)

@@ -1910,9 +1910,8 @@ def test_the_plan_of_the_controls_reads_as_a_plan(
     main(["config/studies/controls.py", "--dry_run", "--device=cpu",
           f"--settings={dict(dataset=str(bytes_data))}"])
     said = capsys.readouterr()
-    first, *_, last = said.out.splitlines()
-    assert first.startswith("variant ") and "broken" not in said.out and said.err == ""
-    assert last.startswith("Note: 'parameters without effect' is compared all the same, although ")
+    assert said.out.startswith("variant ") and "broken" not in said.out and said.err == ""
+    assert "\nNote: 'parameters without effect' is compared all the same, although " in said.out
     assert said.out.count("Note: ") == 1 and "75 runs, 75 of them to do" in said.out
 
 

@@ -483,7 +483,7 @@ DAMAGED = {  # whoever reads it
     "controller=[] must be a dict": lambda s: s.update(controller=[]),
 }
 MISFITS = {  # who builds the model
-    "n_layer=20000, and there are tensors of 1 blocks": lambda s: s["config"].update(n_layer=20000),
+    "n_layer=20000, and there are tensors of 1 block": lambda s: s["config"].update(n_layer=20000),
     "n_embd=1000000000, and the embedding is": lambda s: s["config"].update(n_embd=10**9),
     "its config is impossible: n_layer='1' is not int": lambda s: s["config"].update(n_layer="1"),
     "its config is impossible: block_size='16' is not int": lambda s: s["config"].update(block_size="16"),
@@ -559,7 +559,7 @@ def test_every_reader_finds_what_is_damaged(words, program, changed, bytes_data,
 
 def test_a_config_that_is_damaged_is_refused_before_a_model_is_built(changed, fails, bytes_data, monkeypatch):
     """20,000 layers take minutes to build."""
-    folder = changed(MISFITS["n_layer=20000, and there are tensors of 1 blocks"])
+    folder = changed(MISFITS["n_layer=20000, and there are tensors of 1 block"])
     monkeypatch.setattr(checkpoint, "GPT", None)
     assert "n_layer=20000" in fails([*command(bytes_data, folder, max_iters=9), "--resume"])[0]
 
