@@ -238,7 +238,8 @@ def test_the_controls_break_what_they_should_and_nothing_else(mine):
     own.add(ROOT / "tests" / "controls.py")
     broken = {name: {row[2] for row in promises.check(name, model.MECHANISMS[name]) if row[3]}
               for name in ("control_noise", "control_dead", "control_leak")}
-    assert broken == dict(control_noise=set(), control_dead={"learns"}, control_leak={"causal", "cache", "grouped"})
+    assert broken == dict(control_noise=set(), control_dead={"learns"},
+                          control_leak={"causal", "cache", "grouped"})
     allowed = {name: model.MECHANISMS[name] for name in ("control_noise", "control_dead")}
     note, = promises.refuse_broken(allowed)
     assert re.fullmatch("Note: 'control_dead' is compared all the same, although .* has no gradient .*", note)
