@@ -881,3 +881,13 @@ def test_the_arguments_take_files_alone(ran):
     assert "no mechanism file nowhere.py" in line_of(sample, "--ckpt", folder, "--mechanism=nowhere.py")
     assert not was_run()
     assert bench.arguments(["--own_mechanism=a.py,b.py"]).own_mechanism == "a.py,b.py"
+
+
+def test_what_the_compiler_adds_to_a_module_is_no_replacement(mine, monkeypatch):
+    """A compiled run with a mechanism of one's own ended at its first look; another new name is still told."""
+    own.add(mine())
+    monkeypatch.setattr(model, "__compiled_fn_1_0a1b", lambda: None, raising=False)
+    monkeypatch.setattr(model, "__resume_at_20_1", lambda: None, raising=False)
+    assert replaced.changed() == []
+    monkeypatch.setattr(model, "sum", lambda values: 0, raising=False)
+    assert replaced.changed() == ["model.sum"]
