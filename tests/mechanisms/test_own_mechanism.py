@@ -884,7 +884,7 @@ def test_the_arguments_take_files_alone(ran):
 
 
 def test_what_the_compiler_adds_to_a_module_is_no_replacement(mine, monkeypatch):
-    """A compiled run with a mechanism of one's own ended at its first look; another new name is still told."""
+    """A compiled run with a file of one's own ended at its first look. Another new name is told as ever."""
     own.add(mine())
     monkeypatch.setattr(model, "__compiled_fn_1_0a1b", lambda: None, raising=False)
     monkeypatch.setattr(model, "__resume_at_20_1", lambda: None, raising=False)
