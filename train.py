@@ -15,6 +15,7 @@ the optimizers' states, so --resume goes on from it. best.pt has the weights wit
 file is Python code, and reading it runs it: name only files that you trust.
 """
 
+import copy
 import math
 import os
 import signal
@@ -508,10 +509,10 @@ def try_scores(model, device):
     """ScoreError, with its file and line, where a score function of one's own returns what cannot be scores.
 
     Inside FlexAttention's kernel, or in a compiled step, it would be found out later and without its line. So
-    one row of tokens is read by the path that has the scores in memory, which traces take.
+    one row of tokens is read on the CPU, by the path that has the scores in memory, which traces take.
     """
-    model.eval()
-    model(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device), traces=True)
+    tried = model if torch.device(device).type == "cpu" else copy.deepcopy(model).cpu()
+    tried.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)
 
 
 def ready_to_step(model, config, process=Process()):

@@ -223,6 +223,8 @@ def flex(q, k, v, scale, mask, score_mod=None):
     if q.is_cuda:
         roomy = torch.cuda.get_device_capability(q.device) in ROOMY
         options = flex_tiles(max(q.size(-1), v.size(-1)), q.element_size(), roomy)
+        if score_mod is not None:  # its tables are loaded ahead too, and several stages of them do not fit
+            options = {"fwd_num_stages": 1, "bwd_num_stages": 1, **(options or {})}
     y, aux = kernel(q, k, v, score_mod, mask, scale=scale, kernel_options=options,
                     return_aux=AuxRequest(lse=True))
     if not width and torch.is_grad_enabled():  # the backward pass needs a gradient of y: here it is 0
@@ -392,7 +394,7 @@ def from_logits(q, k, v, n_keys, queries, mask, scale, score_mod, stats, spread,
     hidden = s.masked_fill(~seen, -math.inf)
     p = hidden.softmax(-1)
     y = F.dropout(p, dropout).to(v.dtype) @ v if dropout else p.to(v.dtype) @ v
-    if score_mod is not None and not torch.compiler.is_compiling():
+    if score_mod is not None and y.device.type == "cpu" and not torch.compiler.is_compiling():
         refuse_wrong_scores(score_mod, hidden, y, queries, q, k)
     if not stats:
         return y, None
