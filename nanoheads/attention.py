@@ -452,7 +452,7 @@ def row_statistics(q, k, v, scale, mask, n_keys, stats, spread=False, detach=Fal
         squares = rows.spread
     if stats == "lse":
         lse, y = attend_lse(q, k, scale, mask, v)
-        y = fused_or_flex(q, k, v, scale, mask, dropout) if dropout else y
+        y = attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0] if dropout else y
         return y, RowStats(lse.detach() if detach else lse, spread=squares)
     # one pass is faster, but on CPU all becomes as wide as v and k, and a GPU has no shared memory beyond 128
     small = q.size(2) <= 1024 if q.device.type == "cpu" else k.size(-1) + v.size(-1) <= 128
@@ -462,16 +462,11 @@ def row_statistics(q, k, v, scale, mask, n_keys, stats, spread=False, detach=Fal
         lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :0])[0]  # its values do not matter
         mean_logit = scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)
         entropy = (lse - mean_logit).clamp_min(0).minimum(n_keys.log())
-    y = y[0] if together else fused_or_flex(q, k, v, scale, mask, dropout)
+    y = y[0] if together else attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0]
     log_p2 = lse2 - 2 * lse
     if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where the entropy is not read
         log_p2 = log_p2 + 0.0 * entropy
     return y, RowStats(lse, entropy, log_p2, squares)
-
-
-def fused_or_flex(q, k, v, scale, mask, dropout):
-    """The outputs alone, for a mask of either kind."""
-    return attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0]
 
 
 # ---- a CPU's kernel with the log-sum-exp ----

@@ -175,3 +175,16 @@ class NoThreads(ThreadPoolExecutor):
         job = Future()
         job.set_result(function(*args))
         return job
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Inside of it, the largest number of entries of a tensor that an operation gives."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.size = max(self.size, t.numel())
+        return out

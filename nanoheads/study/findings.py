@@ -59,7 +59,7 @@ def short(value):
 def duration(seconds):
     """5 minutes, or 2.3 hours"""
     minutes = math.ceil(seconds / 60)
-    return f"{minutes} minute{'s' * (minutes > 1)}" if seconds < 7200 else f"{seconds / 3600:.2g} hours"
+    return plural(minutes, "minute") if seconds < 7200 else f"{seconds / 3600:.2g} hours"
 
 
 def chosen(by_variant, only):

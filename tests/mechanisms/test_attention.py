@@ -10,6 +10,7 @@ from model import GPT, GPTConfig
 from nanoheads import attention
 from nanoheads.attention import attend, in_turn
 from nanoheads.rivals import Alibi, RelativeBias
+from helpers import Largest
 from oracle import agree, close, normal, tokens
 
 T = 21
@@ -122,18 +123,6 @@ def test_a_long_window_is_the_stored_mask_some_queries_at_a_time(flags, more, mo
     agree([model.hidden(idx)], [want], list(model.parameters()), 1e-9)
 
 
-class Stored(torch.utils._python_dispatch.TorchDispatchMode):
-    """Inside of it, the largest number of entries of a tensor that an operation gives."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            self.size = max(self.size, t.numel() if isinstance(t, torch.Tensor) else 0)
-        return out
-
-
 LONG = [dict(fox=True), dict(roles=["local"]), dict(relative_bias=True), dict(window=8),
         dict(window=8, window_global=1, window_random=1), dict(window=8, sink=True)]
 
@@ -144,12 +133,12 @@ def test_nothing_of_t_by_t_is_stored_in_training(flags, monkeypatch):
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**14)
     T = 512
     model = GPT(GPTConfig(block_size=T, vocab_size=37, n_layer=1, n_head=2, n_embd=32, **flags))
-    with Stored() as largest:
+    with Largest() as largest:
         model(tokens(1, T), tokens(1, T)).loss.backward()
     assert largest.size < T * T / 3
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**24)
     monkeypatch.setattr("model.DENSE_UP_TO", 10**9)
-    with Stored() as control:
+    with Largest() as control:
         model(tokens(1, T), tokens(1, T)).loss.backward()
     assert control.size >= T * T
 

@@ -20,6 +20,7 @@ from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 from oracle import tokens
 from conftest import TINY
+from helpers import Largest
 from train import main
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
@@ -160,19 +161,6 @@ def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, g
         oracle.close(a.double(), b, tol)
     for a, b in zip(oracle.gradients([t.double() for t in got], fast[:3]), oracle.gradients(want, slow[:3])):
         assert (a.double() - b).norm() < slack * b.norm()
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Inside of it, the largest number of entries of a tensor that an operation gives."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor):
-                self.size = max(self.size, t.numel())
-        return out
 
 
 def test_gated_scores_store_no_t_by_t(monkeypatch):
