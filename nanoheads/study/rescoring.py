@@ -6,17 +6,21 @@ its runs once more, from their checkpoints. A score or a checkpoint that was edi
 import hashlib
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from model import GPTConfig
 from nanoheads import replaced
 from nanoheads.common import UserError, json_safe, pick_device, write_atomic
 from nanoheads.study import costs, queue, trial
+from nanoheads.study.variants import BOOKKEEPING
 from nanoheads.text.dataset import digests_of
 from nanoheads.text.targets import sha256
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.runlog import processor
 
 ONE_IN = 10  # of the runs that are done, where --rescore gives no number
@@ -101,11 +105,15 @@ def of_another_run(state, spec, found):
 
     state: the checkpoint; found: the run's result. A model whose heads came or went has flags of its own.
     """
-    training = spec["train"]
-    pairs = [(key, state["train"].get(key), value) for key, value in training.items() if key != "device"]
-    if not training.get("dynamic_heads"):
-        pairs += [(key, state["config"].get(key), value) for key, value in spec["model"].items()
-                  if value is not None]
+    training, config = spec["train"], TrainConfig(**spec["train"])
+    # what a trial.json does not name is at its default, as an output gate is off in a plain GPT
+    planned = {key: value for key, value in asdict(config).items()
+               if key in training or key not in BOOKKEEPING}
+    pairs = [(key, state["train"].get(key), value) for key, value in planned.items() if key != "device"]
+    if not config.dynamic_heads:
+        planned = GPTConfig(**spec["model"]).flags()
+        pairs += [(key, there, planned[key]) for key, there in state["config"].items()
+                  if key in planned and not (training.get("init_from") and planned[key] is None)]
     pairs += [("steps", found["steps"], training["max_iters"]), ("step", state["step"], found["best_step"])]
     text, planned = digests_of(state["meta"]), spec.get("data", {})
     pairs += [(f"the text's {key}", text[key], planned[key]) for key in planned.keys() & text.keys()]

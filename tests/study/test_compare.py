@@ -31,6 +31,7 @@ from nanoheads.study import (costs, digest, effects, findings, pictures, queue, 
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 from nanoheads.text import checksums
 from nanoheads.text.dataset import missing
+from nanoheads.training import checkpoint
 
 from conftest import ROOT, in_this_process, put_meta, small_plain, write_dataset
 from helpers import study_of, unread
@@ -1079,9 +1080,8 @@ def checkpoint_damaged(folder):
     (folder / "result.json").write_text(json.dumps({**found, "checkpoint": checksums.sha256(path)}))
 
 
-def of_another_seed(folder):
-    """All that a run of another seed is scored by, as if it were this one's."""
-    other = next(path for path in folder.parent.glob("*/best.pt") if path.parent != folder).parent
+def taken_from(other, folder):
+    """All that another run is scored by, as if it were this one's."""
     for name in ("best.pt", "nats.npy", "result.json"):
         shutil.copy(other / name, folder)
     found = json.loads((folder / "result.json").read_text())
@@ -1095,7 +1095,7 @@ def believed(folder):
 
 
 @pytest.mark.parametrize("edit, words", [
-    (of_another_seed, "its best.pt is of another run: "), (believed, "its best.pt gives "),
+    (believed, "its best.pt gives "),
     (nats_exchanged, "its best.pt gives "),
     (of_another_size, "it scored 1,100 bytes, and today these are 1,000"),
     (checkpoint_exchanged, "its best.pt is not the file that was scored"),
@@ -1107,6 +1107,30 @@ def test_what_else_is_edited_in_a_run_ends_the_study_too(plain, here, edit, word
     with pytest.raises(UserError) as e:
         results.collect(study, "test")
     assert f"(plain, seed 2): {words}" in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("whose, seed, key", [
+    ("plain", 1, "seed is 1 there, and 2 was planned"),
+    ("output_gate", 1, "seed is 1 there, and 2 was planned"),
+    ("output_gate", 2, "output_gate is 'headwise' there, and None was planned")])
+def test_the_run_of_another_seed_or_of_a_variant_is_not_that_of_a_plain_gpt(plain, here, whose, seed, key):
+    study = study_of(plain, rescore=10)
+    study.run(here)
+    taken_from(study.runs.folders["judge", whose, seed], study.runs.folders["judge", "plain", 2])
+    with pytest.raises(UserError) as e:
+        results.collect(study, "test")
+    assert f"(plain, seed 2): its best.pt is of another run: {key}" in str(e.value)
+
+
+def test_runs_whose_heads_come_and_go_are_scored_once_more_too(plain, here):
+    study = study_of(plain, rescore=10, mechanisms=[], variants={
+        "pruned": dict(sentinel="sigmoid", prune_gate=0.99, prune_margin=1e9, controller_interval=2,
+                       controller_warmup=0, controller_patience=1, controller_tokens=32,
+                       controller_heldout=32)})
+    study.run(here)
+    folder = study.runs.folders["judge", "pruned", 1]
+    assert checkpoint.read(folder / "best.pt")["config"]["head_ids"], "no head was taken out"
+    assert len(results.collect(study, "test")["rescored"]["runs"]) == 4
 
 
 def test_a_report_says_how_many_runs_were_scored_once_more(finished, plain, here, monkeypatch, capsys):
