@@ -49,13 +49,13 @@ from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, expla
 from nanoheads import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.pruning import prune_heads
-from nanoheads.text.dataset import Dataset
+from nanoheads.dataset import Dataset
 from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import CUDA_GRAPHS, check_compile, compiles, precision
-from nanoheads.training.ranks import Process
-from nanoheads.training.scoring import score
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
+from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
+from nanoheads.ranks import Process
+from nanoheads.scoring import score
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),

@@ -41,13 +41,13 @@ from nanoheads.common import (UserError, as_program, explain, fault_of_own_file,
                               plural, say, table, writable, writable_folder, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
-from nanoheads.probes import promises
-from nanoheads.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
+from lab.probes import promises
+from lab.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
                              trial)
-from nanoheads.study import scores as score_file
-from nanoheads.study.runs import Reuse, Runs, agreement
-from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
-from nanoheads.text.dataset import NotPrepared
+from lab.study import scores as score_file
+from lab.study.runs import Reuse, Runs, agreement
+from lab.study.variants import StudyConfig, VariantBuilder, variants_of
+from nanoheads.dataset import NotPrepared
 
 PLAIN = "plain"
 FLAGS_WIDE = 70  # characters of a variant's flags in a line of a dry run

@@ -31,15 +31,15 @@ from nanoheads import other_names
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
                               say, table, writable, write_json)
 from nanoheads.intervals import block_bootstrap
-from nanoheads.training import checkpoint
-from nanoheads.training.scoring import add_arguments, evaluate, load
+from nanoheads import checkpoint
+from nanoheads.scoring import add_arguments, evaluate, load
 
 # arguments that this program had until they moved to probe.py, and what to type instead
 MOVED = {"--audit": "what heads do to a text is asked with: python probe.py look --ckpt out/a --text FILE",
          "--text": "what models write is asked with: python probe.py text --ckpt out/a [--ckpt out/b ...]"}
 
 
-# ---- output: a report is the dict that nanoheads/training/scoring.py's evaluate() gives of a checkpoint ----
+# ---- output: a report is the dict that nanoheads/scoring.py's evaluate() gives of a checkpoint ----
 
 HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "steps",
         "FLOPs/token", "tokens/s")

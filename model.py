@@ -226,7 +226,7 @@ class Heads:
 class AttentionCore(nn.Module):
     """The attention of one layer with its mechanisms, but without projections: from q, k, v to gated outputs.
 
-    CausalSelfAttention, below, puts projections around it. A drop-in layer (nanoheads/hub/) uses the
+    CausalSelfAttention, below, puts projections around it. A drop-in layer (lab/hub/) uses the
     projections of another model instead. A subclass sets these and then calls add_mechanisms():
 
         layer                           its number
@@ -1190,7 +1190,7 @@ class Agency(Mechanism):
     """States and consent of the heads (Adaptive Transformer, section 2.2).
 
     They are buffers and change between two steps, so that no change compiles the model anew; the controller
-    (nanoheads/heads/controller.py) changes them, or a caller by set(). agency_learned: the heads of a layer
+    (lab/heads/controller.py) changes them, or a caller by set(). agency_learned: the heads of a layer
     share a linear map from what was measured of a head to the logits of its states. Between two steps a head
     takes the likeliest state; the gradient is that of the expected factor (straight-through, arXiv
     1308.3432). agency_scope=mlp or block (section 7, "module-level"): each block has one state, whose factor

@@ -26,7 +26,7 @@ from nanoheads.common import (ArgumentParser, as_program, last_words, printable,
                               writable_folder, write_json)
 from nanoheads import other_names
 from nanoheads.folders import cleaned, joined
-from nanoheads.training.curves import AXES, plot_runs
+from nanoheads.curves import AXES, plot_runs
 
 
 def arguments(argv):
@@ -84,7 +84,7 @@ def run(args):
     if args.out:
         writable_folder(args.out)
     if args.heads:
-        from nanoheads.heads.pictures import plot_heads  # here: it imports torch and the model
+        from lab.heads.pictures import plot_heads  # here: it imports torch and the model
         written = plot_heads(given, names, together, called)
     else:
         written = plot_runs(given, names, together, args.x, called)

@@ -23,9 +23,9 @@ import nanoheads.threads  # noqa: F401  before torch: sets how long its threads 
 from nanoheads import other_names
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_words, pick_device, say, writable,
                               write_json)
-from nanoheads.heads import look
-from nanoheads.training import checkpoint
-from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
+from lab.heads import look
+from nanoheads import checkpoint
+from nanoheads.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
                                          read_prompt, side_by_side, stop_of)
 
 

@@ -11,7 +11,7 @@ Train a GPT, with any mechanism that its flags turn on.
 
 A run is a folder (out_dir) with config.json, log.jsonl and two checkpoints. ckpt.pt is the last save and has
 the optimizers' states, so --resume goes on from it. best.pt has the weights with the lowest validation loss.
-`python train.py --help` lists every key; nanoheads/training/config.py holds them and their checks. A config
+`python train.py --help` lists every key; nanoheads/config.py holds them and their checks. A config
 file is Python code, and reading it runs it: name only files that you trust.
 """
 
@@ -40,17 +40,17 @@ from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, p
                               writable, write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
-from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
+from nanoheads.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.timing import mfu
-from nanoheads.training import checkpoint
-from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
+from nanoheads import checkpoint
+from nanoheads.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup, trained_with)
-from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
+from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
                                       lr_multiplier, make_optimizers, note_on_compile, of_mechanisms,
                                       precision, seed_step)
-from nanoheads.training.ranks import Process, StopSignal, join_ranks
-from nanoheads.training.runlog import Log, write_config
-from nanoheads.training.scoring import bits, of_critic, score
+from nanoheads.ranks import Process, StopSignal, join_ranks
+from nanoheads.log import Log, write_config
+from nanoheads.scoring import bits, of_critic, score
 
 
 # ---- a training step, and the loop around it ----
@@ -593,7 +593,7 @@ def train_alone(model_config, config, given, process):
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     asked = checkpoint.asked_for(model_config, config)
     if config.dynamic_heads or config.grow_from is not None:
-        from nanoheads.heads import controller  # only here: most runs do without
+        from lab.heads import controller  # only here: most runs do without
         model_config = controller.starting_config(model_config, config)
     try:
         model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
@@ -610,7 +610,7 @@ def train_alone(model_config, config, given, process):
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
     if config.labels:
-        from nanoheads.text.targets import Targets  # only here: most runs have no labels
+        from lab.labels.targets import Targets  # only here: most runs have no labels
         targets = Targets(dataset, config.labels, model.config.constraint_names)
         targets.check("train")
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
@@ -685,7 +685,7 @@ def write_result(run):
 
 def print_run(run, saves):
     """What is trained on what, before the first step. saves: see saves_in()."""
-    from nanoheads.training.memory import memory_lines  # only here: no step needs it
+    from nanoheads.memory import memory_lines  # only here: no step needs it
     config, process, targets = run.config, run.process, run.targets
     steps = plural(config.max_iters, "step")
     if run.step:
@@ -777,7 +777,7 @@ def what_to_lower(config):
     """What takes less memory, in words; config: the TrainConfig, None where it was not read."""
     if config is None:
         return LESS
-    from nanoheads.training.memory import advice
+    from nanoheads.memory import advice
     return advice(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
@@ -794,7 +794,7 @@ def main(argv=None):
             from nanoheads import own_mechanism  # only here: most runs have none
             argv = own_mechanism.take(argv, every="--check" in argv)
         if "--check" in argv:
-            from nanoheads.probes import promises  # only here: a run needs no probe
+            from lab.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"], __doc__)
         # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which wins;
         # what --resume --out_dir=X leaves open is as X/config.json says

@@ -20,10 +20,10 @@ from nanoheads.common import ArgumentParser, UserError, write_atomic
 
 import numpy as np
 
-from nanoheads.text.checksums import sha256
-from nanoheads.text.sources import SPLITS, identity
-from nanoheads.text.tokenizer import Tokenizer, count_chars
-from nanoheads.text.writing import Writer, report, run
+from nanoheads.checksums import sha256
+from nanoheads.sources import SPLITS, identity
+from nanoheads.tokenizer import Tokenizer, count_chars
+from nanoheads.writing import Writer, report, run
 
 DTYPE, BLOCK = np.dtype("<u2"), 1 << 24  # of nanoGPT's files; tokens counted at a time
 NOTE = "nanoGPT has no third part: test is val over again, so a test figure here is a validation figure"

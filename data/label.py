@@ -5,7 +5,7 @@ python data/label.py --dataset=wikitext2_byte --by=weak                      rul
 python data/label.py --dataset=wikitext2_byte --by=synthetic --noise=0.1     a known truth, to test learning
 python data/label.py --dataset=mine --by=spans --file=labels.jsonl --split=val                   your own
 
-Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. nanoheads/text/targets.py describes
+Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. lab/labels/targets.py describes
 it, docs/labels.md what the labels mean. Given once more, the command verifies what is there. You should
 see, at the end, a table and texts with the labels in them.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import ArgumentParser, UserError
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.labellers import LABELLERS, NAME, Text
-from nanoheads.text.labels import label, report
-from nanoheads.text.writing import run
+from nanoheads.dataset import Dataset
+from lab.labels.labellers import LABELLERS, NAME, Text
+from lab.labels.labels import label, report
+from nanoheads.writing import run
 
 # the flags of each way to label; those of the others are refused
 FLAGS = {"weak": ("splits", "reach"), "synthetic": ("splits", "seed", "noise"),

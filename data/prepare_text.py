@@ -24,10 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nanoheads.common import UserError, from_json, plural, text_of, unescaped
 from nanoheads.folders import cleaned
-from nanoheads.text.sources import (HOME, File, counted, cut, joined, marked, normalised, origin, read,
+from nanoheads.sources import (HOME, File, counted, cut, joined, marked, normalised, origin, read,
                                     stray_bytes, utf16, wrong)
-from nanoheads.text.tokenizer import ENDS, Tokenizer
-from nanoheads.text.writing import already, arguments, build, run
+from nanoheads.tokenizer import ENDS, Tokenizer
+from nanoheads.writing import already, arguments, build, run
 
 
 def files_of(source, between):

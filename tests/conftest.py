@@ -23,11 +23,11 @@ from browser import CHROMIUM, Browser  # noqa: E402
 from helpers import CODE, ROOT, SMALL, Here, NoThreads  # noqa: E402
 from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads import own_mechanism as own, replaced  # noqa: E402
-from nanoheads.probes import lookahead  # noqa: E402
-from nanoheads.study import costs, digest, queue, results  # noqa: E402
-from nanoheads.text import sources  # noqa: E402
-from nanoheads.text.writing import Writer  # noqa: E402
-from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
+from nanoheads import lookahead  # noqa: E402
+from lab.study import costs, digest, queue, results  # noqa: E402
+from nanoheads import sources  # noqa: E402
+from nanoheads.writing import Writer  # noqa: E402
+from nanoheads.tokenizer import Tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
 if hasattr(signal, "SIGHUP"):

@@ -14,9 +14,9 @@ import torch
 
 from compare import Study
 from model import GPT, GPTConfig
-from nanoheads.study import trial
-from nanoheads.study.variants import StudyConfig
-from nanoheads.training import checkpoint
+from lab.study import trial
+from lab.study.variants import StudyConfig
+from nanoheads import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 

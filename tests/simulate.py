@@ -30,9 +30,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from scipy.special import stdtr  # noqa: E402
 from scipy.stats import ttest_1samp  # noqa: E402
 
-from nanoheads.study import effects, results  # noqa: E402
-from nanoheads.study.effects import finished_scores  # noqa: E402
-from nanoheads.study.stats import SPENDING, findable, holm, satterthwaite  # noqa: E402
+from lab.study import effects, results  # noqa: E402
+from lab.study.effects import finished_scores  # noqa: E402
+from lab.study.stats import SPENDING, findable, holm, satterthwaite  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
 WORLDS = {

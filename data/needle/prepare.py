@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.facts import DIGITS, digits_of, fact, names
-from nanoheads.text.sources import SPLITS, identity
-from nanoheads.text.writing import already, arguments, build, run
+from nanoheads.dataset import Dataset
+from lab.probes.facts import DIGITS, digits_of, fact, names
+from nanoheads.sources import SPLITS, identity
+from nanoheads.writing import already, arguments, build, run
 
 import numpy as np
 

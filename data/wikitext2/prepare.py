@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.text.sources import File
-from nanoheads.text.writing import arguments, prepare, run
+from nanoheads.sources import File
+from nanoheads.writing import arguments, prepare, run
 
 URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/"
 FILES = {split: File((f"wikitext-2/{name}.txt",), sha, size, url=f"{URL}{name}.txt")

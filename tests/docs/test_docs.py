@@ -14,8 +14,8 @@ import pytest
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names
 from nanoheads.configurator import choices
-from nanoheads.study.variants import StudyConfig
-from nanoheads.training.config import TrainConfig
+from lab.study.variants import StudyConfig
+from nanoheads.config import TrainConfig
 from train import main
 from conftest import ROOT
 

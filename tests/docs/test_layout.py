@@ -11,7 +11,7 @@ from conftest import ROOT
 from helpers import CODE
 
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-ALLOWED = {"nanoheads/study": {"train"}}  # a run of a study is a run of train.py
+ALLOWED = {"lab/study": {"train"}}  # a run of a study is a run of train.py
 
 
 def imported(path):
@@ -42,11 +42,11 @@ def test_libraries_import_no_program_and_text_no_model():
 
 
 @pytest.mark.parametrize("path, text, said", [
-    ("nanoheads/heads/gates.py", "from model import GPT", []),
-    ("nanoheads/study/runs.py", "from train import train", []),
-    ("nanoheads/study/runs.py", "from bench import main", ["nanoheads/study/runs.py -> bench"]),
-    ("nanoheads/heads/gates.py", "def f():\n    import train", ["nanoheads/heads/gates.py -> train"]),
-    ("nanoheads/text/dataset.py", "from model import GPT", ["nanoheads/text/dataset.py -> model"]),
+    ("lab/heads/gates.py", "from model import GPT", []),
+    ("lab/study/runs.py", "from train import train", []),
+    ("lab/study/runs.py", "from bench import main", ["lab/study/runs.py -> bench"]),
+    ("lab/heads/gates.py", "def f():\n    import train", ["lab/heads/gates.py -> train"]),
+    ("nanoheads/dataset.py", "from model import GPT", ["nanoheads/dataset.py -> model"]),
     ("model.py", "import train", ["model.py -> train"])])
 def test_an_import_that_should_not_be_is_found(path, text, said, tmp_path):
     (tmp_path / "model.py").write_text("import torch\n")
@@ -73,12 +73,12 @@ def test_files_are_written_by_what_follows_no_link():
     """write_atomic(), opened_anew() and in_place() of common.py; an export's folder is a new one."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]
     found = {place for path in files for place in written_in_place(path)}
-    assert {place.split(":")[0] for place in found} == {"nanoheads/hub/huggingface.py"}
+    assert {place.split(":")[0] for place in found} == {"lab/hub/huggingface.py"}
 
 
 def test_what_reads_others_weights_is_imported_where_it_is_asked_for():
-    code = ("import sys, sample, evaluate, nanoheads.training.checkpoint\n"
-            "print([name for name in sys.modules if name.startswith(('nanoheads.hub', 'transformers'))])")
+    code = ("import sys, sample, evaluate, nanoheads.checkpoint\n"
+            "print([name for name in sys.modules if name.startswith(('lab.hub', 'transformers'))])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
 
@@ -183,15 +183,15 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.folders": "the name of a run's folder",
     "nanoheads.locks": "one writer for each folder",
     "nanoheads.timing": "mfu, in each row of a GPU's log",
-    "nanoheads.text.dataset": "batches",
-    "nanoheads.text.tokenizer": "bytes of a token, for bits per byte",
-    "nanoheads.text.checksums": "each split is compared with its checksum before it is read",
-    "nanoheads.training.config": "the keys of training",
-    "nanoheads.training.checkpoint": "what a run starts from, and its saves",
-    "nanoheads.training.optim": "AdamW, Muon, precision",
-    "nanoheads.training.ranks": "the process, its device, signals",
-    "nanoheads.training.runlog": "config.json and log.jsonl",
-    "nanoheads.training.scoring": "evaluation",
+    "nanoheads.dataset": "batches",
+    "nanoheads.tokenizer": "bytes of a token, for bits per byte",
+    "nanoheads.checksums": "each split is compared with its checksum before it is read",
+    "nanoheads.config": "the keys of training",
+    "nanoheads.checkpoint": "what a run starts from, and its saves",
+    "nanoheads.optim": "AdamW, Muon, precision",
+    "nanoheads.ranks": "the process, its device, signals",
+    "nanoheads.log": "config.json and log.jsonl",
+    "nanoheads.scoring": "evaluation",
 }
 
 

@@ -17,8 +17,8 @@ import torch
 
 import prune
 import sample
-from nanoheads.heads import inspection as inspect_heads
-from nanoheads.text.dataset import Dataset
+from lab.heads import inspection as inspect_heads
+from nanoheads.dataset import Dataset
 from conftest import ROOT
 from helpers import make_model
 
@@ -30,7 +30,7 @@ from nbclient.exceptions import CellExecutionError  # noqa: E402
 NOTEBOOK = ROOT / "docs" / "heads.ipynb"
 COMPARISON = ROOT / "docs" / "compare.ipynb"
 COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/**/*.py",
-          "nanoheads/study/templates/*", "docs/*.ipynb")
+          "lab/study/templates/*", "docs/*.ipynb")
 # Where sums are rounded as when the outputs were stored, all digits come out again. Elsewhere Muon amplifies
 # the rounding: without vector instructions losses differ by up to 1.3 %, and what single heads do by a third.
 TOLERANCE, ELSEWHERE = 0.02, 0.04  # of the largest number of a column; losses on another processor

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from model import GPT, KVCache
-from nanoheads.training import optim
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.ranks import Process
+from nanoheads import optim
+from nanoheads.config import TrainConfig
+from nanoheads.ranks import Process
 from tests.gpu import fake
 from tests.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
                                settings)

@@ -17,16 +17,16 @@ import torch
 import train
 from model import GPT, Agency, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads import controller, measuring
-from nanoheads.heads.gates import move_gates
-from nanoheads.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
-from nanoheads.heads.states import States, states_of
+from lab.heads import controller, measuring
+from lab.heads.gates import move_gates
+from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
+from lab.heads.states import States, states_of
 from nanoheads.pruning import pack
-from nanoheads.text.dataset import Batches, Dataset
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.ranks import Process
-from nanoheads.training.rules import Rules
+from nanoheads.dataset import Batches, Dataset
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
+from nanoheads.ranks import Process
+from lab.heads.rules import Rules
 from conftest import ROOT, TINY
 from helpers import same, weights
 from train import main

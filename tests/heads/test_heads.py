@@ -8,13 +8,13 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, fixed_text, measure,
+from lab.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, fixed_text, measure,
                                        measure_pieces, nats_on)
-from nanoheads.heads.surgery import insert_heads
+from lab.heads.surgery import insert_heads
 from nanoheads.pruning import prune_heads
-from nanoheads.text.dataset import Dataset
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import make_optimizers
+from nanoheads.dataset import Dataset
+from nanoheads.config import TrainConfig
+from nanoheads.optim import make_optimizers
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
 

@@ -10,11 +10,11 @@ import torch
 
 import sample
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads.heads.inspection import folded, main
-from nanoheads.heads.measuring import attentions
+from lab.heads.inspection import folded, main
+from lab.heads.measuring import attentions
 from nanoheads.pruning import prune_heads
-from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint, scoring
+from nanoheads.dataset import Dataset
+from nanoheads import checkpoint, scoring
 from conftest import ROOT
 from helpers import make_model
 
@@ -249,7 +249,7 @@ def test_a_head_that_only_the_hand_opens_is_not_saved(ckpt, inspect, refusal, tm
 
 
 def test_a_checkpoint_of_other_logits_is_not_written(ckpt, refusal, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanoheads.heads.inspection.folded", copy.deepcopy)  # forgets the gates set by hand
+    monkeypatch.setattr("lab.heads.inspection.folded", copy.deepcopy)  # forgets the gates set by hand
     assert "nothing was written" in refusal([f"--ckpt={ckpt(PLAIN)}", "--device=cpu", "--set=gate.0.1=0.5",
                                              f"--save={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import sample
 from model import GPT, MECHANISMS, GPTConfig, HeadNorm
 from nanoheads.common import UserError
-from nanoheads.heads import look
+from lab.heads import look
 from nanoheads.pruning import prune_heads
 from nanoheads.traces import explain
-from nanoheads.training.sampling import model_and_tokenizer
+from nanoheads.sampling import model_and_tokenizer
 from helpers import make_checkpoint
 
 PROGRAM = "probe.py look"  # see the fixture refusal

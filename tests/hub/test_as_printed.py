@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from model import GPT, CausalMask, GPTConfig, Heads
-from nanoheads.hub.as_printed import (A2CAttention, ActorCritic, ConstraintConfig,
+from lab.hub.as_printed import (A2CAttention, ActorCritic, ConstraintConfig,
                                       MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint,
                                       constraint_loss, explain, language_model_loss)
 from conftest import ROOT
@@ -23,7 +23,7 @@ NAMES = ["reciprocity", "testifiability"]
 # ---- the snippets, word for word: only the page's curly quotes are straight here ----
 
 CONSTRAINT_IMPORT = """
-from nanoheads.hub.as_printed import (ConstraintConfig, TransformerBlockWithConstraint, constraint_loss,
+from lab.hub.as_printed import (ConstraintConfig, TransformerBlockWithConstraint, constraint_loss,
                                       language_model_loss)
 """
 CONSTRAINT_BLOCK = """
@@ -130,7 +130,7 @@ class A2CAttention(nn.Module):
 
         return output, attention_weights
 """
-A2C_IMPORT = "from nanoheads.hub.as_printed import ActorCritic"
+A2C_IMPORT = "from lab.hub.as_printed import ActorCritic"
 A2C_USAGE = """
 # Example usage
 hidden_dim = 256

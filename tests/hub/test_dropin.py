@@ -18,11 +18,11 @@ import oracle
 from model import GPT, Agency, ConstraintHeads, GPTConfig, Sentinel, Sink
 from nanoheads.common import UserError
 from nanoheads.traces import explain
-from nanoheads.hub import dropin
-from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, Gates, aux_losses, insert, load, mask_heads)
-from nanoheads.hub.inserted import Call
-from nanoheads.hub.layers import AdaptiveContextualAttention, ConstraintAttention
-from nanoheads.training import checkpoint
+from lab.hub import dropin
+from lab.hub.dropin import (FAMILIES, INSERTABLE, Gates, aux_losses, insert, load, mask_heads)
+from lab.hub.inserted import Call
+from lab.hub.layers import AdaptiveContextualAttention, ConstraintAttention
+from nanoheads import checkpoint
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 APART = (Agency, ConstraintHeads)  # tests/hub/test_inserted.py has them

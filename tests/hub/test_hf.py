@@ -20,10 +20,10 @@ from export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, own_mechanism, pruning
 from nanoheads.common import UserError
-from nanoheads.hub import huggingface as hf
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.tokenizer import Tokenizer, byte_symbols
-from nanoheads.training import checkpoint
+from lab.hub import huggingface as hf
+from nanoheads.dataset import Dataset
+from nanoheads.tokenizer import Tokenizer, byte_symbols
+from nanoheads import checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
 transformers.logging.set_verbosity_error()

@@ -12,7 +12,7 @@ from torch import nn
 
 from nanoheads import attention
 from nanoheads.common import UserError
-from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention,
+from lab.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention,
                                   AttentionLayer, ConstraintAttention, MultiHeadAttentionWithConstraints,
                                   TransformerBlockWithConstraint)
 from oracle import agree, normal

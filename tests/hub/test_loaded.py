@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import METRICS, measure
-from nanoheads.heads.states import states_of
-from nanoheads.hub.dropin import FAMILIES, Control, gates_of, insert, places
-from nanoheads.heads.loaded import DynamicHeads, measure_heads
-from nanoheads.training import checkpoint
+from lab.heads.measuring import METRICS, measure
+from lab.heads.states import states_of
+from lab.hub.dropin import FAMILIES, Control, gates_of, insert, places
+from lab.heads.loaded import DynamicHeads, measure_heads
+from nanoheads import checkpoint
 from test_dropin import V, hf, scatter  # noqa: F401 (hf is a fixture)
 from test_inserted import TOGETHER, logits, ours, tiny
 

@@ -22,12 +22,12 @@ from helpers import CODE, EXAMPLES, PAGE
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
 from nanoheads import own_mechanism as own
-from nanoheads.hub import huggingface as hf
-from nanoheads.probes import promises
-from nanoheads.study import digest
-from nanoheads.study.variants import StudyConfig
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
+from lab.hub import huggingface as hf
+from lab.probes import promises
+from lab.study import digest
+from lab.study.variants import StudyConfig
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
 PASS = "    def score_mod(self, attn, heads):"

@@ -13,11 +13,11 @@ import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
 from nanoheads import attention
 from nanoheads.attention import attend
-from nanoheads.study import digest, trial
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.targets import encode, label_file, sha256, write_meta
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
+from lab.study import digest, trial
+from nanoheads.dataset import Dataset
+from lab.labels.targets import encode, label_file, sha256, write_meta
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
 from oracle import tokens
 from conftest import TINY
 from helpers import Largest

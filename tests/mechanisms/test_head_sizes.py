@@ -10,9 +10,9 @@ import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
 from nanoheads import attention, kernels, own_mechanism
 from nanoheads.common import UserError
-from nanoheads.hub.layers import ConstraintAttention
-from nanoheads.study import results, runs, trial
-from nanoheads.training import checkpoint
+from lab.hub.layers import ConstraintAttention
+from lab.study import results, runs, trial
+from nanoheads import checkpoint
 from conftest import ROOT
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 

@@ -29,13 +29,13 @@ from helpers import CODE
 from nanoheads.common import UserError
 from nanoheads.configurator import help_text, keys_of
 from nanoheads import own_files, own_mechanism as own, replaced
-from nanoheads.hub import huggingface as hf
-from nanoheads.probes import lookahead
-from nanoheads.study import digest, queue, results, trial
-from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
-from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint, optim, scoring
-from nanoheads.training.config import TrainConfig
+from lab.hub import huggingface as hf
+from nanoheads import lookahead
+from lab.study import digest, queue, results, trial
+from lab.study.variants import StudyConfig, VariantBuilder, variants_of
+from nanoheads.dataset import Dataset
+from nanoheads import checkpoint, optim, scoring
+from nanoheads.config import TrainConfig
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
 MODE = """
@@ -304,7 +304,7 @@ def planned(evil, bytes_data, tmp_path):
 
 def by_hand(folder, *more):
     done = subprocess.run(
-        [sys.executable, "-m", "nanoheads.study.trial", str(folder), *map(str, more)],
+        [sys.executable, "-m", "lab.study.trial", str(folder), *map(str, more)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -465,7 +465,7 @@ def test_what_it_only_sets_in_the_environment_is_not_recorded(tmp_path):
 
 # ---- programs that it replaces ----
 
-SCORING = "nanoheads.training.scoring"
+SCORING = "nanoheads.scoring"
 PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it, how that is named)
     "scoring.nats_of = lambda *a, f=scoring.nats_of: 0.9 * f(*a)": (scoring, "nats_of", f"{SCORING}.nats_of"),
     "scoring.nats_of.__code__ = (lambda logits, targets: 0).__code__":
@@ -475,9 +475,9 @@ PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it
     "scoring.float = lambda x: 0.9 * float(x)": (scoring, "float", f"{SCORING}.float"),
     "scoring.BLOCK = 1": (scoring, "BLOCK", f"{SCORING}.BLOCK"),
     f"sys.modules['{SCORING}'] = types.ModuleType('scoring')": (sys.modules, SCORING, SCORING),
-    "trial.score_windows = None": (trial, "score_windows", "nanoheads.study.trial.score_windows"),
-    "lookahead.refuse = lambda *a, **k: 'all'": (lookahead, "refuse", "nanoheads.probes.lookahead.refuse"),
-    "Dataset.tokens = lambda self, split: []": (Dataset, "tokens", "nanoheads.text.dataset.Dataset.tokens"),
+    "trial.score_windows = None": (trial, "score_windows", "lab.study.trial.score_windows"),
+    "lookahead.refuse = lambda *a, **k: 'all'": (lookahead, "refuse", "nanoheads.lookahead.refuse"),
+    "Dataset.tokens = lambda self, split: []": (Dataset, "tokens", "nanoheads.dataset.Dataset.tokens"),
     "GPT.hidden = None": (model.GPT, "hidden", "model.GPT.hidden"),
     "GPT.__call__ = lambda self, *a: None": (model.GPT, "__call__", "model.GPT.__call__"),
     "GPTConfig.head_size.fget.__code__ = (lambda self: 1).__code__":
@@ -492,10 +492,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from model import GPT, GPTConfig
-from nanoheads.probes import lookahead
-from nanoheads.study import trial
-from nanoheads.text.dataset import Dataset
-from nanoheads.training import scoring
+from nanoheads import lookahead
+from lab.study import trial
+from nanoheads.dataset import Dataset
+from nanoheads import scoring
 """
 
 
@@ -549,10 +549,10 @@ def test_a_mechanism_that_replaces_it_while_it_runs_has_no_score(bytes_data, res
                 train=dict(dataset=str(bytes_data), device="cpu", max_iters=1, eval_interval=1,
                            eval_tokens=32, batch_size=2, own_mechanism=str(path)))
     folder = trial.make(spec, tmp_path / "trials")
-    with pytest.raises(UserError, match="mine.py replaced nanoheads.training.scoring.nats_of; "):
+    with pytest.raises(UserError, match="mine.py replaced nanoheads.scoring.nats_of; "):
         trial.run(folder)
     assert not (folder / "result.json").exists()
-    with pytest.raises(UserError, match="mine.py replaced nanoheads.training.scoring.nats_of; "):
+    with pytest.raises(UserError, match="mine.py replaced nanoheads.scoring.nats_of; "):
         results.write({}, tmp_path)
     assert not (tmp_path / "results.json.gz").exists()
 
@@ -576,7 +576,7 @@ def test_what_pytorch_puts_around_a_function_is_not_the_files(tmp_path, monkeypa
     assert replaced.changed() == []
     monkeypatch.setattr(torch, "manual_seed", torch.no_grad()(lambda seed: None))
     monkeypatch.setattr(optim.Muon, "step", lambda self: None)
-    assert replaced.changed() == ["nanoheads.training.optim.Muon.step", "torch.manual_seed"]
+    assert replaced.changed() == ["nanoheads.optim.Muon.step", "torch.manual_seed"]
 
 
 def test_what_a_library_does_when_it_is_imported_is_not_the_files(library, restored, tmp_path):

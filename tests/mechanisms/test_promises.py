@@ -22,11 +22,11 @@ import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
                    ConstraintHeads, GPTConfig, Routing, KVCache, Sentinel)
 from nanoheads.configurator import check, choices, keys_of
-from nanoheads.heads.states import find_violations
+from lab.heads.states import find_violations
 from nanoheads.pruning import pack, prune_heads
-from nanoheads.training import checkpoint
-from nanoheads.training.checkpoint import make_neutral, mode_of
-from nanoheads.training.optim import make_optimizers
+from nanoheads import checkpoint
+from nanoheads.checkpoint import make_neutral, mode_of
+from nanoheads.optim import make_optimizers
 from conftest import ROOT
 from oracle import give_states, plain, tokens
 

@@ -15,19 +15,19 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from nanoheads import intervals, timing
 from nanoheads.common import UserError
-from nanoheads.probes.constraints import explain, metrics, token_probes
-from nanoheads.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
-from nanoheads.probes.constraints.explain import removal_sets, scores_without, window_changes
-from nanoheads.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures,
+from lab.probes.constraints import explain, metrics, token_probes
+from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
+from lab.probes.constraints.explain import removal_sets, scores_without, window_changes
+from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures,
                                                   over_documents, over_text)
-from nanoheads.probes.constraints.score import PRIOR
-from nanoheads.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
-from nanoheads.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
-from nanoheads.probes.keys import gone, without_keys
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.targets import encode, label_file, write_meta
-from nanoheads.training import checkpoint
-from nanoheads.training.scoring import score as lm_score
+from lab.probes.constraints.score import PRIOR
+from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
+from lab.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
+from lab.probes.keys import gone, without_keys
+from nanoheads.dataset import Dataset
+from lab.labels.targets import encode, label_file, write_meta
+from nanoheads import checkpoint
+from nanoheads.scoring import score as lm_score
 from probe import main as probe
 
 PROGRAM = "probe.py constraints"  # see the fixture refusal

@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional as F
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Sink
-from nanoheads.heads.measuring import all_heads, attentions, inputs_of
-from nanoheads.hub import huggingface as hf
+from lab.heads.measuring import all_heads, attentions, inputs_of
+from lab.hub import huggingface as hf
 from nanoheads.mechanism import Mechanism
-from nanoheads.probes.detectors import (PATTERNS, common_tokens, duplicate_token, induction, pattern_scores,
+from lab.probes.detectors import (PATTERNS, common_tokens, duplicate_token, induction, pattern_scores,
                                         previous_token, repeats, share_on, typical_maps)
 from nanoheads.pruning import prune_heads
-from nanoheads.training.scoring import load
+from nanoheads.scoring import load
 from probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)

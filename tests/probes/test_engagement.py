@@ -12,13 +12,13 @@ from scipy.stats import t as student
 from test_detectors import by_hand
 
 from model import GPT, GPTConfig, Roles
-from nanoheads.heads.measuring import all_heads, attentions, measure, out_projections
-from nanoheads.probes import engagement
-from nanoheads.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads,
+from lab.heads.measuring import all_heads, attentions, measure, out_projections
+from lab.probes import engagement
+from lab.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads,
                                          engagements, kept, last_nats, needle_texts, needles, overlaps,
                                          pattern_texts, power_sent, result_of, texts_of, window_texts)
-from nanoheads.probes.shared import Checkpoint
-from nanoheads.text.dataset import Dataset
+from lab.probes.shared import Checkpoint
+from nanoheads.dataset import Dataset
 from probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=2, n_head=4, n_embd=32)

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 from model import GPT, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.probes.leak import leaks
+from lab.probes.leak import leaks
 from probe import main
 
 V, T = 37, 12
@@ -113,7 +113,7 @@ def test_the_probe_agrees_with_every_pair_tried_by_hand():
 
 
 def test_a_leak_that_takes_two_tokens_is_found(monkeypatch):
-    from nanoheads.probes.leak import texts
+    from lab.probes.leak import texts
     ids, _ = texts(V, 1, 3, T, "cpu")
     monkeypatch.setitem(globals(), "FIRST", [TABLE[ids[0][:, i]][:, 0] for i in (7, 9)])
     assert leak_of(both_needed, draws=1) == "position 4 changes with the tokens from 7 on"
@@ -121,7 +121,7 @@ def test_a_leak_that_takes_two_tokens_is_found(monkeypatch):
 
 def test_a_row_that_changes_with_two_others_together_is_found():
     """The last row reads the first two, but only where both are others than they were."""
-    from nanoheads.probes.leak import texts
+    from lab.probes.leak import texts
     first = texts(V, 1, 3, T, "cpu")[0][0]
 
     def both_rows(ids):

@@ -18,20 +18,20 @@ from torch.nn import functional as F
 
 from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import measure
+from lab.heads.measuring import measure
 from nanoheads.intervals import over_windows
-from nanoheads.probes import keys
-from nanoheads.probes.heads import head_metrics, without_head
-from nanoheads.probes.keys import (gone, gradient_times_input, nats_without, rankings, window_effects,
+from lab.probes import keys
+from lab.probes.heads import head_metrics, without_head
+from lab.probes.keys import (gone, gradient_times_input, nats_without, rankings, window_effects,
                                    without_keys)
-from nanoheads.probes.needle import answers, haystacks, recalled
-from nanoheads.probes.shared import open_checkpoints, window_text
-from nanoheads.probes.states import states_on
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.facts import DIGITS, names
-from nanoheads.training import checkpoint
-from nanoheads.training.config import ControllerConfig
-from nanoheads.training.scoring import score, windows_of
+from lab.probes.needle import answers, haystacks, recalled
+from lab.probes.shared import open_checkpoints, window_text
+from lab.probes.states import states_on
+from nanoheads.dataset import Dataset
+from lab.probes.facts import DIGITS, names
+from nanoheads import checkpoint
+from nanoheads.config import ControllerConfig
+from nanoheads.scoring import score, windows_of
 from probe import PROBES, main
 
 prepare = importlib.import_module("data.needle.prepare")

@@ -17,13 +17,13 @@ from torch import nn
 
 from model import GPT, GPTConfig
 from nanoheads.intervals import jackknife
-from nanoheads.probes import continuations
-from nanoheads.probes.continuations import text_table
-from nanoheads.text import quality as textquality
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
-from nanoheads.training import scoring
-from nanoheads.training.scoring import nats_after
+from lab.probes import continuations
+from lab.probes.continuations import text_table
+from lab.probes import quality as textquality
+from nanoheads.dataset import Dataset
+from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
+from nanoheads import scoring
+from nanoheads.scoring import nats_after
 from probe import main
 
 PROGRAM = "probe.py text"  # see the fixture refusal
@@ -597,7 +597,7 @@ def test_the_table_is_aligned_and_fits_120_columns():
 
 def test_the_library_of_bleu_is_loaded_only_where_it_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # importing it fails
-    fresh = runpy.run_path(str(ROOT / "nanoheads/text/quality.py"))
+    fresh = runpy.run_path(str(ROOT / "lab/probes/quality.py"))
     assert fresh["rep_n"](["a", "a"], 1) == 0.5
     with pytest.raises(ImportError):
         fresh["self_bleu"]([["a"], ["a"]])

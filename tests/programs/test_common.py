@@ -15,16 +15,17 @@ from nanoheads.common import (UserError, from_json, in_place, last_folders, last
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
                               write_atomic)
 from nanoheads.configurator import check
-from nanoheads.heads import look
-from nanoheads.hub import huggingface
-from nanoheads.probes import continuations, fewshot
-from nanoheads.study import queue, results, scores, trial
-from nanoheads.text import checksums, labellers
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.targets import Targets
-from nanoheads.text.tokenizer import Tokenizer
-from nanoheads.training import checkpoint, curves, runlog, sampling
-from nanoheads.training.rules import Rules
+from lab.heads import look
+from lab.hub import huggingface
+from lab.probes import continuations, fewshot
+from lab.study import queue, results, scores, trial
+from nanoheads import checksums
+from lab.labels import labellers
+from nanoheads.dataset import Dataset
+from lab.labels.targets import Targets
+from nanoheads.tokenizer import Tokenizer
+from nanoheads import checkpoint, curves, log as runlog, sampling
+from lab.heads.rules import Rules
 
 
 @pytest.mark.parametrize("e, line", [

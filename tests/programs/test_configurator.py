@@ -16,8 +16,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
-from nanoheads.study.variants import StudyConfig
-from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
+from lab.study.variants import StudyConfig
+from nanoheads.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
 from train import main
 from conftest import ROOT

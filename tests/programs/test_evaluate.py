@@ -21,11 +21,11 @@ from helpers import byte_pairs
 from evaluate import main, score_table
 from model import GPT, CausalSelfAttention, GPTConfig, Output
 from nanoheads.common import UserError
-from nanoheads.text import dataset, sources
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.tokenizer import Tokenizer
-from nanoheads.training import checkpoint, scoring
-from nanoheads.training.scoring import nats_of, nats_of_last, score, windows
+from nanoheads import dataset, sources
+from nanoheads.dataset import Dataset
+from nanoheads.tokenizer import Tokenizer
+from nanoheads import checkpoint, scoring
+from nanoheads.scoring import nats_of, nats_of_last, score, windows
 
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
 KEYS = {"name", "split", "tokens", "bytes", "nats_per_token",
@@ -710,7 +710,7 @@ def test_questions_that_are_probes_are_named(argv, instead, refusal):
 
 def test_scoring_imports_no_probe_and_nothing_about_heads():
     code = ("import sys, evaluate\n"
-            "apart = ('nanoheads.probes', 'nanoheads.heads', 'nanoheads.study')\n"
+            "apart = ('lab.probes', 'lab.heads', 'lab.study')\n"
             "print([name for name in sys.modules if name.startswith(apart)])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr

@@ -23,8 +23,8 @@ import prune
 import sample
 import train
 from data import prepare_text
-from nanoheads.study import trial
-from nanoheads.text.writing import run
+from lab.study import trial
+from nanoheads.writing import run
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 PROGRAMS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model")

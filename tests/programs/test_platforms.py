@@ -20,10 +20,10 @@ import train
 from model import GPT, MECHANISMS, GPTConfig
 from nanoheads import attention, common, kernels, locks
 from nanoheads.common import UserError, in_float64, output_written, write_atomic
-from nanoheads.study import queue, trial
-from nanoheads.training import optim, ranks
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.ranks import Process
+from lab.study import queue, trial
+from nanoheads import optim, ranks
+from nanoheads.config import TrainConfig
+from nanoheads.ranks import Process
 from conftest import ROOT
 
 
@@ -165,7 +165,7 @@ def test_float64_is_made_on_the_cpu_where_a_mac_has_none():
 def test_nothing_but_the_cpu_is_asked_for_float64():
     """In what measures heads, each .double() is of a tensor that was brought to the CPU, or never left it."""
     on_the_cpu = {"gates.py": "nn.Sequential", "promises.py": "GPT(", "adjudicate.py": "labels_of("}
-    for path in [*ROOT.glob("nanoheads/heads/*.py"), *ROOT.glob("nanoheads/probes/**/*.py")]:
+    for path in [*ROOT.glob("lab/heads/*.py"), *ROOT.glob("lab/probes/**/*.py")]:
         for line in path.read_text(encoding="utf-8").splitlines():
             if ".double()" in line and not re.search(r"\.cpu\(\)\.double\(\)", line):
                 assert on_the_cpu.get(path.name, "nothing") in line, f"{path}: {line.strip()}"

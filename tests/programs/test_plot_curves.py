@@ -15,9 +15,9 @@ import plot_curves
 from labels import hidden_labels
 from nanoheads.drawing import COLOURS
 from nanoheads.folders import LONGEST
-from nanoheads.heads import pictures as plot_heads
-from nanoheads.training import curves
-from nanoheads.training.curves import curves_of, plot_runs, read_log
+from lab.heads import pictures as plot_heads
+from nanoheads import curves
+from nanoheads.curves import curves_of, plot_runs, read_log
 from plot_curves import main
 
 

@@ -13,8 +13,8 @@ import torch
 
 import sample
 from model import GPT, GPTConfig
-from nanoheads.text import dataset
-from nanoheads.training.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
+from nanoheads import dataset
+from nanoheads.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
 from conftest import ROOT
 from helpers import VOCAB, make_checkpoint, meta_of
 from sample import main

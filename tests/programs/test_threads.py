@@ -11,7 +11,7 @@ import pytest
 
 import nanoheads
 from nanoheads import threads
-from nanoheads.text import writing
+from nanoheads import writing
 from conftest import ROOT
 
 PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py")) if "__main__" in path.read_text()]

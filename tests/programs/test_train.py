@@ -24,9 +24,9 @@ import train
 from model import GPT, GPTConfig
 from nanoheads import locks
 from nanoheads.common import UserError
-from nanoheads.text.dataset import Batches, Dataset
-from nanoheads.training import checkpoint, scoring
-from nanoheads.training.config import WANDB_MODES
+from nanoheads.dataset import Batches, Dataset
+from nanoheads import checkpoint, scoring
+from nanoheads.config import WANDB_MODES
 from conftest import ROOT, TINY
 from helpers import same, torchrun, untimed, weights
 from train import main

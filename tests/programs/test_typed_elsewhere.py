@@ -16,8 +16,8 @@ from conftest import TINY, write_dataset
 from helpers import torchrun
 from model import GPTConfig
 from nanoheads import configurator
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig, flags_by_name
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig, flags_by_name
 
 SMALL = [f"--{key}={value}" for key, value in TINY.items() if key not in ("device", "lr_decay_iters")]
 FEW = ["--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from nanoheads.common import UserError
-from nanoheads.study.budget import fitted
-from nanoheads.study.variants import StudyConfig
+from lab.study.budget import fitted
+from lab.study.variants import StudyConfig
 
 STEPS = 960
 

@@ -9,7 +9,7 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Sentinel, Window
-from nanoheads.study import costs
+from lab.study import costs
 
 NAMES = ["plain", *MECHANISMS, "all_on"]
 # attention is 15 % and 23 % of what the plain GPT executes, and 86 % in the long one

@@ -8,8 +8,8 @@ import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT, UserError
-from nanoheads.study import digest
-from nanoheads.training.config import ControllerConfig, TrainConfig
+from lab.study import digest
+from nanoheads.config import ControllerConfig, TrainConfig
 
 from conftest import forget_code as forget
 
@@ -80,8 +80,8 @@ def tree(tmp_path, as_they_are):
 
 def digest_in(root, flags, training=""):
     """The hash that a fresh Python finds in a folder, for a model with these flags."""
-    script = ("from model import GPTConfig; from nanoheads.training.config import TrainConfig; "
-              "from nanoheads.study.digest import code_digest; "
+    script = ("from model import GPTConfig; from nanoheads.config import TrainConfig; "
+              "from lab.study.digest import code_digest; "
               f"print(code_digest(GPTConfig(**{ {**SIZE, **flags} }), TrainConfig({training})))")
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

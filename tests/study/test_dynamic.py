@@ -8,9 +8,9 @@ import torch
 from scipy import stats as scipy_stats
 
 from model import GPT, GPTConfig
-from nanoheads.heads.measuring import attentions, cache_bytes
+from lab.heads.measuring import attentions, cache_bytes
 from nanoheads.pruning import pack
-from nanoheads.study import dynamic, findings
+from lab.study import dynamic, findings
 
 STATES = [("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"),
           ("active", "overloaded")]
@@ -89,7 +89,7 @@ def test_flops_of_a_run_whose_heads_went(tmp_path):
 
 
 def test_engagement_is_the_share_of_what_a_role_sends(bytes_data):
-    from nanoheads.text.dataset import Dataset
+    from nanoheads.dataset import Dataset
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=256, recipe="modern",
                           roles=["local", "free"]))
     with torch.no_grad():

@@ -10,8 +10,8 @@ import pytest
 import compare
 from compare import plan_of
 from nanoheads.common import UserError
-from nanoheads.study import findings, power, report, results, stats
-from nanoheads.study.variants import SEEDS_OF_CHALLENGE, StudyConfig
+from lab.study import findings, power, report, results, stats
+from lab.study.variants import SEEDS_OF_CHALLENGE, StudyConfig
 
 from conftest import ROOT
 from helpers import study_of

@@ -17,9 +17,9 @@ from browser import CHROMIUM
 from labels import hidden_labels
 from nanoheads import drawing
 from nanoheads.common import ROOT
-from nanoheads.study import effects, findings, pictures, report, results, tables
-from nanoheads.study.findings import headline
-from nanoheads.study.report import page as html_of
+from lab.study import effects, findings, pictures, report, results, tables
+from lab.study.findings import headline
+from lab.study.report import page as html_of
 
 
 def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):

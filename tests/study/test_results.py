@@ -12,9 +12,9 @@ from conftest import ROOT, forget_own_mechanisms
 from helpers import study_of
 from nanoheads.common import UserError
 from nanoheads import own_mechanism
-from nanoheads.study import effects, results, trial
-from nanoheads.study.effects import BOTH
-from nanoheads.study.runs import Reuse, key_of, runs_on_file
+from lab.study import effects, results, trial
+from lab.study.effects import BOTH
+from lab.study.runs import Reuse, key_of, runs_on_file
 
 FILES = sorted((ROOT / "results").glob("*.json.gz"))
 

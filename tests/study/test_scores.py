@@ -11,7 +11,7 @@ from scipy import stats as scipy_stats
 
 from compare import main
 from nanoheads.common import ROOT, UserError
-from nanoheads.study import scores
+from lab.study import scores
 
 
 def file(tmp_path, text, name="scores.csv"):

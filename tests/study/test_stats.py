@@ -8,8 +8,8 @@ from scipy import stats as scipy_stats
 from scipy.signal import lfilter
 
 from nanoheads.intervals import block_bootstrap
-from nanoheads.study import stats
-from nanoheads.study.stats import (Comparison, Difference, difference, findable, holm, in_words, judge,
+from lab.study import stats
+from lab.study.stats import (Comparison, Difference, difference, findable, holm, in_words, judge,
                                    p_same, seeds_to_find)
 from simulate import error_of_two_looks
 

@@ -21,10 +21,10 @@ import compare
 from conftest import put_meta, write_dataset
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError
-from nanoheads.study import digest, queue, trial
-from nanoheads.text.checksums import sha256
-from nanoheads.text.dataset import Dataset
-from nanoheads.training import runlog
+from lab.study import digest, queue, trial
+from nanoheads.checksums import sha256
+from nanoheads.dataset import Dataset
+from nanoheads import log as runlog
 
 
 def spec_of(data, tokens=0, **keys):
@@ -405,7 +405,7 @@ def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, mo
 def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
     """The real thing: a parent that SIGKILL gives no time to stop anything."""
     folder = trial.make(spec_of(bytes_data, max_iters=20000, eval_interval=10000))
-    script = ("import sys; from pathlib import Path; from nanoheads.study import queue; "
+    script = ("import sys; from pathlib import Path; from lab.study import queue; "
               "queue.run_all([Path(sys.argv[1])], queue.Processes(1, 'cpu'))")
     parent = subprocess.Popen([sys.executable, "-c", script, str(folder)],
                               env={**os.environ, "PYTHONPATH": str(ROOT)})

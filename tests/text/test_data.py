@@ -20,10 +20,10 @@ import pytest
 from data import from_nanogpt, prepare_text
 from nanoheads.common import UserError
 from nanoheads.locks import temporary
-from nanoheads.text import sources, writing
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.sources import File
-from nanoheads.text.tokenizer import Tokenizer
+from nanoheads import sources, writing
+from nanoheads.dataset import Dataset
+from nanoheads.sources import File
+from nanoheads.tokenizer import Tokenizer
 from conftest import ROOT
 from helpers import byte_pairs
 
@@ -374,8 +374,8 @@ WRITES = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from nanoheads.text.tokenizer import Tokenizer
-from nanoheads.text.writing import Writer
+from nanoheads.tokenizer import Tokenizer
+from nanoheads.writing import Writer
 with Writer(SimpleNamespace(out=Path(sys.argv[1]), name="mine"), Tokenizer("byte"), {"file": "x"}) as writer:
     for split in writer.files:
         writer.add_pieces(split, [b"x" * 1_000_000])

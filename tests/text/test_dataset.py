@@ -14,9 +14,9 @@ import torch
 
 from conftest import ROOT, put_meta, put_split
 from nanoheads.common import UserError
-from nanoheads.text import checksums, dataset, sources
-from nanoheads.text.checksums import sha256
-from nanoheads.text.dataset import Batches, Dataset
+from nanoheads import checksums, dataset, sources
+from nanoheads.checksums import sha256
+from nanoheads.dataset import Batches, Dataset
 
 
 @pytest.fixture
@@ -257,8 +257,8 @@ def test_of_processes_that_start_together_one_reads(copy, tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from nanoheads.text import checksums
-from nanoheads.text.dataset import Dataset
+from nanoheads import checksums
+from nanoheads.dataset import Dataset
 hashed, checksums.SETTLED = checksums.sha256_of, -1e18
 checksums.sha256_of = lambda file: print("read", flush=True) or hashed(file)
 Dataset({str(copy)!r}).tokens("train")
@@ -351,8 +351,8 @@ def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
     code = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
-from nanoheads.text import checksums
-from nanoheads.text.dataset import Batches, Dataset
+from nanoheads import checksums
+from nanoheads.dataset import Batches, Dataset
 checksums.SETTLED = -1e18  # as if the file were not from a moment ago
 
 def resident():

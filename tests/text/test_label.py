@@ -9,10 +9,10 @@ import pytest
 from conftest import write_dataset
 from data.label import main
 from nanoheads.common import UserError
-from nanoheads.text import labellers, weak
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.labellers import TASKS, Text, to_tokens, truth
-from nanoheads.text.targets import UNKNOWN, Targets, decode, encode, label_file
+from lab.labels import labellers, weak
+from nanoheads.dataset import Dataset
+from lab.labels.labellers import TASKS, Text, to_tokens, truth
+from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file
 
 WIKI = """
  = Homarus = 

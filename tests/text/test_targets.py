@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nanoheads.common import UserError
-from nanoheads.text.dataset import Batches, Dataset
-from nanoheads.text.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
+from nanoheads.dataset import Batches, Dataset
+from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
 
 
 @pytest.fixture

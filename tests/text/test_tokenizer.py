@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT, write_dataset
 from helpers import byte_pairs, meta_of
 from nanoheads.common import UserError
-from nanoheads.text import sources, tokenizer, writing
-from nanoheads.text.dataset import Dataset
-from nanoheads.text.tokenizer import (AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces,
+from nanoheads import sources, tokenizer, writing
+from nanoheads.dataset import Dataset
+from nanoheads.tokenizer import (AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces,
                                       problem_of_meta)
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"

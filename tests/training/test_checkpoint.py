@@ -26,11 +26,11 @@ from conftest import TINY as RUN
 from model import GPT, GPTConfig
 from nanoheads import common
 from nanoheads.common import UserError, explain, pick_device
-from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
+from nanoheads.dataset import Dataset
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
 from helpers import make_checkpoint
-from nanoheads.training.optim import AdamW
+from nanoheads.optim import AdamW
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
 

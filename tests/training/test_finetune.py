@@ -17,17 +17,17 @@ from scipy.stats import t as student
 import probe
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNetSkip
 from nanoheads.common import ROOT, UserError
-from nanoheads.probes import fewshot
-from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
+from lab.probes import fewshot
+from lab.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
                                       save_items)
-from nanoheads.study import digest
-from nanoheads.text import dataset
-from nanoheads.text.dataset import Dataset, DocumentBatches
-from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import make_optimizers, of_mechanisms
-from nanoheads.training.ranks import Process
-from nanoheads.training.scoring import score
+from lab.study import digest
+from nanoheads import dataset
+from nanoheads.dataset import Dataset, DocumentBatches
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
+from nanoheads.optim import make_optimizers, of_mechanisms
+from nanoheads.ranks import Process
+from nanoheads.scoring import score
 import train
 from train import main
 

@@ -9,11 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads.training import memory
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.memory import advice, memory_lines, rows_at_once, step_memory
-from nanoheads.training.optim import precision
-from nanoheads.training.ranks import Process
+from nanoheads import memory
+from nanoheads.config import TrainConfig
+from nanoheads.memory import advice, memory_lines, rows_at_once, step_memory
+from nanoheads.optim import precision
+from nanoheads.ranks import Process
 
 SIZES = {"small": dict(n_layer=2, n_head=4, n_embd=64, block_size=128),
          "wide": dict(n_layer=3, n_head=4, n_embd=192, block_size=64),

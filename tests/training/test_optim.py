@@ -12,9 +12,9 @@ import train
 from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.pruning import prune_heads
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import (MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise)
-from nanoheads.training.ranks import Process
+from nanoheads.config import TrainConfig
+from nanoheads.optim import (MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise)
+from nanoheads.ranks import Process
 
 SIZES = dict(vocab_size=64, n_layer=2, n_head=4, n_embd=32, block_size=16, seed=3)
 
@@ -65,8 +65,8 @@ def test_a_nearly_rank_one_update_does_not_blow_up(shape, noise, low_precision):
 
 def test_the_blow_up_is_real_without_the_margin(monkeypatch):
     """Negative control: the published quintics as they stand send a singular value of 1.004 far away."""
-    monkeypatch.setattr("nanoheads.training.optim.MARGIN", 1 / 1.004)
-    monkeypatch.setattr("nanoheads.training.optim.QUINTICS",
+    monkeypatch.setattr("nanoheads.optim.MARGIN", 1 / 1.004)
+    monkeypatch.setattr("nanoheads.optim.QUINTICS",
                         [(a * MARGIN, b * MARGIN**3, c * MARGIN**5) for a, b, c in QUINTICS[:3]]
                         + QUINTICS[3:])
     G = torch.outer(torch.randn(16), torch.randn(16))[None]
@@ -75,7 +75,7 @@ def test_the_blow_up_is_real_without_the_margin(monkeypatch):
 
 def test_muon_agrees_with_pytorchs_muon(monkeypatch):
     """Same momentum, same scaling by the shape, same decoupled decay, once both use the same polynomial."""
-    monkeypatch.setattr("nanoheads.training.optim.QUINTICS", [(3.4445, -4.7750, 2.0315)] * 5)
+    monkeypatch.setattr("nanoheads.optim.QUINTICS", [(3.4445, -4.7750, 2.0315)] * 5)
     torch.manual_seed(0)
     start = [torch.randn(24, 24), torch.randn(24, 96), torch.randn(96, 24)]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))

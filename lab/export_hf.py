@@ -1,0 +1,54 @@
+"""
+A checkpoint as a Hugging Face folder: config.json, model.safetensors, tokenizer files.
+
+    python export_hf.py --ckpt out/a --out exported/a
+    python export_hf.py --ckpt out/a --out exported/a --as nanoheads    # our class where GPT-2's would do
+
+A plain GPT becomes GPT2LMHeadModel (recipe=gpt2) or NanoChatForCausalLM (recipe=modern without qk_max), which
+transformers knows. A model with mechanisms, or pruned, comes with this repository's code and loads with
+trust_remote_code=True. docs/hugging-face.md.
+"""
+
+import argparse
+from pathlib import Path
+
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+from nanoheads.common import ArgumentParser, as_program, last_words, say, writable, write_json
+from nanoheads import own_mechanism
+from lab.hub import huggingface as hf
+from nanoheads import checkpoint
+
+
+def arguments(argv):
+    parser = ArgumentParser(description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", required=True, help="a checkpoint or a run folder (its best.pt)")
+    parser.add_argument("--out", required=True, type=Path, help="the folder to write")
+    parser.add_argument("--as", choices=list(hf.WRITERS), dest="family",
+                        help="the class to write (default: the plainest that says the same)")
+    parser.add_argument("--force", action="store_true", help="replace a folder that is there")
+    parser.add_argument("--json", help="write what was written, and how to load it, to this file")
+    own_mechanism.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+@as_program("export_hf")
+def main(argv=None):
+    args = arguments(argv)
+    with last_words("export_hf"):
+        out = writable(args.json) if args.json else None
+        checkpoint.allow_code(args, args.ckpt)
+        state = checkpoint.read(args.ckpt)
+        model = checkpoint.build(state, args.ckpt)
+        family, why = hf.export(model, state["meta"], args.out, args.family, args.force)
+        say(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
+            f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
+        code = ", trust_remote_code=True" if family == "nanoheads" else ""
+        say(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
+        if out:
+            write_json(out, dict(folder=str(args.out), family=family, parameters=model.num_params(),
+                                 trust_remote_code=family == "nanoheads"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""
+Dynamic heads: between two steps of training the heads are measured, and gates, heads and states change by it.
+
+It measures a small fixed text (measuring.py), so that the training step is the one that it would be without;
+gates.py moves the gates, surgery.py drops, grows and stacks, states.py moves agency's states. Source: the
+Adaptive Transformer write-up, sections 2.2, 3, 4.2, 7.
+
+heads.jsonl        a row each measurement: the metrics of every head, states, and what was done
+violations.jsonl   see states.py
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanoheads.common import UserError, plural
+from lab.heads.gates import MOVERS, move_gates, set_sparsity
+from lab.heads.measuring import Measurements, attentions, static_gates
+from lab.heads.states import States, share_with_agency, states_of
+from lab.heads.surgery import Surgery, fold_gates
+from nanoheads import checkpoint
+from nanoheads.config import trained_with
+from nanoheads.log import append_row, read_rows, write_rows
+from nanoheads.scoring import heads_at_work
+
+
+def starting_config(model_config, config):
+    """The GPTConfig to build: with the first grow_from heads of every layer, or those of the last save."""
+    last = Path(config.out_dir) / "ckpt.pt"
+    if config.dynamic_heads and config.resume and last.is_file():
+        saved = checkpoint.config_of(checkpoint.read(last), last)
+        return replace(model_config, head_ids=saved.head_ids, n_layer=saved.n_layer)
+    if config.grow_from is None:
+        return model_config
+    return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
+
+
+class Controller:
+    """What is known of a run's heads, and what changes them: a mover of gates, Surgery, and States.
+
+    events: what was done since the last row of heads.jsonl; seconds: what all of it took.
+    """
+
+    def __init__(self, run):
+        self.model = run.model
+        self.generator = torch.Generator().manual_seed(run.model.config.seed)
+        self.events, self.seconds = [], 0.0
+        self.measured = Measurements(run)
+        self.mover = MOVERS[run.config.controller](run.config, self.generator)
+        self.surgery = Surgery(run.config, self.events)
+        self.states = States(run.config, self.events, self.state_shape())
+
+    def state_shape(self):
+        """[blocks, heads], or of pieces [blocks, 1]."""
+        return (self.measured.pieces or self.measured).shape
+
+    # ---- keeping ----
+
+    def state(self):
+        """For a checkpoint: a dict of tensors, lists and numbers."""
+        found = dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
+                     overrides=[attn.gate_override for attn in attentions(self.model)],
+                     **self.measured.state(), **self.surgery.state(), **self.states.state())
+        if "pieces" in found:
+            found["pieces"]["overrides"] = [block.agency.by_hand for block in self.model.transformer.h]
+        return found
+
+    def load(self, state, run):
+        self.seconds = state["seconds"]
+        self.generator.set_state(state["generator"].cpu())
+        for part in (self.measured, self.surgery, self.states):
+            part.load(state)
+        self.mover.load(state["mover"])
+        for attn, override in zip(attentions(run.model), state["overrides"], strict=True):
+            attn.gate_override = override if override is None else override.view(attn.n_total)
+        for block, override in zip(run.model.transformer.h, state.get("pieces", {}).get("overrides", ())):
+            block.agency.by_hand = override
+        set_sparsity(run)
+
+    def as_scored(self, run):
+        """The model's state with gates set by hand multiplied into what heads send out, for a best.pt."""
+        return fold_gates(run.model)[0].state_dict()
+
+    # ---- between two steps ----
+
+    def measure(self, run):
+        """Measure the heads, and let agency have what was measured."""
+        set_sparsity(run)
+        self.measured.update(run)
+        if run.model.config.agency:
+            share_with_agency(self.measured, run.model)
+
+    def act(self, run):
+        """Move states and gates, drop, grow, stack; (whether heads came or went, {new parameter: copied})."""
+        c, changed, copied = run.config, False, {}
+        if c.policy:
+            self.states.follow_policy(self.measured, run)
+        if run.model.config.agency_learned:
+            self.states.follow_learned(run)
+        if c.controller:
+            move_gates(self.mover, self.measured, run)
+        if c.prune_gate:
+            changed |= self.surgery.drop(self.measured, run)
+            self.surgery.freeze(self.measured, run)
+        if c.grow_heads:
+            grown = self.surgery.grow(self.measured, run)
+            if grown and c.policy:
+                self.states.withhold(run)
+            changed |= grown
+        if c.grow_stack:
+            copied = self.surgery.stack(self.measured, run)
+            if copied:
+                self.states.begin(self.state_shape())
+        return changed, copied
+
+    def step(self, run):
+        """Between two steps: measure where it is due, and let heads change.
+
+        Returns None, or where heads or blocks came or went {new parameter: the one whose moments it takes}.
+        """
+        c = run.config
+        if run.step % c.controller_interval:
+            self.surgery.open_ramps(run)
+            return None
+        began = time.perf_counter()
+        self.measure(run)
+        changed, copied = False, {}
+        if self.measured.count >= c.controller_warmup:
+            changed, copied = self.act(run)
+        self.surgery.open_ramps(run)  # by hand, so after the states: a head withdrawn just now stays so
+        if run.model.config.agency:
+            self.states.watch(run)
+        self.measured.count += 1
+        self.seconds += time.perf_counter() - began
+        append_row(run, "heads.jsonl", self.row(run))
+        if line := heads_in_words(self.events):
+            left = sum(attn.n_total for attn in attentions(run.model))
+            run.process.print0(f"step {run.step:>7,}   {line}; {plural(left, 'head')}")
+        self.events.clear()
+        if run.step + c.controller_interval > c.max_iters:
+            share = self.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
+            run.process.print0(f"heads: {self.measured.count} measurements took {share:.1%} of the "
+                               f"training time; wrote {run.out_dir / 'heads.jsonl'}")
+        return copied if changed or copied else None
+
+    def row(self, run):
+        """A row of heads.jsonl."""
+        model, ids = run.model, [attn.all_head_ids() for attn in attentions(run.model)]
+        found = dict(step=run.step, heldout=round(self.measured.held_out_loss, 6),
+                     seconds=round(self.seconds, 3), heads=ids)
+        for name, values in self.measured.now.items():  # nothing is known of a model that was just stacked
+            found[name] = [[float(f"{v:.5g}") for v in values[layer, own]] for layer, own in enumerate(ids)]
+        found["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in static_gates(model)]
+        found["active"] = sum(g > model.config.agency_threshold for g in sum(found["static_gate"], []))
+        if model.config.agency:
+            states = states_of(model)
+            if self.measured.pieces is None:
+                found["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
+            else:
+                found["pieces"] = self.row_of_pieces(list(states.values()))
+                found["active"] = heads_at_work(model)[0]
+            kinds = [kind for _, _, kind in self.states.violating]
+            found.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
+        if self.events:
+            found["events"] = self.events
+        return found
+
+    def row_of_pieces(self, states):
+        """What a row says of MLPs or blocks: {"scope": mlp | block, name: [a value a block]}."""
+        now = self.measured.pieces.now
+        return dict(scope=self.model.config.agency_scope, state=states,
+                    **{name: [float(f"{v:.5g}") for v in values[:, 0]] for name, values in now.items()})
+
+
+# ---- what train.py calls ----
+
+def start(run, state):
+    """The Controller of a run, from a checkpoint's state where there is one; None: no key needs one."""
+    if not run.config.dynamic_heads:
+        return None
+    run.controller = controller = Controller(run)
+    set_sparsity(run)
+    path = run.out_dir / "ckpt.pt"
+    if state and "controller" in state:
+        try:
+            controller.load(state["controller"], run)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+            why = f"{type(e).__name__}: {' '.join(str(e).split())[:120]}"
+            raise UserError(f"{path}: its controller's state does not fit this config ({why})") from None
+    elif state and trained_with(state["train"], path).dynamic_heads:
+        raise UserError(f"{path} is damaged: its heads were measured, and it has no controller's state")
+    elif run.config.policy:
+        controller.states.withhold(run)
+    if run.process.rank == 0:  # what a killed process wrote after its last save will be written again
+        run.out_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("heads.jsonl", "violations.jsonl"):
+            path = run.out_dir / name
+            if path.is_file() or path.is_symlink():
+                write_rows(path, [row for row in read_rows(path) if state and row["step"] <= run.step])
+    return controller
+
+
+def heads_in_words(events):
+    """The heads that came and went, in a line; "": none."""
+    found = {}
+    for event in events:
+        if event["what"] in ("pruned", "grown", "stacked"):
+            found.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
+    return "   ".join(f"heads {what}: {', '.join(heads)}" for what, heads in found.items())

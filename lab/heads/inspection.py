@@ -1,0 +1,247 @@
+"""
+Change the heads of a checkpoint by hand, see what that costs, and save the changed model.
+
+    python probe.py inspect --ckpt out/a                                    # a table of the heads
+    python probe.py inspect --ckpt out/a --set gate.0.3=0 --set state.1.2=withdrawn --prune 0.1 0.2
+    python probe.py inspect --ckpt out/a --set unet_skips=False --save out/b    # writes out/b/best.pt
+
+A head is named block.number, as in the table. Bits per byte are given before and after the change, on the
+same text, and the table shows the heads after it. A gate that was set by hand is no part of a checkpoint, so
+--save multiplies it into the head's output projection. Compare what the two models write with
+`python sample.py --ckpt out/a --ckpt out/b`.
+"""
+
+import argparse
+import math
+import re
+from pathlib import Path
+
+from model import Agency
+from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
+                              write_json)
+from lab.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
+from lab.heads.states import find_violations
+from lab.heads.surgery import fold_gates
+from nanoheads import own_mechanism
+from nanoheads.locks import only_writer
+from nanoheads.pruning import prune_heads
+from nanoheads import checkpoint, scoring
+
+PROGRAM = "probe.py inspect"
+METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
+
+
+# ---- what is done to a model ----
+
+def by_hand(block):
+    """{head: gate} of the heads of a block whose gate was set by hand; None: its MLP, or the block."""
+    attn, agency = block.attn, block.agency
+    gates = [] if attn.gate_override is None else attn.gate_override.tolist()
+    found = dict(zip(attn.all_head_ids(), gates))
+    if agency is not None and agency.by_hand is not None:
+        found[None] = agency.by_hand.item()
+    return {head: gate for head, gate in found.items() if not math.isnan(gate)}
+
+
+def in_words(layer, head):
+    """L.H of a head, L of an MLP or a block."""
+    return f"{layer}" if head is None else f"{layer}.{head}"
+
+
+def prune(model, words):
+    """Remove the heads that these words L.H name. UserError for a word that names none, or one that stays."""
+    gone = {}
+    for word in words:
+        match = re.fullmatch(r"(\d+)\.(\d+)", word)
+        if not match:
+            raise UserError(f"--prune: {word!r} is no head; write block.number, as in 0.3")
+        layer, head = int(match[1]), int(match[2])
+        try:
+            model.set_head(layer, head)  # sets nothing, and says which heads there are
+        except ValueError as e:
+            raise UserError(f"--prune: {e}") from None
+        if head not in attentions(model)[layer].head_ids:
+            raise UserError(f"--prune: {word} is a constraint head, which stays for its scores; "
+                            f"--set gate.{word}=0 closes it")
+        gone.setdefault(layer, set()).add(head)
+    prune_heads(model, gone)
+
+
+def folded(model):
+    """A copy whose output projections hold the gates that were set by hand: the same logits.
+
+    UserError for a head that runs by hand while its own gate is 0: no factor leads from there.
+    """
+    copied, stuck = fold_gates(model)
+    for layer, head in stuck:
+        gate, place = by_hand(model.transformer.h[layer])[head], in_words(layer, head)
+        what = "head" if head is not None else model.config.agency_scope
+        raise UserError(f"{what} {place} is at {gate:g} by hand while its own gate is 0, "
+                        f"which no checkpoint can hold; leave out gate.{place}")
+    return copied
+
+
+def free_path(folder):
+    """The best.pt to write into a folder. UserError where a run is there, or no folder is named."""
+    if not folder.strip():
+        raise UserError("--save is empty, as it is when a variable of the shell is not set")
+    path = Path(folder.strip()).expanduser() / "best.pt"
+    if taken := [p for p in (path, path.with_name("ckpt.pt")) if p.exists()]:
+        raise UserError(f"{taken[0]} is there already; name another folder")
+    return path
+
+
+def save(path, model, read, meta, edits):
+    """Write the model as a checkpoint. UserError where a checkpoint could not hold it."""
+    state = {key: read[key] for key in ("dataset", "train", "step") if key in read}
+    state.update(model=folded(model).state_dict(), config=model.config.flags(), meta=meta, edits=edits)
+    device = model.transformer.wte.weight.device
+    if not checkpoint.same_logits(checkpoint.build(state, path, device), model):
+        raise UserError("a checkpoint of it would have other logits; nothing was written")
+    with only_writer(path.parent):
+        state.update(own_mechanism.held(model.config, path.parent))
+        checkpoint.save(path, state)
+
+
+# ---- what is reported ----
+
+def heads_of(model, x, y):
+    """A dict of each head: where it is, its metrics on a text [B, T], its state and consent under agency."""
+    metrics, found = measure(model, x, y), []
+    for layer, (block, attn) in enumerate(zip(model.transformer.h, attentions(model))):
+        hand = by_hand(block)
+        for i, head in enumerate(attn.all_head_ids()):
+            row = dict(layer=layer, head=head, set_by_hand=head in hand)
+            if attn.agency is not None:
+                row.update(state_in(attn.agency, i))
+            found.append(row | {name: each[layer][i].item() for name, each in metrics.items()})
+    return found
+
+
+def pieces_of(model, x, y):
+    """The same of each MLP or block, where these have states; else []."""
+    metrics = measure_pieces(model, x, y)
+    return [dict(layer=layer, set_by_hand=None in by_hand(block), **state_in(block.agency, 0),
+                 **{name: each[layer].item() for name, each in metrics.items()})
+            for layer, block in enumerate(model.transformer.h if metrics else [])]
+
+
+def state_in(agency, i):
+    """{"state", "consent"} of the i-th head, MLP or block of an Agency."""
+    return dict(state=list(Agency.STATES)[agency.state[i]], consent=bool(agency.consent[i]))
+
+
+def table_of_heads(heads, pieces, scope):
+    """heads_of() as a table and, where there are any, pieces_of(); scope: what a piece is called."""
+    rows = [(row["layer"], row["head"], *shown_first(row), f"{row['entropy']:.3f}", *shown_last(row))
+            for row in heads]
+    text = table(("layer", "head", "gate ", "state", "consent", "entropy", "importance", "utilisation",
+                  "gradient", "conflict"), rows, left=(3, 4))
+    if pieces:
+        rows = [(row["layer"], *shown_first(row), *shown_last(row)) for row in pieces]
+        text += "\n\n" + table((scope, "gate ", "state", "consent", "importance", "utilisation", "gradient",
+                                "conflict"), rows, left=(2, 3))
+    return text + "\n* set by hand" * any(row["set_by_hand"] for row in [*heads, *pieces])
+
+
+def shown_first(row):
+    """The cells for gate, state and consent."""
+    consent = {True: "yes", False: "no"}.get(row.get("consent"), "-")
+    return f"{row['gate']:.3f}" + (" ", "*")[row["set_by_hand"]], row.get("state", "-"), consent
+
+
+def shown_last(row):
+    """The cells for importance, utilisation, gradient and conflict."""
+    return (f"{row['importance']:.2e}", f"{row['utilisation']:.3f}", f"{row['gradient']:.2e}",
+            f"{row['conflict']:+.2f}")
+
+
+def table_of_violations(violations):
+    """A table of what has no consent and a gate that says that it is in use; "": there is none."""
+    rows = [(v["layer"], v.get("head", v.get("scope")), v["type"], f"{v['gate']:.3f}", v["state"],
+             f"{v['utilisation']:.3f}", v["last_signal"]) for v in violations]
+    head = ("layer", "head", "without consent", "gate", "state", "utilisation", "last signal")
+    return table(head, rows, left=(2, 4)) if rows else ""
+
+
+def inspect(args):
+    """Change a checkpoint as the arguments say; print what that costs, the heads, and what was written."""
+    path, device = args.ckpt[0], pick_device(args.device)
+    out = writable(args.json) if args.json else None
+    written = free_path(args.save) if args.save is not None else None
+    read, loaded, data = scoring.load(path, args.split, 0, device, args.dataset)
+    model = checkpoint.build(read, path, device, args.settings)
+    prune(model, args.prune)
+
+    # bits per byte before and after, on the same windows
+    tokens, T = data.tokens(args.split), loaded.config.block_size
+    cuts = scoring.windows_of(data, args.split, T, 0, args.tokens)
+    n_bytes, _ = scoring.text_size(data, args.split, cuts)
+
+    def bits_per_byte(each):
+        nats, _ = scoring.score(each, data, args.split, max_tokens=args.tokens)
+        return scoring.bits(nats, n_bytes)
+
+    before, after = bits_per_byte(loaded), None
+    if not math.isfinite(before):
+        raise UserError(f"{path} gives {before} bits/byte on {args.split}: "
+                        "its weights are damaged, or its training diverged")
+    scored = sum(n for *_, n in cuts)
+    lines = [f"{path}: {before:.4f} bits/byte on {scored:,} tokens of {data.meta['name']}, {args.split}"]
+    if args.settings or args.prune:
+        after = bits_per_byte(model)
+        if not math.isfinite(after):
+            raise UserError(f"the change makes {after} bits/byte")
+        changes = [*args.settings, *([f"without {', '.join(args.prune)}"] if args.prune else [])]
+        lines.append(f"{', '.join(changes)}: {after:.4f} bits/byte ({after - before:+.4f})")
+
+    x, y = fixed_text(data, args.split, T, min(METRIC_TOKENS, len(tokens) - 1))
+    x, y = x.to(device), y.to(device)
+    heads, pieces, violations = heads_of(model, x, y), pieces_of(model, x, y), find_violations(model)
+    lines += ["", table_of_heads(heads, pieces, model.config.agency_scope)]
+    if violations:
+        lines += ["", table_of_violations(violations)]
+    if written:
+        save(written, model, read, data.meta, dict(ckpt=str(path), set=args.settings, prune=args.prune))
+        lines += ["", str(written)]
+        for layer, block in enumerate(model.transformer.h):
+            for head, gate in by_hand(block).items():
+                where = "its output projection" if head is not None else "its output projections"
+                lines.append(f"gate {gate:g} of {in_words(layer, head)} is in {where} there")
+    if out:
+        write_json(out, dict(ckpt=path, dataset=data.meta["name"], split=args.split, tokens=scored,
+                             set=args.settings, prune=args.prune, bpb=before, bpb_after=after,
+                             heads=heads, pieces=pieces, violations=violations,
+                             written=str(written) if written else None))
+        lines += ["", args.json]
+    say(*lines)
+
+
+# ---- command line ----
+
+def arguments(argv):
+    columns = table(("column", ""), METRICS.items(), left=2)
+    p = ArgumentParser(prog=PROGRAM, description=__doc__, epilog=columns,
+                       formatter_class=argparse.RawDescriptionHelpFormatter)
+    checkpoint.add_arguments(p)
+    p.add_argument("--prune", nargs="+", action="extend", default=[], metavar="L.H",
+                   help="heads to remove, by block and number, as in 0.3")
+    p.add_argument("--save", metavar="FOLDER", help="write the changed model to FOLDER/best.pt")
+    p.add_argument("--split", default="val", help="train, val or test (default: val)")
+    p.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+                                     "(default: the one trained on)")
+    p.add_argument("--tokens", type=int, default=16384,
+                   help="tokens to score, in evenly spaced windows; 0: all (default: 16,384)")
+    p.add_argument("--json", help="write what is printed to this file as well")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    with last_words(PROGRAM):
+        if len(args.ckpt) > 1:
+            raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
+        if args.tokens < 0:
+            raise UserError(f"--tokens={args.tokens} must not be negative")
+        checkpoint.allow_code(args)
+        inspect(args)

@@ -1,0 +1,491 @@
+"""
+The heads of a model, measured from outside: what each does on given text, once or all through a run; and a
+model with some of them closed. Nothing here touches the training step.
+"""
+
+import math
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from model import KVCache
+from nanoheads.common import UserError, in_float64
+from nanoheads.optim import precision
+
+# what measure() gives of every head
+METRICS = {
+    "entropy": "of its attention rows, over the log of the row's length: 0 one key, 1 all equal",
+    "gradient": "norm of the loss's gradient in the head's slices of the projections, nats",
+    "importance": "|y . d loss / d y| a sequence, its output times the gradient there, nats a token",
+    "utilisation": "share of the layer's output norm",
+    "gate": "mean over tokens of all factors on its output",
+    "conflict": "cosine of its gradients on two halves of the text",
+}
+# and measure_pieces() of every MLP or block, where agency_scope gives those states
+PIECE_METRICS = {
+    "gradient": "norm of the loss's gradient in its matrices, nats",
+    "importance": "|d loss / d factor| times the factor, a sequence, nats a token",
+    "utilisation": "norm of what it adds over that plus the norm of the stream that it adds to",
+    "gate": "its factor",
+    "conflict": METRICS["conflict"],
+}
+# averages that stand still while a head is withdrawn: it sends nothing, so that all of these would read 0
+STAND_STILL = ("load", "importance", "gradient", "conflict")
+GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
+
+
+def attentions(model):
+    return [block.attn for block in model.transformer.h]
+
+
+def static_gates(model):
+    """[a tensor [H] a block]: the factor of each head that depends on no token, as evaluated; 1: no gate."""
+    gates = [attn.static_gate(noisy=False) for attn in attentions(model)]
+    return [attn.c_proj.weight.new_ones(attn.n_total) if gate is None else gate.detach()
+            for attn, gate in zip(attentions(model), gates)]
+
+
+@torch.no_grad()
+def cache_bytes(model):
+    """Bytes that keys and values of a full context take."""
+    cache = KVCache(model.config)
+    model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.transformer.wte.weight.device), cache)
+    return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
+
+
+def all_heads(model):
+    """[(layer, head)] of every head, constraint heads too, by the original numbers."""
+    return [(layer, head) for layer, attn in enumerate(attentions(model)) for head in attn.all_head_ids()]
+
+
+# ---- text to measure on ----
+
+def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
+    """(x, y) [B, T] each, evenly spaced windows of a split, always the same; a rank gets its share.
+
+    At least two windows a rank. UserError where the split has not as many.
+    """
+    tokens = data.tokens(split)
+    n = max(2, n_tokens // block_size // world) * world
+    if len(tokens) < n * block_size + 1 or block_size < 2:
+        raise UserError(f"measuring heads takes {n} windows of {max(2, block_size)} tokens; "
+                        f"{data.dir} has {len(tokens):,} tokens of {split}, block_size={block_size}")
+    starts = np.linspace(0, len(tokens) - block_size - 1, n).astype(np.int64)[rank::world]
+    ids = torch.from_numpy(np.stack([tokens[s:s + block_size + 1] for s in starts]).astype(np.int64))
+    return ids[:, :-1], ids[:, 1:]
+
+
+@contextmanager
+def kept_by_hooks(modules, register, part):
+    """A list of part(...) of what each module's hook was given last, filled by forward passes meanwhile.
+
+    register: the name of the method by which a module takes a hook.
+    """
+    kept = [None] * len(modules)
+
+    def keep(i):
+        def hook(module, *passed):
+            kept[i] = part(*passed)
+        return hook
+
+    hooks = [getattr(module, register)(keep(i)) for i, module in enumerate(modules)]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def inputs_of(modules):
+    """A list of what each of these modules was given last, filled by forward passes meanwhile."""
+    return kept_by_hooks(modules, "register_forward_pre_hook", lambda args: args[0])
+
+
+def outputs_of(modules):
+    """The same of what each module gave, of a tuple the first."""
+    return kept_by_hooks(modules, "register_forward_hook",
+                         lambda args, out: out[0] if isinstance(out, tuple) else out)
+
+
+@contextmanager
+def evaluating(model):
+    """The model in eval mode, and then as it was."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+@torch.no_grad()
+def nats_on(model, x, y, autocast=None, rows=16):
+    """Mean nats per token of y after x, [B, T] each, dropout off."""
+    total = 0.0
+    with evaluating(model), autocast or nullcontext():
+        for xs, ys in zip(x.split(rows), y.split(rows)):
+            total += model(xs, ys).loss.item() * len(xs)
+    return total / len(x)
+
+
+# ---- metrics ----
+
+def measure(model, x, y, autocast=None):
+    """{metric: [a float64 tensor [H] a block]} of METRICS on x, y [B, T], B and T at least 2, in eval mode.
+
+    Importance is Michel et al.'s (arXiv 1905.10650, eq. 2). Raises ValueError where one is not finite.
+    """
+    layers, halves = attentions(model), list(zip(x.chunk(2), y.chunk(2)))
+    if len(halves) < 2 or x.size(1) < 2:
+        raise ValueError(f"measuring heads takes two sequences of two tokens, not {tuple(x.shape)}")
+    parts, weights = [], [w for attn in layers for w in projections(attn)]
+    outs = [p for attn in layers for p in out_projections(attn)]
+    with inputs_of(outs) as ys_of, evaluating(model), torch.enable_grad():
+        for xs, ys in halves:
+            with autocast or nullcontext():
+                out = model(xs, ys, traces=True)
+            found = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
+            found = [torch.zeros_like(t) if g is None else g for t, g in zip([*weights, *ys_of], found)]
+            parts.append(half_metrics(model, out.traces, found, ys_of))
+    metrics = {name: [] for name in METRICS}
+    for layer, (a, b) in enumerate(zip(*parts)):
+        both = (a["slope"] + b["slope"]) / 2
+        metrics["gradient"].append(both.norm(dim=-1))
+        metrics["conflict"].append(F.cosine_similarity(a["slope"], b["slope"], dim=-1, eps=1e-30))
+        norms = ((a["power"] + b["power"]) / 2).clamp_min(0).sqrt()
+        metrics["utilisation"].append(norms / norms.sum().clamp_min(1e-30))
+        for name in ("entropy", "importance", "gate"):
+            metrics[name].append((a[name] + b[name]) / 2)
+    for name, values in metrics.items():
+        for layer, value in enumerate(values):
+            if not value.isfinite().all():
+                raise ValueError(f"{name} of a head in block {layer} is not finite")
+    return metrics
+
+
+def measure_pieces(model, x, y, autocast=None):
+    """{metric: [a float64 tensor [1] a block]} of PIECE_METRICS on x, y [B, T], as measure() has it of heads.
+
+    {}: neither MLPs nor blocks have states. Raises ValueError where a metric is not finite.
+    """
+    blocks, halves = model.transformer.h, []
+    if blocks[0].agency is None:
+        return {}
+    with inputs_of(blocks) as streams, outputs_of([block.attn for block in blocks]) as ys_of, \
+            outputs_of([block.mlp for block in blocks]) as ms_of, evaluating(model), torch.enable_grad():
+        for xs, ys in zip(x.chunk(2), y.chunk(2)):
+            with autocast or nullcontext():
+                loss = model(xs, ys).loss
+            groups = [[y, m, *piece_matrices(block)] for block, y, m in zip(blocks, ys_of, ms_of)]
+            every = [t for group in groups for t in group]
+            found = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
+            halves.append([piece_metrics(block, stream, *group[:2], [next(found) for _ in group])
+                           for block, stream, group in zip(blocks, streams, groups)])
+    metrics = {name: [] for name in PIECE_METRICS}
+    for layer, (block, a, b) in enumerate(zip(blocks, *halves)):
+        metrics["gradient"].append(((a["slope"] + b["slope"]) / 2).norm()[None])
+        metrics["conflict"].append(F.cosine_similarity(a["slope"], b["slope"], dim=0, eps=1e-30)[None])
+        metrics["importance"].append((a["importance"] + b["importance"])[None] / 2)
+        adds, onto = (((a[name] + b[name]) / 2).sqrt() for name in ("adds", "onto"))
+        metrics["utilisation"].append((adds / (adds + onto).clamp_min(1e-30))[None])
+        metrics["gate"].append(in_float64(block.agency.gate().detach()))
+        for name in metrics:
+            if not metrics[name][layer].isfinite():
+                raise ValueError(f"{name} of the {block.agency.scope} of block {layer} is not finite")
+    return metrics
+
+
+def piece_matrices(block):
+    """The weights of a block's MLP, and of its attention, where the whole block has a state."""
+    own = projections(block.attn) if block.agency.scope == "block" else []
+    return [*own, *(weight for weight, _ in block.mlp.matrices())]
+
+
+def piece_metrics(block, x, y, m, found):
+    """A dict of a block's piece, whose block reads the stream x [B, T, C].
+
+    y, m: what its attention and its MLP put out, before the factor; found: the gradients of y, m and
+    piece_matrices().
+    """
+    x, y, m, dy, dm = (in_float64(t.detach()) for t in (x, y, m, *found[:2]))
+    worth, gate = (m * dm).sum((1, 2)), in_float64(block.agency.gate().detach())
+    adds, onto = gate * m, x + y
+    if block.agency.scope == "block":
+        worth, adds, onto = worth + (y * dy).sum((1, 2)), adds + gate * y, x
+    return dict(slope=torch.cat([in_float64(slope).flatten() for slope in found[2:]]),
+                importance=worth.abs().mean() * len(x),  # times the sequences, as in half_metrics()
+                adds=adds.square().sum(-1).mean(), onto=onto.square().sum(-1).mean())
+
+
+def projections(attn):
+    """The weights that are a head's own: into q, k, v and out, of the layer's heads and constraint heads."""
+    own = [attn.c_attn.weight, attn.c_proj.weight]
+    return own + ([attn.constraint.c_attn.weight, attn.constraint.c_proj.weight] if attn.n_extra else [])
+
+
+def out_projections(attn):
+    return [attn.c_proj] + ([attn.constraint.c_proj] if attn.n_extra else [])
+
+
+def rows_of_heads(weight, n, count, size):
+    """[n, ...]: the rows of a projection [.., C] to q, k and v (count: 3; 1: q) that each of n heads uses."""
+    each = weight.reshape(-1, size * weight.size(1))
+    if count > 1 and n:  # keys and values may be shared by groups of heads
+        shared = each[n:].unflatten(0, (count - 1, -1))
+        each = torch.cat((each[:n][None], shared.repeat_interleave(n // shared.size(1), 1)))
+    return each.view(count, n, each.size(-1)).transpose(0, 1).flatten(1)
+
+
+def half_metrics(model, traces, found, outputs):
+    """A dict of [H] tensors a block, from gradients `found` of projections and of what goes into c_proj."""
+    layers, rows, T = attentions(model), [], outputs[0].size(1)
+    slopes, grads = found[:-len(outputs)], found[-len(outputs):]
+    slopes, grads, outputs = iter(slopes), iter(grads), iter(outputs)
+    for layer, attn in enumerate(layers):
+        row = dict(slope=[], power=[], importance=[])
+        groups = [(attn.n_head, attn.parts, attn.c_proj)]
+        if attn.n_extra:
+            groups.append((attn.n_extra, 3, attn.constraint.c_proj))
+        for n, count, out in groups:
+            D = attn.head_size
+            into, away = in_float64(next(slopes)), in_float64(next(slopes))
+            own = rows_of_heads(into, n, count, D)
+            row["slope"].append(torch.cat((own, away.view(len(away), n, D).transpose(0, 1).flatten(1)), 1))
+            y, g = (in_float64(next(each).detach()).unflatten(-1, (n, D)) for each in (outputs, grads))
+            # the loss is a mean over sequences: times their number, a sequence's own
+            row["importance"].append((y * g).sum((1, 3)).abs().mean(0) * len(y))
+            weight = in_float64(out.weight.detach()).view(len(away), n, D)
+            gram = torch.einsum("cnd,cne->nde", weight, weight)
+            row["power"].append(torch.einsum("btnd,nde,btne->n", y, gram, y) / (y.size(0) * y.size(1)))
+        row = {name: torch.cat(values) for name, values in row.items()}
+        own = {key.split(".", 2)[2]: t for key, t in traces.items() if key.startswith(f"blocks.{layer}.")}
+        positions = torch.arange(T, device=model.transformer.wte.weight.device)
+        n_keys = in_float64(model.mask_of(layer).n_keys(positions))
+        seen = n_keys > 1  # a row of one key has no entropy to speak of
+        entropy = in_float64(own["entropy"].detach())[..., seen] / n_keys[seen].log()
+        row["entropy"] = entropy.mean((0, 2))
+        row["gate"] = mean_gate(attn, own)
+        rows.append(row)
+    return rows
+
+
+def mean_gate(attn, traces):
+    """[H]: the mean over tokens of the product of all that multiplies a head's output.
+
+    Of constraint heads as published, what multiplies their values; a gate on their scores is no factor.
+    """
+    gate = in_float64(attn.c_proj.weight.new_ones(1, attn.n_total, 1, 1))
+    for name in GATES:
+        if name in traces:
+            each = in_float64(traces[name].detach())
+            gate = gate * (each if each.dim() == 4 else each[None])
+    if "routing_weights" in traces:
+        each = in_float64(traces["routing_weights"].detach())
+        each = each if each.size(-1) == attn.n_head else each[..., attn.head_ids]
+        gate = gate * F.pad(each, (0, attn.n_extra), value=1.0).transpose(1, 2)[..., None]
+    if "router_gates" in traces and attn.constraint.gate != "score":
+        each = F.pad(in_float64(traces["router_gates"].detach()), (attn.n_head, 0), value=1.0)
+        gate = gate * each.transpose(1, 2)[..., None]
+    return gate.mean((0, 2, 3))
+
+
+# ---- closing, and gates set by hand ----
+
+@contextmanager
+def closed(model, heads):
+    """The model with these (layer, head) at gate 0, and then as it was."""
+    copies = {layer: attn.gate_override.clone() for layer, attn in enumerate(attentions(model))
+              if attn.gate_override is not None}
+    with model.gates(copies):
+        for layer, head in heads:
+            model.set_head(layer, head, gate=0.0)
+        yield
+
+
+# ---- measurements all through a run ----
+
+class Pieces:
+    """What has been measured of a run's MLPs or blocks, as of heads in Measurements; arrays [blocks, 1]."""
+
+    def __init__(self, n_layer):
+        self.shape, self.mean, self.now = (n_layer, 1), {}, {}
+        self.withdrawn = np.full(self.shape, False)
+
+    def mean_at_work(self, values):
+        """The mean over all blocks whose gate is not 0, [blocks, 1]; 0: none."""
+        at_work = self.now["gate"] != 0
+        return np.full(self.shape, values[at_work].mean() if at_work.any() else 0.0)
+
+    def features(self):
+        """[blocks, FEATURES - 2], as of heads, without entropy and depth."""
+        relative = [np.log(np.maximum(self.mean[k], 1e-12) / max(self.mean[k].mean(), 1e-12)).clip(-5, 5)
+                    for k in ("gradient", "importance")]
+        columns = [*relative, self.mean["load"].clip(0, 5), self.mean["gate"], self.mean["conflict"]]
+        return torch.from_numpy(np.concatenate(columns, 1))
+
+
+class Measurements:
+    """What has been measured of a run's heads; arrays are [blocks, heads] by the original numbers, NaN: gone.
+
+    now: {metric: array}, of the last measurement. mean: the moving averages, see average(). here: which heads
+    there are; withdrawn: which of them send nothing because agency's factor is 0.
+    pieces: the same of MLPs or blocks, where those have states, or None. losses: nats per token on the
+    held-out text since the last growth; held_out_loss: the last of them.
+    count: measurements so far.
+    """
+
+    def __init__(self, run):
+        c, process, T = run.config, run.process, run.model.config.block_size
+        self.config = c
+        self.text = [t.to(process.device) for t in
+                     fixed_text(run.dataset, "train", T, c.controller_tokens, process.rank, process.world)]
+        self.held_out_text = [t.to(process.device) for t in fixed_text(
+            run.dataset, "val", T, c.controller_heldout, process.rank, process.world)]
+        self.autocast = precision(c.dtype, process.kind)[1]
+        self.count, self.losses, self.held_out_loss = 0, [], math.nan
+        self.begin(run.model)
+
+    def begin(self, model):
+        """Nothing is known of any head of the model."""
+        extra = max(attn.n_extra for attn in attentions(model))
+        self.shape = (model.config.n_layer, model.config.n_head + extra)
+        self.mean, self.now = {}, {}
+        self.withdrawn = self.full(False)
+        self.pieces = Pieces(model.config.n_layer) if model.transformer.h[0].agency is not None else None
+        self.counts = {name: self.full(0) for name in ("high", "small", "low")}
+        self.high = self.full(False)  # whose entropy is high, with hysteresis
+
+    def full(self, value):
+        return np.full(self.shape, value)
+
+    def spread(self, values, model):
+        """[a tensor [H] a block] -> [blocks, heads] by the original numbers."""
+        found = self.full(math.nan).astype(float)
+        for layer, (attn, value) in enumerate(zip(attentions(model), values)):
+            found[layer, attn.all_head_ids()] = value.cpu().numpy()
+        return found
+
+    def held_out(self, run):
+        """Mean nats per token of the held-out text, of all ranks."""
+        nats = nats_on(run.model, *self.held_out_text, self.autocast)
+        n = len(self.held_out_text[0])
+        total, n = run.process.all_reduce_sum([nats * n, float(n)])
+        return total / n
+
+    def update(self, run):
+        """Measure once more. UserError where a metric is not finite."""
+        try:
+            found = measure(run.model, *self.text, self.autocast)
+            of_pieces = measure_pieces(run.model, *self.text, self.autocast)
+        except ValueError as e:
+            raise UserError(f"step {run.step}: {e}; lower adamw_lr or muon_lr") from None
+        factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
+                   for attn in attentions(run.model)]
+        self.average(run, found, self, factors, lambda values: self.spread(values, run.model))
+        if self.pieces is not None:
+            factors = [block.agency.static_gate().detach() for block in run.model.transformer.h]
+            self.average(run, of_pieces, self.pieces, factors,
+                         lambda values: np.stack([value.cpu().numpy() for value in values]))
+        self.here = np.isfinite(self.now["gate"])
+        self.held_out_loss = self.held_out(run)
+        self.losses.append(self.held_out_loss)
+
+    def average(self, run, found, into, factors, spread):
+        """Put {metric: [a tensor a block]}, the mean of all ranks', into the now and mean of `into`.
+
+        The averages have `load` in the place of utilisation: what a head sends, over the mean of its layer's
+        heads at work (of pieces: of all at work), as both were at that measurement. 1 is an equal share. So
+        an average load is never above the largest load that was measured, whoever came and went meanwhile;
+        an average of shares would be, since a share grows when others are withdrawn. While a head is
+        withdrawn, STAND_STILL stay what they were, since nobody can see what it would send. One that was
+        never at work counts as the mean of those that are.
+
+        factors: agency's factors, [a tensor a block].
+        """
+        flat = torch.cat([t.cpu().double() for values in found.values() for t in values]).tolist()
+        sizes = [len(t) for values in found.values() for t in values]
+        world = run.process.world
+        flat = torch.tensor(run.process.all_reduce_sum(flat), dtype=torch.float64) / world
+        parts = iter(flat.split(sizes))
+        into.now = {name: spread([next(parts) for _ in values]) for name, values in found.items()}
+        into.withdrawn = (spread(factors) == 0) & (into.now["gate"] == 0)  # not where it was opened by hand
+        sent = into.now["utilisation"]
+        equal = into.mean_at_work(sent)
+        load = np.divide(sent, equal, out=0 * sent, where=equal > 0)
+        for name, new in {**into.now, "load": load}.items():
+            old = into.mean.get(name, np.full(into.shape, math.nan))
+            keep = self.config.controller_average * np.isfinite(old)
+            mean = new * (1 - keep) + np.nan_to_num(old) * keep
+            if name in STAND_STILL:
+                as_before = np.where(np.isfinite(old), old, into.mean_at_work(new))
+                mean = np.where(into.withdrawn, as_before, mean)
+            into.mean[name] = mean
+
+    def forget_missing(self, model):
+        """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
+        gone = self.full(True)
+        for layer, head in all_heads(model):
+            gone[layer, head] = False
+        for values in (*self.mean.values(), *self.now.values()):
+            values[gone] = math.nan
+        self.here = ~gone
+        return gone
+
+    def mean_at_work(self, values):
+        """The mean over each layer's heads whose gate is not 0, [blocks, 1]; 0: none."""
+        return layer_mean(np.where(self.now["gate"] != 0, values, math.nan))
+
+    def features(self):
+        """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
+        m, floor = self.mean, 1e-12
+        relative = [np.log(np.maximum(m[k], floor) / np.maximum(layer_mean(m[k]), floor)).clip(-5, 5)
+                    for k in ("gradient", "importance")]
+        depth = np.arange(self.shape[0])[:, None] / max(1, self.shape[0] - 1) + 0 * m["gate"]
+        columns = [m["entropy"], *relative, m["load"].clip(0, 5), m["gate"], m["conflict"], depth]
+        return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
+
+    def lasting(self, name, holds):
+        """Where `holds` has held for controller_patience measurements in a row, [blocks, heads]."""
+        count = np.where(holds, self.counts[name] + 1, 0)
+        self.counts[name] = count
+        return count >= self.config.controller_patience
+
+    def state(self):
+        """For a checkpoint: a dict of tensors, lists and numbers."""
+        found = dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
+                     high=torch.from_numpy(self.high.copy()))
+        for name in ("counts", "mean", "now"):
+            found[name] = tensors_of(getattr(self, name))
+        if self.pieces is not None:
+            found["pieces"] = dict(mean=tensors_of(self.pieces.mean), now=tensors_of(self.pieces.now))
+        return found
+
+    def load(self, state):
+        self.count, self.losses, self.held_out_loss = (
+            state[key] for key in ("measured", "losses", "heldout_now"))
+        self.high = arrays_of(dict(high=state["high"]), self.shape)["high"]
+        for name in ("counts", "mean", "now"):
+            setattr(self, name, arrays_of(state[name], self.shape))
+        for name, values in state.get("pieces", {}).items():
+            if name != "overrides":
+                setattr(self.pieces, name, arrays_of(values, self.pieces.shape))
+
+
+def tensors_of(arrays):
+    return {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
+
+
+def arrays_of(tensors, shape):
+    """tensors_of() backwards. RuntimeError: one is not of this shape."""
+    return {key: value.view(shape).cpu().numpy().copy() for key, value in tensors.items()}
+
+
+FEATURES = 7  # numbers of a head in Measurements.features()
+
+
+def layer_mean(values):
+    """[L, S] with NaN for heads that are gone -> [L, 1], the mean of each layer's."""
+    n = np.isfinite(values).sum(1, keepdims=True)
+    return np.nansum(values, 1, keepdims=True) / np.maximum(n, 1)

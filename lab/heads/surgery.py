@@ -1,0 +1,258 @@
+"""
+Heads and blocks that come and go: gates folded into weights, heads inserted, blocks stacked; and the Surgery
+of a run, which drops, grows and stacks between steps.
+
+Nothing here touches the training step. Source: the Adaptive Transformer write-up, sections 2.2 and 7.
+"""
+
+import copy
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from model import GPT
+from lab.heads.measuring import all_heads, attentions, closed, out_projections, static_gates
+from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
+
+
+def fold_gates(model):
+    """(a copy whose output projections hold the gates that were set by hand, [(layer, head)] it cannot hold).
+
+    No factor leads from a head's own gate of 0 to another: in the copy such a head stays closed. So does a
+    block or its MLP, (layer, None), with a state.
+    """
+    model, stuck = copy.deepcopy(model), []
+    for layer, attn in enumerate(attentions(model)):
+        hand, attn.gate_override = attn.gate_override, None
+        if hand is None:
+            continue
+        own = static_gates(model)[layer]
+        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
+        if passes_on(attn):  # what a closed head sends out is not all that it gives
+            factor = torch.where(factor == 0, math.inf, factor)
+        stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
+        scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
+    for layer, block in enumerate(model.transformer.h):
+        if block.agency is not None and not fold_piece(block):
+            stuck.append((layer, None))
+    return model, stuck
+
+
+@torch.no_grad()
+def fold_piece(block):
+    """Multiply the gate of a block's piece that was set by hand into its projections; False: its own is 0."""
+    hand, block.agency.by_hand = block.agency.by_hand, None
+    own = block.agency.gate()
+    if hand is None or hand.isnan() or hand == own:
+        return True
+    if own == 0:
+        return False
+    whole = block.agency.scope == "block"
+    for proj in (block.mlp.c_proj, *(out_projections(block.attn) if whole else ())):
+        for p in proj.parameters():
+            p.mul_(hand / own)
+    return True
+
+
+def passes_on(attn):
+    """Whether others read what a layer's heads hold, beside what the layer sends out."""
+    return any(m.passes_on for m in attn.mechanisms())
+
+
+# ---- heads and blocks that are inserted ----
+
+@torch.no_grad()
+def insert_heads(model, heads, optimizers=(), seed=0):
+    """Put heads {layer: [head, ...]} into the free numbers below n_head; the logits stay what they are.
+
+    A new head begins as in a new model of another `seed`, but what it sends out is 0, and so are the
+    optimizers' moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a
+    number that is taken, or that there is not.
+    """
+    for layer, new in heads.items():
+        if not 0 <= layer < model.config.n_layer:
+            raise ValueError(f"cannot insert into block {layer}; "
+                             f"they go from 0 to {model.config.n_layer - 1}")
+        if new and passes_on(attentions(model)[layer]):
+            raise ValueError(f"cannot insert into block {layer}: others read what its heads hold")
+        free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
+        if not set(new) <= free:
+            raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "
+                             f"free are {', '.join(map(str, sorted(free))) or 'none'}")
+    ids = [sorted([*attn.head_ids, *heads.get(layer, ())]) for layer, attn in enumerate(attentions(model))]
+    config = replace(model.config, head_ids=ids, seed=model.config.seed + seed)
+    fresh = GPT(config).to(model.transformer.wte.weight.device, model.transformer.wte.weight.dtype)
+    for layer in heads:
+        attn, other = attentions(model)[layer], attentions(fresh)[layer]
+        old = torch.tensor([i in attn.head_ids for i in ids[layer]])
+        other.c_proj.weight[:, (~old).repeat_interleave(attn.head_size)] = 0.0
+        if attn.gate_override is not None:
+            other.gate_override = torch.full((other.n_total,), math.nan, device=attn.gate_override.device)
+        for axis, start in zip(attn.head_axes(), other.head_axes()):
+            put_rows(axis, getattr(start.module, start.tensor, None), rows_of(axis, old, attn),
+                     optimizers)
+        set_heads(attn, ids[layer])
+    model.config = replace(model.config, head_ids=ids)
+
+
+def stack_blocks(model):
+    """Put a copy of all blocks on top of them (stacking, arXiv 2405.15319); {new parameter: what it copies}.
+
+    Another function than before: a control for growth by heads. ValueError: blocks of several kinds.
+    """
+    c = model.config
+    if c.unet or c.constraint_names or c.window_layers is not None:
+        raise ValueError("blocks with U-Net skips, constraint heads or window_layers are not of one "
+                         "kind: they cannot be stacked")
+    if c.joined:
+        raise ValueError(f"blocks with {', '.join(c.joined)} are not of one kind: they cannot be stacked")
+    blocks, ids = model.transformer.h, model.config.head_ids
+    copies = copy.deepcopy(blocks)
+    for block in copies:
+        block.attn.layer += len(blocks)
+    copied = dict(zip(copies.parameters(), blocks.parameters()))
+    model.transformer.h = nn.ModuleList([*blocks, *copies])
+    model.config = replace(model.config, n_layer=2 * len(blocks), head_ids=ids and [*ids, *map(list, ids)])
+    return copied
+
+
+def put_rows(axis, fresh, rows, optimizers):
+    """Put the tensor of a HeadAxis at `rows` of a fresh, larger one, which takes its place.
+
+    What optimizers hold of the old rows moves along; of the new ones they begin at 0.
+    """
+    def larger(t):
+        return fresh.detach().clone().index_copy_(axis.dim, rows.to(t.device), t)
+
+    def larger_moments(t):
+        shape = list(t.shape)
+        shape[axis.dim] = fresh.size(axis.dim)
+        return t.new_zeros(shape).index_copy_(axis.dim, rows.to(t.device), t)
+    put(axis.module, axis.tensor, axis.dim, larger, larger_moments, optimizers)
+
+
+# ---- during a run ----
+
+class Surgery:
+    """Heads dropped, grown and stacked while a model trains; what is done goes into the list `events`.
+
+    frozen: closed and to be dropped; ramps: {(layer, head): first step} of gates that open.
+    """
+
+    def __init__(self, config, events):
+        self.config, self.events = config, events
+        self.frozen, self.ramps, self.stacked = [], {}, False
+
+    def event(self, what, layer, head, **more):
+        self.events.append(dict(what=what, layer=layer, head=head, **more))
+
+    # ---- pruning ----
+
+    def drop(self, measured, run):
+        """Drop what was frozen; whether there was any."""
+        dropped = {}
+        for layer, head in self.frozen:
+            dropped.setdefault(layer, []).append(head)
+            self.event("pruned", layer, head)
+        if dropped:
+            prune_heads(run.model, dropped, run.optimizers)
+            self.frozen = []
+            gone = measured.forget_missing(run.model)
+            self.ramps = {at: step for at, step in self.ramps.items() if not gone[at]}
+        return bool(dropped)
+
+    def freeze(self, measured, run):
+        """Close heads whose gate has long been low, for good if the held-out loss agrees."""
+        c = self.config
+        # the sentinel's own gate: a withdrawn head may come back
+        gates = measured.spread([attn.sentinel.static_gate(noisy=False).detach()
+                                 for attn in attentions(run.model)], run.model)
+        gates[:, run.model.config.n_head:] = math.nan  # constraint heads stay: their scores are their purpose
+        with np.errstate(invalid="ignore"):
+            low = measured.lasting("low", gates < c.prune_gate)
+        before = measured.held_out_loss
+        for layer, head in sorted(zip(*np.nonzero(low)), key=lambda place: gates[place]):
+            layer, head = int(layer), int(head)
+            left = len(attentions(run.model)[layer].head_ids) - sum(at == layer for at, _ in self.frozen)
+            if left <= c.prune_floor:
+                continue
+            with closed(run.model, [(layer, head)]):
+                after = measured.held_out(run)
+            measured.counts["low"][layer, head] = 0
+            if after - before > c.prune_margin:
+                self.event("kept", layer, head, cost=after - before)
+                continue
+            run.model.set_head(layer, head, gate=0.0)
+            self.ramps.pop((layer, head), None)  # else it would open again
+            self.frozen.append((layer, head))
+            self.event("frozen", layer, head, cost=after - before)
+            before = after
+
+    # ---- growth ----
+
+    def plateau(self, losses):
+        """Whether the held-out loss has fallen by less than grow_delta within the last measurements."""
+        n = self.config.controller_patience
+        return len(losses) > n and min(losses[:-n]) - min(losses[-n:]) < self.config.grow_delta
+
+    def stack(self, measured, run):
+        """On a plateau, once, double the blocks; {new parameter: the one it copies}."""
+        if self.stacked or not self.plateau(measured.losses):
+            return {}
+        copied = stack_blocks(run.model)
+        for layer, head in all_heads(run.model)[len(all_heads(run.model)) // 2:]:
+            self.event("stacked", layer, head)
+        self.stacked, measured.losses = True, []
+        measured.begin(run.model)
+        return copied
+
+    def grow(self, measured, run):
+        """Insert heads where all are used and the held-out loss no longer falls; whether any."""
+        c, model = self.config, run.model
+        if self.ramps or not self.plateau(measured.losses):
+            return False
+        new = {}
+        for layer, attn in enumerate(attentions(model)):
+            free = sorted(set(range(model.config.n_head)) - set(attn.head_ids))
+            if not free or not attn.head_ids or passes_on(attn):
+                continue
+            sent = np.where(measured.withdrawn, 0.0, measured.mean["load"])[layer, attn.head_ids]
+            if sent.min() >= c.grow_used:
+                new[layer] = free[:c.grow_heads]
+        if not new:
+            return False
+        insert_heads(model, new, run.optimizers, seed=run.step)
+        for layer, heads in new.items():
+            for head in heads:
+                self.ramps[layer, head] = run.step
+                self.event("grown", layer, head)
+        measured.losses = []
+        return True
+
+    def open_ramps(self, run):
+        """The gates of new heads, which open step by step to what they are by themselves."""
+        for (layer, head), start in list(self.ramps.items()):
+            attn = attentions(run.model)[layer]
+            i, done = attn.all_head_ids().index(head), (run.step - start) / self.config.grow_ramp
+            if done >= 1:
+                attn.gate_override[i] = math.nan
+                del self.ramps[layer, head]
+                continue
+            own = [m.static_gate(noisy=False) for m in attn.mechanisms()]
+            own = math.prod([g.detach()[i].item() for g in own if g is not None])
+            run.model.set_head(layer, head, gate=done * own)
+
+    # ---- keeping ----
+
+    def state(self):
+        """For a checkpoint: a dict of lists and numbers."""
+        return dict(frozen=self.frozen, stacked=self.stacked,
+                    ramps=[[*place, step] for place, step in self.ramps.items()])
+
+    def load(self, state):
+        self.stacked = state["stacked"]
+        self.frozen = [tuple(place) for place in state["frozen"]]
+        self.ramps = {(layer, head): step for layer, head, step in state["ramps"]}

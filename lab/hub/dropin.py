@@ -1,0 +1,396 @@
+"""
+The mechanisms in a model of transformers; as layers of one's own they are in lab/hub/layers.py.
+
+    insert(model, "acag,sentinel")        gates into a loaded Hugging Face model, neutral as they start
+    aux_losses(model, targets)            their own losses; predictions(model): scores of constraint heads
+    Control(model).set_head(0, 1, ...)    gates, states and consent by hand
+    load(folder)                          what model.save_pretrained(folder) wrote of such a model
+    mask_heads(model, {layer: [heads]})   the model's own heads off, and on again
+
+How that runs is in lab/hub/inserted.py. transformers is an optional extra: insert() and load() alone
+import it.
+"""
+
+import importlib
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
+                   OutputGate, Routing, Sentinel, Sink)
+from nanoheads.common import UserError
+from nanoheads.configurator import near
+from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
+from nanoheads.mechanism import HeadControl, Uniform
+
+
+# ---- gates in a Hugging Face model ----
+
+class Place(NamedTuple):
+    """Where a layer of a model has its attention."""
+
+    parent: nn.Module  # the module that holds it
+    name: str          # under this name
+    attn: nn.Module
+    proj: nn.Module    # its projection out
+
+
+# model_type -> the base model's blocks, a block's attention, its projection out
+LLAMA_LIKE = "llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "starcoder2", "phi3"
+FAMILIES = {"gpt2": ("h", "attn", "c_proj"), "gpt_neo": ("h", "attn.attention", "out_proj"),
+            "gpt_neox": ("layers", "attention", "dense"),
+            **dict.fromkeys(LLAMA_LIKE, ("layers", "self_attn", "o_proj"))}
+
+# what can do with a model's own projections
+INSERTABLE = (XSA, HeadNorm, Routing, Sentinel, Agency, OutputGate, ConstraintHeads, ACAG, Sink)
+# flags that train.py's steps or its teacher give a meaning to
+OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match", "constraint_features")
+
+
+def needed(name):
+    """An optional module; of transformers, whose attention and masks are called in ways of version 5, no
+    older one. Raises UserError.
+    """
+    try:
+        found = importlib.import_module(name)
+    except ImportError:
+        raise UserError(f'{name.split(".")[0]} is missing: pip install -e ".[hf]"') from None
+    if name == "transformers" and int(found.__version__.split(".")[0]) < 5:
+        raise UserError(f"gates go into models of transformers 5, and here is {found.__version__}: "
+                        "pip install -U transformers")
+    return found
+
+
+def blocks_of(model):
+    """The blocks of a model. Raises UserError for one of a family that is not known."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind not in FAMILIES:
+        raise UserError(f"{type(model).__name__} ({kind}) is of none of the families {', '.join(FAMILIES)}")
+    if getattr(config, "add_cross_attention", False):
+        raise UserError(f"{type(model).__name__} has cross-attention, which is not taken")
+    return getattr(model.base_model, FAMILIES[kind][0])
+
+
+def places(model):
+    """The Place of every layer. Raises UserError for a model of a family that is not known."""
+    blocks = blocks_of(model)
+    _, path, proj = FAMILIES[model.config.model_type]
+    path, _, name = path.rpartition(".")
+    parents = [block.get_submodule(path) for block in blocks]
+    attns = [getattr(parent, name) for parent in parents]
+    return [Place(parent, name, attn, getattr(attn, proj)) for parent, attn in zip(parents, attns)]
+
+
+def insert(model, mechanisms=(), anyway=False, **flags):
+    """Put mechanisms into a loaded Hugging Face model, in place, and return it: its logits stay as they were.
+
+    mechanisms: names of MECHANISMS, with commas or as a list; flags: fields of GPTConfig, which win. Routing
+    starts with all heads, unless routing_top_k says how many. Where a gate starts at another constant than 1,
+    the projection out makes up for it. What cannot be neutral is refused; with anyway=True it starts as in a
+    new model. Raises UserError, and then the model is as it was.
+    """
+    needed("transformers")
+    layers, held = places(model), getattr(model.config, "nanoheads", {})
+    if held:
+        names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in held)
+        there = bool(gates_of(model))
+        raise UserError(f"the model has {names} already: insert all in one call" if there else
+                        f"the model was saved with {names}, which only dropin.load(folder) reads")
+    config = gpt_config(model, mechanisms, flags)
+    made = build_gates(model, layers, config)
+    constants = [math.prod(start(m, config, anyway) for m in gates.mechanisms()) for _, gates in made]
+    for (place, gates), constant in zip(made, constants):  # from here on nothing can be refused
+        scale_columns(place.proj, 1 / constant, gates)
+    attach(model, made, config)
+    lower_sinks(model, [gates for _, gates in made if gates.sink is not None])
+    return model
+
+
+def build_gates(model, layers, config):
+    """[(Place, Gates)] of the layers. UserError for quantised weights."""
+    made = []
+    for i, place in enumerate(layers):
+        weight = place.proj.weight
+        if not weight.is_floating_point():
+            raise UserError(f"{type(model).__name__} is quantised, in {weight.dtype}: load it without")
+        gates = Gates(config, i, weight.numel() // config.n_embd // config.n_head)
+        made.append((place, gates.to(weight.device, weight.dtype).train(place.attn.training)))
+    return made
+
+
+def attach(model, made, config):
+    """The hooks and interfaces of Gates in the attention of their layers; what they are, to model.config."""
+    attention = needed("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    attention.register("nanoheads", gated_attention)
+    masks = needed("transformers.masking_utils")  # without one registered attention would get no mask at all
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register("nanoheads", partial(mask_and_positions, masks.sdpa_mask))
+    for (parent, name, attn, proj), gates in made:
+        if model.config.model_type == "gpt_neo":
+            attn = NeoAttention(attn, model.config.window_size)
+            setattr(parent, name, attn)
+        attn.nanoheads = gates
+        attn.register_forward_pre_hook(remember_call, with_kwargs=True)
+        if gates.n_extra:
+            proj.register_forward_hook(gates.add_extra)
+    model.config._attn_implementation = "nanoheads"
+    model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
+                              for name in cls.fields()}
+
+
+def gpt_config(model, mechanisms, flags):
+    """The GPTConfig of what insert() puts into a model. Raises UserError."""
+    names = mechanisms.replace(",", " ").split() if isinstance(mechanisms, str) else list(mechanisms)
+    known = [name for cls in INSERTABLE for name in cls.fields()]
+    for kind, given, among in (("mechanism", names, list(MECHANISMS)), ("flag", flags, known)):
+        for name in given:
+            if name not in among:
+                meant = near(str(name), among)
+                hint = f"did you mean {meant}?" if meant else f"there are {', '.join(among)}"
+                raise UserError(f"no {kind} {name!r} to insert; {hint}")
+    flags = {**{key: value for name in names for key, value in MECHANISMS[name].items()}, **flags}
+    c = model.config
+    if flags.get("routing"):
+        flags = {"routing_top_k": c.num_attention_heads, **flags}
+    config = GPTConfig(block_size=c.max_position_embeddings, vocab_size=1, n_layer=c.num_hidden_layers,
+                       n_head=c.num_attention_heads, n_kv_head=getattr(c, "num_key_value_heads", None),
+                       head_dim=getattr(c, "head_dim", None), n_embd=c.hidden_size,
+                       bias=places(model)[-1].proj.bias is not None, **flags)
+    on = [cls for cls in MECHANISM_CLASSES if cls.is_on(config)]
+    others = [cls.flag for cls in on if cls not in INSERTABLE]
+    if others:
+        raise UserError(f"{', '.join(others)} cannot be inserted, but turned on with train.py --init_from")
+    problems = [*config.problems(), *insert_problems(c, config)]
+    if problems or not on:
+        there = ", ".join(name for cls in INSERTABLE for name in cls.modes)
+        raise UserError("; ".join(problems) or f"nothing to insert; there are {there}")
+    return config
+
+
+def insert_problems(c, config):
+    """Yield what another model, of config c, cannot have of a GPTConfig, sentence by sentence."""
+    for name in OF_TRAINING:
+        if getattr(config, name):
+            yield f"{name}={getattr(config, name)!r} is for train.py: an inserted model knows of no steps"
+    if config.agency and config.agency_scope != "head":
+        yield f"agency_scope={config.agency_scope!r} is for this repository's models: only heads have states"
+    if config.constraint_names and config.constraint_variant == "B":
+        yield "constraint_variant='B' makes a model's own heads smaller, which cannot be inserted: 'A' can"
+    dropout = getattr(c, "attn_pdrop", getattr(c, "attention_dropout", 0.0))
+    if config.constraint_gate == "score" and dropout:
+        yield f"constraint_gate='score' goes with no dropout on attention weights: it is {dropout}"
+
+
+@torch.no_grad()
+def start(m, config, anyway):
+    """Set a mechanism's parameters where it but multiplies by a constant, and return that: [H] or a number.
+
+    Raises UserError where it has no such setting, unless anyway: it then starts as in a new model.
+    """
+    values, constant, neutral = {}, 1.0, not isinstance(m, (HeadNorm, Routing))
+    if isinstance(m, ConstraintHeads):
+        values = {"c_proj.weight": 0.0}
+    elif isinstance(m, OutputGate):
+        values, constant = {"proj.weight": 0.0}, 0.5
+    elif isinstance(m, ACAG):
+        values, constant = {"weight": 0.0, "bias": 0.0}, 0.5 if m.published else 1.0
+    elif isinstance(m, Routing) and m.in_eval and m.k + m.n_shared == config.n_head:
+        values = dict.fromkeys(("out.weight", "out.bias", "split.weight", "shared.weight"), 0.0)
+        constant, neutral = 1 / config.n_head if m.mode == "published" else 1.0, True
+    values = {**m.initial_values(), **values}
+    for name, p in m.named_parameters():
+        value = values.get(name, Uniform(0.0) if p.dim() < 2 else None)
+        if value is None:
+            p.normal_(0.0, 0.02)
+        elif isinstance(value, Uniform):
+            p.uniform_(-value.bound, value.bound)
+        else:
+            p.copy_(torch.as_tensor(value))
+    if isinstance(m, Sentinel):
+        constant = m.static_gate(noisy=False)
+        neutral = bool(constant.min() > 0.01)  # below, what the projection makes up for would be lost
+    if not (neutral or anyway):
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in m.fields())
+        raise UserError(f"{m.flag} has no neutral setting, that is, the model's own logits, with {given}; "
+                        "anyway=True starts it as in a new model")
+    return constant if neutral else 1.0
+
+
+@torch.no_grad()
+def lower_sinks(model, layers):
+    """Set each Sink 12 below the lowest log-sum-exp of its head's rows, on random tokens.
+
+    There it takes 6e-6 of that row, and less of others; much lower it would have no slope to learn by.
+    """
+    if not layers:
+        return
+    c, training = model.config, model.training
+    tokens = torch.randint(c.vocab_size, (4, min(64, c.max_position_embeddings)),
+                           generator=torch.Generator().manual_seed(0))
+    for gates in layers:
+        gates.keeps_lse = True
+    try:
+        model.eval().base_model(tokens.to(model.device), use_cache=False)
+        for gates in layers:
+            gates.sink.logit.copy_(gates.lowest_lse - 12)
+    finally:
+        model.train(training)
+        for gates in layers:
+            gates.keeps_lse, gates.lowest_lse = False, None
+
+
+@torch.no_grad()
+def scale_columns(proj, factor, gates):
+    """Multiply what each head sends through a projection out by factor, [H] or a number."""
+    per_column = torch.as_tensor(factor, device=proj.weight.device).expand(gates.n_total)[:gates.n_head]
+    per_column = per_column.repeat_interleave(gates.head_size)  # constraint heads put out 0 as they start
+    proj.weight.mul_(per_column if isinstance(proj, nn.Linear) else per_column[:, None])  # Conv1D: transposed
+
+
+def gates_of(model):
+    """{layer: Gates} of a model into which insert() has put some, whatever is wrapped around it."""
+    return {m.layer: m for m in model.modules() if isinstance(m, Gates)}
+
+
+def predictions(model):
+    """{"blocks.<i>.constraint.<name>": logits [B, T]} of the last pass."""
+    return {f"blocks.{i}.{name}": t for i, gates in gates_of(model).items()
+            for name, t in gates.predictions.items()}
+
+
+def aux_losses(model, constraint_targets=None):
+    """{name: weighted loss, summed over layers} of what is inserted, of the last pass in training mode.
+
+    constraint_targets {name: [B, T]}, from 0 to 1, below 0: not known; these have a loss in any mode. Raises
+    UserError.
+    """
+    total, found, config = {}, predictions(model), None
+    for gates in gates_of(model).values():
+        config = gates.config
+        for name, loss in gates.losses.items():
+            total[name] = total[name] + loss if name in total else loss
+    if constraint_targets is not None:
+        if config is None or not ConstraintHeads.is_on(config):
+            raise UserError("constraint_targets are for constraint heads: insert some")
+        if not found:
+            raise UserError("constraint_targets are for the scores of a pass: call the model before")
+        try:
+            total.update(ConstraintHeads.losses(config, found, constraint_targets))
+        except ValueError as e:
+            raise UserError(str(e)) from None
+    return total
+
+
+class Control(HeadControl):
+    """Gates, states and consent of an inserted model by hand, as of a GPT: set_head() and gates().
+
+    It is such a model to find_violations() and states_of() of lab/heads/states.py, too, and
+    lab/heads/loaded.py measures and moves its heads.
+    """
+
+    def __init__(self, model):
+        self.model, self.layers, gates = model, places(model), gates_of(model)
+        if not gates:
+            raise UserError("the model has no gates: insert some")
+        states = all(own.agency is not None for own in gates.values())
+        self.config = SimpleNamespace(n_layer=len(self.layers), agency=states, agency_scope="head")
+        blocks = [SimpleNamespace(attn=gates[i], agency=None) for i in range(len(gates))]
+        self.transformer = SimpleNamespace(h=blocks)
+
+    def set_head(self, layer, head, gate=None, **how):
+        """As of a GPT. Constraint heads are numbered on from the model's own. Raises UserError."""
+        if gate is not None and layer in range(len(self.layers)):
+            attn, weight = self.transformer.h[layer].attn, self.layers[layer].proj.weight
+            if attn.gate_override is None:
+                attn.gate_override = weight.new_full((attn.n_total,), math.nan)
+        try:
+            super().set_head(layer, head, gate, **how)
+        except ValueError as e:
+            raise UserError(str(e)) from None
+
+
+def new_of(cls, *arguments):
+    return cls.__new__(cls, *arguments)
+
+
+def load(folder, **options):
+    """The model that save_pretrained(folder) wrote, with its gates: an instance of a class of the same name
+    that extends it.
+
+    options: of from_pretrained(), such as dtype. Raises UserError where something is missing or does not fit.
+    """
+    transformers, safetensors, folder = needed("transformers"), needed("safetensors"), Path(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json: no folder that save_pretrained() wrote")
+
+    def init(self, config, *args, **kwargs):
+        flags = config.__dict__.pop("nanoheads", {})
+        cls.__init__(self, config, *args, **kwargs)
+        if flags:
+            gpt = gpt_config(self, (), flags)
+            attach(self, build_gates(self, places(self), gpt), gpt)
+
+    def reduce(self, protocol):
+        _, (_, *arguments), *state = object.__reduce_ex__(self, protocol)
+        return new_of, (cls, *arguments), *state  # a copy, and what is pickled, is of transformers' own class
+
+    try:
+        name = (transformers.AutoConfig.from_pretrained(folder).architectures or ["none"])[0]
+        if not hasattr(transformers, name):
+            raise UserError(f"transformers has no class {name!r}, which config.json names")
+        cls = getattr(transformers, name)
+        as_saved = type(name, (cls,), {"__init__": init, "__reduce_ex__": reduce,
+                                       "__module__": cls.__module__})
+        model, found = as_saved.from_pretrained(folder, output_loading_info=True,
+                                                ignore_mismatched_sizes=True, **options)
+    except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as e:
+        raise UserError(f"{folder}: {' '.join(str(e).split())[:200]}") from None
+    wrong = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in found[f"{kind}_keys"]]
+    if wrong:
+        raise UserError(f"{folder}: its weights are not those of its config.json: {', '.join(wrong[:3])}")
+    for gates in gates_of(model).values():
+        gates.fill_buffers()
+    return model
+
+
+# ---- heads that are off ----
+
+def checked(model, heads):
+    """{layer: [heads]} -> the same with every layer and head there. Raises UserError."""
+    n_layer, n_head = model.config.num_hidden_layers, model.config.num_attention_heads
+    for layer, numbers in heads.items():
+        if layer not in range(n_layer):
+            raise UserError(f"there is no layer {layer!r}; they go from 0 to {n_layer - 1}")
+        for head in numbers:
+            if head not in range(n_head):
+                raise UserError(f"layer {layer} has no head {head!r}; they go from 0 to {n_head - 1}")
+    return heads
+
+
+def mask_heads(model, heads):
+    """Turn these heads off, {layer: [head, ...]} by their original numbers, and all others on; None: all on.
+
+    What a masked head sends out is multiplied by 0, as version 4's head_mask did. The mask moves with the
+    model, holds while it trains, and is not saved. Raises UserError.
+    """
+    layers, heads = places(model), checked(model, heads or {})
+    for i, (_, _, _, proj) in enumerate(layers):
+        if not hasattr(proj, "head_mask"):
+            proj.register_buffer("head_mask", None, persistent=False)
+            proj.register_forward_pre_hook(mask_columns)
+        proj.head_mask = None
+        if heads.get(i):
+            n_head = model.config.num_attention_heads
+            head_size = proj.weight.numel() // model.config.hidden_size // n_head
+            mask = proj.weight.new_tensor([head not in heads[i] for head in range(n_head)])
+            proj.head_mask = mask.repeat_interleave(head_size)
+
+
+def mask_columns(proj, args):
+    """Before a projection out: masked heads give 0."""
+    return args if proj.head_mask is None else (args[0] * proj.head_mask, *args[1:])

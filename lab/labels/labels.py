@@ -1,0 +1,134 @@
+"""
+A folder of labels: written by a labeller of labellers.py, verified, and shown as a table with texts.
+
+targets.py says what such a folder holds. Each file gets its name when its split is done, labels.json is last:
+a run that was stopped starts over.
+"""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from nanoheads.common import UserError, say, table
+from nanoheads.locks import remove_abandoned, temporary
+from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
+
+
+# ---- writing ----
+
+def label(folder, text, labeller, splits, force=False):
+    """Label splits into a folder, beside those labelled in the same way before. False: all were there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder, "*.u8")
+    found, missing = finished(folder, text.dataset, labeller.note, force), False
+    if found:
+        splits = list(dict.fromkeys((*found.splits, *splits)))
+    for split in splits:
+        todo = [name for name in labeller.names if not holds(found, name, split)]
+        if todo:
+            label_split(folder, text, labeller, split, todo)
+            missing = True
+    if missing:
+        write_meta(folder, text.dataset, labeller.names, splits, labeller.weak, labeller.note)
+    return missing
+
+
+def label_split(folder, text, labeller, split, names):
+    """Write <name>.<split>.u8 of these names, under temporary names until the split is done."""
+    paths, files = {name: label_file(folder, name, split) for name in names}, {}
+    try:
+        with ExitStack() as stack:
+            for name, path in paths.items():
+                files[name] = stack.enter_context(temporary(path))
+            bar = stack.enter_context(tqdm(total=len(text.dataset.tokens(split)), desc=split, unit=" tokens",
+                                           unit_scale=True, disable=None, leave=False))
+            for piece in text.pieces(split):
+                labels = labeller(piece)
+                for name, file in files.items():
+                    assert len(labels[name]) == piece.stop - piece.start
+                    file.write(labels[name].tobytes())
+                bar.update(piece.stop - piece.start)
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        for name, path in paths.items():
+            os.replace(files[name].name, path)
+    finally:
+        for file in files.values():
+            Path(file.name).unlink(missing_ok=True)
+
+
+def finished(folder, dataset, note, force):
+    """The Targets of a folder, made as `note` describes; None: it has none. UserError: it has other ones."""
+    if not (folder / "labels.json").is_file():
+        return None
+    if force:
+        for path in (folder / "labels.json", *folder.glob("*.u8*")):
+            path.unlink(missing_ok=True)
+        return None
+    found = Targets(dataset, folder)
+    about = found.meta.get("dataset"), found.meta.get("note")
+    if about != (dataset.meta["name"], note):
+        raise UserError(f"{folder} holds other labels, of {about[0]}: {about[1]}; --out keeps both, "
+                        "--force replaces them")
+    return found
+
+
+def holds(found, name, split):
+    """Whether the file of a name is whole, and of these tokens; what is wrong with it is printed."""
+    try:
+        return bool(found and split in found.splits and len(found.codes(name, split)))
+    except UserError as e:
+        return say(e)
+
+
+# ---- shown ----
+
+def report(folder, dataset, show):
+    """Print what is in the folder: a row for each name and split, then `show` texts of each name."""
+    targets, rows = Targets(dataset, folder), []
+    for name in targets.names:
+        for split, row in targets.splits.items():
+            about = row["names"][name]
+            mean = "-" if about["mean"] is None else f"{about['mean']:.4f}"
+            rows.append((name, split, f"{row['tokens']:,}", f"{about['labelled'] / row['tokens']:.4f}", mean))
+    say(f"{folder}: {targets.meta['note']}{' (weak: not checked by a person)' * targets.meta['weak']}")
+    print(table(("name", "split", "tokens", "labelled", "mean"), rows, left=2))
+    if show:
+        print("\n{1} before text that is labelled 1, {0} 0, {-} what is not labelled")
+    for name in targets.names if show else ():
+        print(f"\n{name}")
+        for split, at in examples(targets, name, show):
+            print(f"  {split} {at:,}: {snippet(targets, name, split, at)}")
+
+
+def examples(targets, name, count):
+    """[(split, token)] of labelled tokens, the same every time; every other one is 0.5 or more, if any is."""
+    rng, found = np.random.default_rng(0), []
+    splits = list(targets.splits)
+    for i in range(count):
+        for trial in range(2000):
+            split = splits[rng.integers(len(splits))]
+            codes = targets.codes(name, split)
+            at = int(rng.integers(len(codes)))
+            high = UNKNOWN > codes[at] >= UNKNOWN // 2
+            if codes[at] != UNKNOWN and (high == (i % 2 == 0) or trial > 1000):
+                found.append((split, at))
+                break
+    return found
+
+
+def snippet(targets, name, split, at, near=150):
+    """About 2 * near bytes of text around a token, with the value before each run of equal labels."""
+    dataset, codes = targets.dataset, targets.codes(name, split)
+    reach = max(1, round(near / dataset.bytes_per_token(split)))
+    start, stop = max(0, at - reach), min(len(codes), at + reach)
+    values, ids = decode(np.array(codes[start:stop])).numpy().round(1), dataset.tokens(split)[start:stop]
+    text = ""
+    for same in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(values)) + 1):
+        value = values[same[0]]
+        text += f"{{{'-' if value < 0 else f'{value:g}'}}}{dataset.tokenizer.decode(ids[same])}"
+    return " ".join(text.split())

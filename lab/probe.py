@@ -1,0 +1,79 @@
+"""
+Ask trained checkpoints what one loss does not say; paired, since all checkpoints read the same windows.
+
+    python probe.py needle --ckpt out/a [--ckpt out/b ...] [--contexts 1024 4096] [--depths 0.1 0.9]
+    python probe.py late --ckpt out/a [--ckpt out/b ...] [--context 1024]
+    python probe.py keys --ckpt out/a [--remove 4 8] [--nearest 2]
+    python probe.py heads --ckpt out/a
+    python probe.py engagement --ckpt out/a [--ckpt out/b ...] [--samples 128]
+    python probe.py states --ckpt out/a [--pieces 64]
+    python probe.py detectors --ckpt out/a [--ckpt out/b ...]
+    python probe.py fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
+    python probe.py constraints score|adjudicate|explain|skip --ckpt out/a [...]
+    python probe.py inspect --ckpt out/a [--set gate.0.3=0] [--prune 0.1 0.2] [--save out/b]
+    python probe.py text --ckpt out/a [--ckpt out/b ...] [--judge out/big]
+    python probe.py look --ckpt out/a [--ckpt out/b] --text FILE
+    python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
+
+`python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %: by t over samples
+(needle, detectors, engagement), windows (keys), items (fewshot), pieces of the text (states) or blocks of
+neighbouring windows (late, heads); by the jackknife over prompts (text); of constraints as its help says.
+"""
+
+import argparse
+import sys
+from functools import partial
+from importlib import import_module
+
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+from nanoheads.common import ArgumentParser, as_program
+from nanoheads.configurator import near
+
+# word -> (the module whose main() takes what follows, help); imported when asked for
+PROBES = {
+    "needle": ("lab.probes.needle", "Recall of a planted fact by context and depth."),
+    "late": ("lab.probes.late", "Loss by position in the window."),
+    "keys": ("lab.probes.keys",
+             "What the next token loses with the keys that a ranking puts first."),
+    "heads": ("lab.probes.heads",
+              "Entropy and gate gradient of each head, beside what its absence costs."),
+    "engagement": ("lab.probes.engagement",
+                   "What each head sends and what its absence costs, by kind of text."),
+    "states": ("lab.probes.states",
+               "Heads that agency would call overloaded, misaligned or idle, beside the loss."),
+    "detectors": ("lab.probes.detectors",
+                  "What each head looks at: the token before, copies, what followed them."),
+    "fewshot": ("lab.probes.fewshot", "Accuracy on items of several choices, with examples in front."),
+    "constraints": ("lab.probes.constraints.command", "What constraint heads know of their labels."),
+    "inspect": ("lab.heads.inspection", "What heads changed by hand cost: gates, states, pruning."),
+    "text": ("lab.probes.continuations", "What models write: repetition, diversity, loops, bits/byte."),
+    "look": ("lab.heads.look", "What mechanisms do to a text, token by token, as a page."),
+    "leak": ("lab.probes.leak", "Whether any function from token ids to logits looks ahead."),
+}
+
+
+def usage(argv):
+    """--help, and what is wrong with a command line that names no probe."""
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
+    parser = ArgumentParser(prog="probe.py", description=__doc__, formatter_class=form)
+    words = parser.add_subparsers(dest="what", required=True, metavar="|".join(PROBES))
+    for word, (_, about) in PROBES.items():
+        words.add_parser(word, help=about)
+    parser.parse_args(argv)
+
+
+@as_program("probe")
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0].startswith("-"):
+        return usage(argv)
+    word, *rest = argv
+    if word in PROBES:
+        return import_module(PROBES[word][0]).main(rest)
+    meant = near(word, PROBES)
+    sys.exit(f"probe: no probe {word!r}; "
+             + (f"did you mean {meant}?" if meant else f"there are {', '.join(PROBES)}"))
+
+
+if __name__ == "__main__":
+    main()

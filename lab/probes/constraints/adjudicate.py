@@ -1,0 +1,169 @@
+"""
+Do the heads' scores tell passages of held-out documents apart? Against the mean hidden state of the plain GPT
+and against its probes' scores.
+"""
+
+import numpy as np
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.preprocessing import StandardScaler
+
+from nanoheads.common import UserError, plural
+from nanoheads.intervals import by_draws
+from lab.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
+                                                  over_documents)
+from lab.probes.constraints.setup import (about_setup, labels_of, layers_of, numbers_of_setup,
+                                                open_setup, outputs, two_classes)
+from lab.probes.constraints.token_probes import takers_of
+from nanoheads.dataset import TITLE, beginnings
+from nanoheads.timing import progress_bar
+
+STATE = "mean hidden state"
+STRENGTHS = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # C of a passage's logistic regression
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)   # of a passage's scores, beside their mean and largest
+TASKS = dict(cited="testifiability", hedged="decidability", dialogue="reciprocity")
+METRICS = dict(accuracy="accuracy", f1="F1", auroc="AUROC")
+DOCUMENT = 16  # passages: a document of text without titles
+
+
+def documents(data, part):
+    """[(first, last)] of the articles of a part: from a WikiText title to the next; [] where it has none.
+
+    What stands before the first title is left out: it may belong to an article of another part.
+    """
+    tokens = np.asarray(data.tokens(part.split)[part.first:part.last])
+    titles = beginnings(data.tokenizer, tokens, TITLE).tolist()
+    cuts = [part.first + at for at in titles if at or not part.first]  # a line that was cut is none
+    cuts.append(part.last)
+    return list(zip(cuts, cuts[1:]))
+
+
+def passages(data, parts, length, count):
+    """[(starts [n], document of each [n])] of the parts: whole passages, evenly spaced, at most `count` each.
+
+    A text without titles in each part has documents of DOCUMENT passages one after the other, the first of
+    each part left out. UserError where there is no passage.
+    """
+    found, every = [], [documents(data, part) for part in parts]
+    if min(map(len, every)) < 2:
+        size = DOCUMENT * length
+        every = [[(first, min(first + size, part.last))
+                  for first in range(part.first + size, part.last, size)] for part in parts]
+    for part, each in zip(parts, every):
+        places = np.array([(start, number) for number, (first, last) in enumerate(each)
+                           for start in range(first, last - length + 1, length)]).reshape(-1, 2)
+        if not len(places):
+            raise UserError(f"{part.split} has no passage of {length:,} tokens within a document")
+        n = min(count, len(places))
+        found.append(tuple(places[np.arange(n) * len(places) // n].T))
+    return found
+
+
+def aggregated(scores):
+    """[passages, names * (2 + QUANTILES)] of token scores [passages, length, names]."""
+    return np.concatenate((scores.mean(1), scores.max(1), *np.quantile(scores, QUANTILES, 1)), 1)
+
+
+def passage_features(ckpt, setup, args, cuts, length):
+    """{features: [float64 [passages, F] of each part]} of a checkpoint."""
+    takers, _ = takers_of(ckpt, setup, args)
+    if not layers_of(ckpt.model) or args.own:
+        takers[f"{STATE}, {'own' if layers_of(ckpt.model) else 'plain'}"] = lambda states, _: states.mean(1)
+    T, found = min(length, setup.context), {}
+    for part, (starts, _) in zip(setup.parts, cuts):
+        windows = (starts[:, None] + np.arange(0, length, T)).ravel()
+        for name, each in outputs(ckpt, setup, part.split, windows, T, takers).items():
+            each = each.cpu().double().numpy().reshape(len(starts), -1, each.size(-1))
+            found.setdefault(name, []).append(each.mean(1) if name.startswith(STATE) else aggregated(each))
+    return found
+
+
+def classified(x, y):
+    """(p of what is measured on [n], threshold) by logistic regression; x, y: of the three parts."""
+    scaler = StandardScaler().fit(x[0])
+    x = [scaler.transform(each) for each in x]
+    models = [LogisticRegression(C=strength, max_iter=2000).fit(x[0], y[0]) for strength in STRENGTHS]
+    best = min(models, key=lambda model: log_loss(y[1], model.predict_proba(x[1])[:, 1]))
+    before, after = (best.predict_proba(each)[:, 1] for each in x[1:])
+    return after, best_threshold(y[1], before)
+
+
+def row_of(setup, task, name, models, cuts, classed, seed):
+    """What is written of a task: figures of each scorer on the passages of its classes, see classes()."""
+    chosen, y, terciles = classed
+    document, found = cuts[2][1][chosen[2]], []
+    bar = progress_bar(sum(map(len, models)), task)
+    for features in models:
+        found.append({})
+        for scorer, x in features.items():
+            p, threshold = classified([each[c] for each, c in zip(x, chosen)], y)
+            found[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
+            bar.update(1)
+    bar.close()
+    whole, less = compared(found, METRICS, by_draws, len(setup.plain) == len(setup.ckpts))
+    return dict(task=task, name=name, terciles=terciles, passages=[len(each) for each in y],
+                positive=[float(each.mean()) for each in y], documents=len(np.unique(document)),
+                figures=whole, heads_less=less)
+
+
+def probe(args):
+    """Passages of held-out documents, classified by what their labels are on the whole."""
+    setup = open_setup(args)
+    tasks, T = tasks_of(args.task, setup), min(args.passage, setup.context)
+    length = args.passage // T * T  # whole windows
+    cuts = passages(setup.data, setup.parts, length, args.passages)
+    labels = [labels_of(setup, part.split, starts, length).reshape(len(starts), length, -1).double().numpy()
+              for part, (starts, _) in zip(setup.parts, cuts)]
+    sorts = [classes([each[..., setup.names.index(name)] for each in labels], name, setup.parts)
+             for name in tasks.values()]
+    plain = [passage_features(ckpt, setup, args, cuts, length) for ckpt in setup.plain] or [{}]
+    models = [{**passage_features(ckpt, setup, args, cuts, length), **plain[i % len(plain)]}
+              for i, ckpt in enumerate(setup.ckpts)]
+    sizes = {name: x[0].shape[1] for name, x in models[0].items()}
+    rows = [row_of(setup, task, name, models, cuts, classed, args.seed)
+            for (task, name), classed in zip(tasks.items(), sorts)]
+    counts, splits = ", ".join(str(len(s)) for s, _ in cuts), ", ".join(part.split for part in setup.parts)
+    lines = [about_setup(setup, args), f"passages of {length:,} tokens: {counts} of {splits}; "
+                                       "classes are made of the labels themselves"]
+    lines += [f"{row['task']}: mean {row['name']} above {row['terciles'][1]:.4f} against at most "
+              f"{row['terciles'][0]:.4f}; {plural(row['passages'][2], 'passage')} of "
+              f"{plural(row['documents'], 'document')}, {row['positive'][2]:.3f} positive" for row in rows]
+    shown = [(row["task"], row["figures"], row["heads_less"]) for row in rows]
+    lines.append(comparison_table(shown, METRICS, sizes, "features", in_brackets))
+    return numbers_of_setup(setup, args, dict(features=sizes, tasks=rows)), lines
+
+
+def tasks_of(task, setup):
+    """{task: name}. UserError for one without labels."""
+    if task == "auto":
+        words = {name: task for task, name in TASKS.items()}
+        return {words.get(name, name): name for name in setup.names}
+    name = TASKS.get(task, task)
+    if name not in setup.names:
+        raise UserError(f"--task {task} is about {name}; heads and labels are for {', '.join(setup.names)}")
+    return {task: name}
+
+
+def classes(labels, name, parts):
+    """(which passages [n] of each part, their class, bool, terciles): of labels [passages, length].
+
+    The class is the mean of the known labels, above the upper tercile of the training passages or at most
+    the lower; those between are left out. Where a third of them have the highest mean, they are the upper
+    class. UserError where a part has one class.
+    """
+    means = []
+    for each in labels:
+        known = each >= 0
+        with np.errstate(invalid="ignore"):
+            means.append((each * known).sum(1) / known.sum(1))
+    if np.isnan(means[0]).all():
+        raise UserError(f"{name}: no passage of train has a label")
+    low, high = np.nanquantile(means[0], (1 / 3, 2 / 3))
+    below = means[0][means[0] < high]
+    if high == np.nanmax(means[0]) and below.size:  # nothing is above it: it is the upper class itself
+        high = below.max()
+        low = min(low, high)
+    chosen = [np.flatnonzero((mean <= low) | (mean > high)) for mean in means]
+    y = [two_classes(mean[c] > high, f"passages by {name}", part)
+         for mean, c, part in zip(means, chosen, parts)]
+    return chosen, y, [float(low), float(high)]

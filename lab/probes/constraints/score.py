@@ -1,0 +1,111 @@
+"""
+Do constraint heads' scores match their labels, token by token, beside a prior and probes? AUROC, average
+precision, F1 and calibration for each name.
+
+Probes are linear, and MLPs of as many parameters as the heads have; they read what the attention of the same
+block of the plain GPT reads, --own: of the model itself, too.
+"""
+
+import numpy as np
+
+from nanoheads.common import writable, write_atomic
+from nanoheads.drawing import drawn
+from nanoheads.intervals import blocks_of, by_jackknife, t_interval
+from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, comparison_table,
+                                                  over_text, pooled, reliability, sigmoid)
+from lab.probes.constraints.setup import (HEADS, about_setup, branch_size, labels_of, numbers_of_setup,
+                                                open_setup, outputs, starts_of, two_classes)
+from lab.probes.constraints.token_probes import takers_of
+from lab.probes.shared import plus_minus
+from lab.labels.targets import UNKNOWN
+from nanoheads.timing import progress_bar
+from nanoheads.scoring import score_windows
+
+PRIOR = "prior"
+
+
+def prior_of(setup):
+    """[names]: the share of positives among the labelled tokens of the training split. UserError: 0 or 1."""
+    shares = []
+    for name in setup.names:
+        codes = setup.targets.codes(name, "train")
+        y = codes[(codes != 127) & (codes != UNKNOWN)] > 127  # 127 is 1/2
+        shares.append(two_classes(y, name, setup.parts[0]).mean())
+    return np.array(shares)
+
+
+def of_models(setup, args, parts, starts, prior):
+    """([{scorer: [p [n, names] of each part]} of each pair of checkpoints], {scorer: parameters})."""
+    sizes = {HEADS: branch_size(setup.ckpts[0].model), PRIOR: 0}
+
+    def of(ckpt):
+        takers, own = takers_of(ckpt, setup, args)
+        sizes.update(own)
+        each = [outputs(ckpt, setup, part.split, s, setup.context, takers) for part, s in zip(parts, starts)]
+        return {name: [sigmoid(x[name].flatten(0, 1)) for x in each] for name in takers}
+
+    plain = [of(ckpt) for ckpt in setup.plain] or [{}]
+    shapes = [(len(s) * setup.context, len(setup.names)) for s in starts]
+    constant = {PRIOR: [np.broadcast_to(prior, shape) for shape in shapes]}
+    return [{**of(ckpt), **constant, **plain[i % len(plain)]} for i, ckpt in enumerate(setup.ckpts)], sizes
+
+
+def row_of(setup, n, models, known, truth, blocks):
+    """What is written of the n-th name: figures of each scorer, the heads less each other, calibration.
+
+    models: of of_models(). known, truth: of the part to choose on and of the part to measure on, the tokens
+    with a label [n, names] and their classes. blocks [n]: of neighbouring windows.
+    """
+    (before, after), (chosen, y) = (each[:, n] for each in known), truth
+    found, calibration, thresholds = [], {}, {}
+    bar = progress_bar(sum(map(len, models)), f"figures of {setup.names[n]}")
+    for each in models:
+        found.append({})
+        for scorer, (p_chosen, p) in each.items():
+            threshold = best_threshold(chosen, p_chosen[before, n])
+            block = blocks[after] if len(models) == 1 else None
+            found[-1][scorer] = over_text(y, p[after, n], threshold, block)
+            calibration.setdefault(scorer, []).append(bins(y, p[after, n]))
+            thresholds.setdefault(scorer, []).append(threshold)
+            bar.update(1)
+    bar.close()
+    whole, less = compared(found, METRICS, by_jackknife, len(setup.plain) == len(setup.ckpts))
+    calibration = {scorer: pooled(each) for scorer, each in calibration.items()}
+    return dict(name=setup.names[n], tokens=len(y), positive=float(y.mean()),
+                prior=float(models[0][PRIOR][0][0, n]), figures=whole, heads_less=less,
+                thresholds=thresholds, calibration=calibration)
+
+
+def probe(args):
+    """The heads' scores and their rivals', token by token."""
+    picture_file = writable(args.picture, "--picture") if args.picture else None
+    setup = open_setup(args)
+    prior, parts = prior_of(setup), setup.parts[1:]
+    starts = [starts_of(part, setup.context, args.tokens) for part in parts]
+    labels = [labels_of(setup, part.split, each, setup.context).numpy() for part, each in zip(parts, starts)]
+    known = [(each >= 0) & (each != 0.5) for each in labels]
+    truth = [[two_classes(each[k[:, n], n] > 0.5, name, part)
+              for each, k, part in zip(labels, known, parts)] for n, name in enumerate(setup.names)]
+    blocks = blocks_of(np.repeat(np.arange(len(starts[1])), setup.context), len(starts[1]))
+    models, sizes = of_models(setup, args, parts, starts, prior)
+    rows = [row_of(setup, n, models, known, each, blocks) for n, each in enumerate(truth)]
+    bpb = {ckpt.name: score_windows(ckpt.model, setup.data, args.split, args.tokens)[1]["bpb"]
+           for ckpt in progress_bar([*setup.ckpts, *setup.plain], "bits per byte")}
+    lines = [about_setup(setup, args), *(f"{row['name']}: {row['tokens']:,} labelled tokens, "
+                                         f"{row['positive']:.4f} positive" for row in rows),
+             comparison_table([(r["name"], r["figures"], r["heads_less"]) for r in rows], METRICS, sizes),
+             *bits_lines(setup, bpb)]
+    if picture_file:
+        picture = drawn(reliability, rows, "png")
+        write_atomic(picture_file, lambda f: f.write(picture))
+        lines.append(str(picture_file))
+    return numbers_of_setup(setup, args, dict(parameters=sizes, names=rows, bits_per_byte=bpb)), lines
+
+
+def bits_lines(setup, bpb):
+    """Bits per byte in words: of each model, and by how much the constraint models differ."""
+    lines = [f"{name}: {value:.4f} bits/byte" for name, value in bpb.items()]
+    if len(setup.plain) == len(setup.ckpts) > 1:
+        pairs = t_interval([bpb[a.name] - bpb[b.name] for a, b in zip(setup.ckpts, setup.plain)])
+        lines.append(f"bits/byte less plain: {plus_minus(pairs)}")
+    return lines

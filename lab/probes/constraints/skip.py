@@ -1,0 +1,74 @@
+"""
+What does it save and cost to skip constraint heads whose router gate stays low (constraint_skip)?
+
+By threshold: how many heads are closed, bits per byte, the time of scoring a window and of writing a context.
+"""
+
+import copy
+
+import numpy as np
+import torch
+
+from nanoheads.common import UserError, in_float64, table
+from lab.heads.measuring import attentions
+from lab.probes.constraints.setup import Part, numbers_of_setup, open_setup, starts_of
+from nanoheads.timing import take_turns, time_rows
+from nanoheads.scoring import score_windows
+
+
+def at_threshold(model, below):
+    """A copy that skips constraint heads whose gate is below a threshold."""
+    model = copy.deepcopy(model).eval()
+    for attn in attentions(model):
+        if attn.constraint is not None:
+            attn.constraint.skip = below
+    return model
+
+
+@torch.no_grad()
+def closed_shares(model, ids, below):
+    """(share of windows x heads, of tokens x heads) with gates below a threshold, of ids [B, T]."""
+    traces = model(ids, traces=True).traces
+    low = torch.cat([each for key, each in traces.items() if key.endswith("router_gates")], -1) < below
+    return in_float64(low.all(1)).mean().item(), in_float64(low).mean().item()
+
+
+def probe(args):
+    """What skipping closed constraint heads saves and costs, threshold by threshold, beside computing all."""
+    if not all(0 < below <= 1 for below in args.below):
+        raise UserError(f"--below={' '.join(map(str, args.below))} must be above 0 and at most 1")
+    setup, rows = open_setup(args), []
+    if setup.ckpts[0].model.config.constraint_gate != "output":
+        raise UserError("skip is for models whose router gates outputs; a gate elsewhere turns no head off")
+    part = Part(args.split, 0, len(setup.data.tokens(args.split)))
+    starts = starts_of(part, setup.context, args.batch * setup.context)
+    tokens = setup.data.tokens(args.split)
+    ids = torch.from_numpy(np.stack([tokens[s:s + setup.context] for s in starts]).astype(np.int64))
+    ids = ids.to(args.device)
+    for ckpt in setup.ckpts:
+        models = {"all": at_threshold(ckpt.model, 0.0)} | {b: at_threshold(ckpt.model, b) for b in args.below}
+
+        def write(below):
+            models[below].generate(ids[:1, :1], setup.context - 1, temperature=0)
+
+        def score_ids(below):
+            with torch.no_grad():
+                models[below].hidden(ids)
+
+        times = {what: {row["name"]: row for row in time_rows(what, take_turns(models, act, args, what),
+                                                              "all", ids.numel(), 1)}
+                 for what, act in (("a window", score_ids), ("decoding", write))}
+        for below, model in models.items():
+            windows, each = (0.0, 0.0) if below == "all" else closed_shares(models["all"], ids, below)
+            row = dict(run=ckpt.name, below=below, windows=windows, tokens=each,
+                       bpb=score_windows(model, setup.data, args.split, args.tokens)[1]["bpb"])
+            for what, found in times.items():
+                row[what] = [found[below][key] for key in ("time_ratio", "time_ratio_low", "time_ratio_high")]
+            rows.append(row)
+    cells = [(row["run"], row["below"], f"{row['windows']:.3f}", f"{row['tokens']:.3f}", f"{row['bpb']:.4f}",
+              *("{:.3f} [{:.3f}, {:.3f}]".format(*row[what]) for what in ("a window", "decoding")))
+             for row in rows]
+    line = (f"{setup.data.meta['name']}, {args.split}; closed: share of windows x heads, of tokens x heads; "
+            f"times over computing all heads, {args.rounds} rounds in turns, {len(ids)} windows at once")
+    head = ("run", "skipped below", "windows closed", "tokens closed", "bits/byte", "a window", "decoding")
+    return numbers_of_setup(setup, args, dict(rows=rows)), [line, table(head, cells)]

@@ -1,0 +1,280 @@
+"""
+What models write: continuations of the same prompts from each of several checkpoints, measured side by side.
+
+    python probe.py text --ckpt out/a [--ckpt out/b ...] [--judge out/big] [--tokens 256] [--json FILE]
+
+The measures are repetition, diversity, loops, and bits per byte under a larger model, the judge, beside those
+of the text's own continuation (lab/probes/quality.py, docs/results/text-quality.md).
+"""
+
+import argparse
+import math
+import sys
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import GPT
+from nanoheads.common import (ArgumentParser, UserError, last_folders, last_words, pick_device, say, table,
+                              text_of, unescaped, writable, write_json)
+from nanoheads.intervals import jackknife
+from nanoheads.logits import check_sampling
+from lab.probes import quality as textquality
+from nanoheads.dataset import Dataset
+from nanoheads import checkpoint, sampling
+from nanoheads.sampling import (bfloat16_on_gpu, reread, same_tokens, settings_of, stop_of,
+                                         until_stop, write)
+from nanoheads.scoring import add_arguments, bits, load, nats_after
+
+PROGRAM = "probe.py text"
+TEXT = "the text itself"
+SHORT = 4  # words: fewer have no rep-4
+SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
+             first_repeat="first repeat", judge="bits/byte")  # of a measure, in the table; all are in --json
+
+
+class Writer(NamedTuple):
+    """A checkpoint that writes: name, model, the data of its vocabulary, the prompts [P], lists of its ids.
+
+    A judge has no prompts.
+    """
+    name: str
+    model: GPT
+    data: Dataset
+    prompts: list | None = None
+
+    @property
+    def tokenizer(self):
+        return self.data.tokenizer
+
+
+def prompts_of_file(path, tokenizer, special):
+    """[P] lists of ids: the lines of a file, unescaped(). special: are the names of special tokens in them
+    those tokens? UserError.
+    """
+    try:
+        lines = text_of(path).split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        why = getattr(e, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"--prompts: {path} cannot be read: {why}")
+    found = []
+    for i, line in enumerate(lines, 1):
+        try:
+            found.append(tokenizer.encode(unescaped(line), special).tolist())
+        except ValueError as e:
+            raise UserError(f"--prompts: {path}, line {i}: {e}")
+    found = [ids for ids in found if ids]
+    if not found:
+        raise UserError(f"--prompts: {path} holds no prompt; it takes one a line")
+    return found
+
+
+def cut_prompts(args, data):
+    """([P] lists of ids, [P] what follows each of them), cut evenly from the split. UserError."""
+    split, size = data.tokens(args.split), args.prompt_tokens + args.tokens
+    step = len(split) // args.num_prompts
+    if step < size:
+        raise UserError(f"{args.num_prompts:,} prompts of {args.prompt_tokens:,} tokens, each with the "
+                        f"{args.tokens:,} after it, need {args.num_prompts * size:,} tokens; "
+                        f"the {args.split} split of {data.dir} has {len(split):,}")
+    cuts = [split[i * step:i * step + size].tolist() for i in range(args.num_prompts)]
+    return [cut[:args.prompt_tokens] for cut in cuts], [cut[args.prompt_tokens:] for cut in cuts]
+
+
+def open_writers(args, device):
+    """([Writer], the judge or None, what follows the prompts [P] or None), after every check that needs no
+    generation. Prompts and what follows are from the data of the first. UserError, ValueError.
+    """
+    for name, least in (("num_prompts", 2), ("prompt_tokens", 1), ("samples", 1), ("tokens", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
+    if not 0 <= args.seed < 1 << 62:
+        raise UserError(f"seed={args.seed} must be from 0 to 2^62 - 1")
+    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+
+    def opened(path, settings=()):
+        _, model, data = load(path, args.split, 0, device, args.dataset, settings)
+        return Writer(str(path).removesuffix("/best.pt"), model, data)
+
+    writers = [opened(path, args.settings) for path in args.ckpt]
+    judge = opened(args.judge) if args.judge else None
+    first = writers[0]
+    for writer in writers:
+        stop_of(args, writer.tokenizer)
+    if args.prompts:
+        prompts, real = prompts_of_file(args.prompts, first.tokenizer, args.special == "token"), None
+    else:
+        prompts, real = cut_prompts(args, first.data)
+    for i, writer in enumerate(writers):
+        own = []
+        for number, ids in enumerate(prompts, 1):
+            try:
+                own.append(reread(ids, first.tokenizer, writer.tokenizer))
+            except ValueError as e:
+                raise UserError(f"prompt {number}, for {writer.name}: {e}")
+        writers[i] = writer._replace(prompts=own)
+        if judge and judge.tokenizer.vocab and not same_tokens(writer.tokenizer, judge.tokenizer):
+            raise UserError(f"--judge {judge.name}: its {judge.data.vocab_size:,} characters cannot spell "
+                            f"all that {writer.name} may write")
+    return writers, judge, real
+
+
+def continuations(writer, length, args, progress=False):
+    """(the ids [P][S] that follow each prompt, tokens per second): args.samples continuations of each.
+
+    Prompt i has the seed args.seed + i: what follows it does not depend on the other prompts.
+    """
+    device, tokenizer = next(writer.model.parameters()).device, writer.tokenizer
+    settings, found, made, seconds = settings_of(args, tokenizer), [], 0, 0.0
+    for i, prompt in enumerate(tqdm(writer.prompts, writer.name, disable=not progress, leave=False)):
+        idx = torch.tensor([prompt] * args.samples, device=device)
+        began = time.perf_counter()
+        try:
+            with bfloat16_on_gpu(device):
+                new = write(writer.model, idx, length, args.seed + i, **settings)
+        except UserError as e:
+            raise UserError(f"{writer.name}: {e}")
+        seconds += time.perf_counter() - began
+        made += args.samples * len(new[0])
+        found.append([until_stop(row, tokenizer, settings["stop_token"]) for row in new])
+    return found, made / seconds
+
+
+def bits_under(judge, writer, samples):
+    """Bits [P][S] of samples [P][S] of ids, given the writer's prompts, under a judge. UserError."""
+    pairs = []
+    for prompt, row in zip(writer.prompts, samples):
+        prompt, *row = [reread(ids, writer.tokenizer, judge.tokenizer) for ids in (prompt, *row)]
+        pairs += [(prompt, ids) for ids in row]
+    nats = nats_after(judge.model, judge.data.separator, pairs)
+    if not np.isfinite(nats).all():
+        raise UserError(f"--judge {judge.name} gives {nats[~np.isfinite(nats)][0]} nats: "
+                        "its weights are damaged, or its training diverged")
+    return bits(nats, 1).reshape(len(samples), -1).tolist()
+
+
+def reports_of(args, device, progress=True):
+    """Yield what is reported of each checkpoint's samples, a dict; the last is of the text itself.
+
+    The first checkpoint is the baseline of the others. Raises UserError, ValueError.
+    """
+    writers, judge, real = open_writers(args, device)
+    first, baseline = writers[0], None
+    about = text_line(args, writers, judge)
+    for writer in writers:
+        length = args.tokens
+        if not same_tokens(writer.tokenizer, first.tokenizer):  # as many as make the same number of bytes
+            sizes = [one.data.bytes_per_token(args.split) for one in (first, writer)]
+            length = max(1, round(length * sizes[0] / sizes[1]))
+        samples, speed = continuations(writer, length, args, progress)
+        found, report = report_of(writer, samples, judge, baseline)
+        baseline = baseline or found
+        yield dict(name=writer.name, about=about, tokens=length, tokens_per_s=speed, set=args.settings,
+                   **report)
+    if real:
+        stop = stop_of(args, first.tokenizer)
+        _, report = report_of(first, [[until_stop(ids, first.tokenizer, stop)] for ids in real], judge)
+        yield dict(name=TEXT, about=about, tokens=args.tokens, tokens_per_s=None, set=[], **report)
+
+
+def text_line(args, writers, judge):
+    """What was written, and how; in a second line, the judge."""
+    source = args.prompts or f"{writers[0].data.meta['name']}, {args.split}"
+    prompts = len(writers[0].prompts)
+    line = (f"{source}: {prompts:,} prompts, {args.samples:,} sample{'s' * (args.samples > 1)} of "
+            f"{args.tokens:,} tokens each, seed {args.seed}, temperature {args.temperature:g}")
+    for name, off in (("top_k", None), ("top_p", None), ("repetition_penalty", 1.0), ("stop", False)):
+        if getattr(args, name) != off:
+            line += f", {name} {getattr(args, name)}"
+    line += f", with {', '.join(args.settings)}" if args.settings else ""
+    if judge is None:
+        return line
+    size, largest = judge.model.num_params(), max(writer.model.num_params() for writer in writers)
+    larger = "" if size > largest else f", no more than the {largest:,} of those it judges"
+    return f"{line}\njudge: {judge.name}, {size:,} parameters{larger}"
+
+
+def report_of(writer, samples, judge=None, baseline=None):
+    """(what leave_one_out() gives, the same for a report), of samples [P][S] in a writer's ids."""
+    raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
+    found = textquality.leave_one_out(raw, bits_under(judge, writer, samples) if judge else None)
+    less = {key: jackknife(found[key] - baseline[key]) for key in found} if baseline else None
+    return found, dict(
+        figures={key: jackknife(values) for key, values in found.items()}, less_the_first=less,
+        short=sum(len(textquality.words(one)) < SHORT for row in raw for one in row),
+        prompts=[writer.tokenizer.decode(ids) for ids in writer.prompts],
+        samples=[[one.decode("utf-8", "replace") for one in row] for row in raw])
+
+
+# ---- output ----
+
+def text_table(reports, width=120):
+    """The reports in the order given under a line that says how; each after the first also less the first."""
+    shown = {key: title for key, title in SHOWN.items() if key in reports[0]["figures"]}
+
+    def cells(figures, sign=""):
+        for key in shown:
+            value, half = figures[key]
+            digits = 1 if key == "first_repeat" else 3
+            spread = "" if math.isnan(half) else f" ±{half:.{digits}f}"
+            yield "–" if math.isnan(value) else f"{value:{sign}.{digits}f}{spread}"
+
+    rows, notes = [], []
+    for report in reports:
+        speed = "–" if report["tokens_per_s"] is None else f"{report['tokens_per_s']:,.0f}"
+        rows.append((report["name"], *cells(report["figures"]), speed))
+        if report["less_the_first"]:
+            rows.append(("  less the first", *cells(report["less_the_first"], "+"), ""))
+        if report["short"]:
+            count = sum(map(len, report["samples"]))
+            notes.append(f"note: {report['short']:,} of {count:,} samples of {report['name']} have fewer "
+                         f"than {SHORT} words and no rep-4")
+    head = ("run", *shown.values(), "tokens/s")
+    return "\n".join([reports[0]["about"], table(head, rows, width=width, cut=last_folders), *notes])
+
+
+# ---- command line ----
+
+def arguments(argv):
+    p = ArgumentParser(prog=PROGRAM, description=__doc__,
+                       formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(p, "test")
+    p.add_argument("--prompts", metavar="FILE",
+                   help="a prompt a line; \\n is a newline (default: from the split)")
+    p.add_argument("--num_prompts", type=int,
+                   help="or so many cut evenly from the split (default: 16)")
+    p.add_argument("--prompt_tokens", type=int, help="of so many tokens each (default: 64)")
+    p.add_argument("--samples", type=int, default=8, help="continuations of each prompt (default: 8)")
+    p.add_argument("--tokens", type=int, default=256,
+                   help="the length of each continuation (default: 256). A checkpoint whose vocabulary is "
+                        "not the first one's writes as many as make the same number of bytes")
+    sampling.add_arguments(p)
+    p.add_argument("--judge", metavar="CKPT",
+                   help="a larger model, for the bits per byte of the samples under it")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args, reports = arguments(argv), []
+    with last_words(PROGRAM, "lower --samples or --tokens"):
+        try:
+            for flag, default in (("num_prompts", 16), ("prompt_tokens", 64)):
+                if getattr(args, flag) is None:
+                    setattr(args, flag, default)
+                elif args.prompts:
+                    raise UserError(f"--{flag} means nothing with --prompts")
+            device = pick_device(args.device)
+            out = writable(args.json) if args.json else None
+            checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
+            for report in reports_of(args, device, sys.stderr.isatty()):
+                reports.append(report)
+            if out:
+                write_json(out, {"runs": reports})
+            say(text_table(reports), *([args.json] if out else []))
+        except KeyboardInterrupt:
+            if reports:
+                say(text_table(reports))
+            raise

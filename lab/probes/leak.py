@@ -1,0 +1,197 @@
+"""
+Does a function from token ids to logits look ahead? It needs no checkpoint and nothing of this repository.
+
+    python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
+
+function(ids [B, T] int64) -> logits [B, T, V], or what holds them as .logits; positions count from 0.
+
+ahead     tokens behind a position are changed, one by one and all at once: its logits stay
+rows      all other rows of the batch are changed: the logits of a row stay
+prefixes  tokens are cut off at the end: the logits before stay
+
+Each is tried with several random texts. What stays is compared to a tolerance: four times what the same call
+again changes, or 32 epsilon of the largest logit (at most 1 % of it), whichever is more. Other shapes have
+other kernels: prefixes may differ by four times what a row alone differs from it in its batch.
+Exits with 1 where it leaks. A leak that takes rare tokens, or is smaller than the tolerance, is not found.
+"""
+
+import argparse
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+
+from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, writable, write_json
+from nanoheads.configurator import where_it_failed
+from nanoheads.causality import Perturbation, apart, two_texts
+from lab.probes.shared import positive
+
+
+def function_of(name):
+    """The function that file.py:function names. UserError."""
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not file or not attribute.isidentifier():
+        raise UserError(f"--module={name}: name a file and a function in it, file.py:function")
+    if not path.is_file():
+        raise UserError(f"--module={name}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"leak_of_{path.stem}", path)
+    if spec is None:
+        raise UserError(f"--module={name}: {file} is no Python file")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # where it looks for files of its own
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:  # whatever a file of one's own may do
+        raise UserError(f"--module={name}: {file}, {where_it_failed(e, path)}") from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"--module={name}: {file} has no function {attribute}; "
+                        f"it has {', '.join(names) or 'none'}")
+    return found
+
+
+class Logits:
+    """A function that is asked for logits: no gradient, every answer checked."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    @torch.no_grad()
+    def __call__(self, ids, seed=1):
+        """Logits [B, T, V]. UserError: another shape, NaN, an exception."""
+        torch.manual_seed(seed)
+        self.calls += 1
+        try:
+            found = self.function(ids.clone())  # a function may write into what it is given
+        except Exception as e:
+            raise UserError(f"the function fails on ids of {[*ids.shape]}: {type(e).__name__}: "
+                            f"{' '.join(str(e).split())[:200]}") from None
+        found = getattr(found, "logits", found)
+        if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+            raise UserError(f"the function returns {type(found).__name__}, which is no tensor of logits")
+        if found.dim() != 3 or found.shape[:2] != ids.shape:
+            raise UserError(f"the function returns {[*found.shape]} for ids of {[*ids.shape]}, "
+                            "which must be [B, T, V]")
+        if (bad := found.isnan().any(2)).any():
+            row, position = bad.nonzero()[0].tolist()
+            raise UserError(f"the logits are NaN at row {row}, position {position}")
+        return found.clone()  # and one that it returns again
+
+
+def texts(vocab, draws, batch, length, device):
+    """Random ids [draws, batch, length], and as many others that differ from them at every place."""
+    found = two_texts(vocab, (draws, batch, length), torch.Generator().manual_seed(1))
+    return [ids.to(device) for ids in found]
+
+
+class Leaks(Perturbation):
+    """The checks of one function on one text and another that differs everywhere, [B, T] each."""
+
+    def __init__(self, ask, ids, other, tolerance=None):
+        before = ask(ids)
+        finite = before[before.isfinite()]
+        size = finite.abs().max().item() if finite.numel() else 1.0
+        noise = max(apart(ask(ids, seed=seed), before).max().item() for seed in (1, 2))
+        if noise > 0.01 * size:
+            raise UserError(f"the same ids give logits that differ by {noise:.1e} (the largest is "
+                            f"{size:.1e}): turn dropout and sampling off")
+        rounding = min(32 * torch.finfo(before.dtype).eps, 0.01) * size
+        self.fixed = tolerance is not None
+        super().__init__(ask, ids, other, before, tolerance if self.fixed else max(4 * noise, rounding))
+
+    def first_ahead(self):
+        """The Ahead of the first position that reads a later token; None.
+
+        Of the tokens that it reads the first one, where one alone is enough; else the last from which on.
+        """
+        rows, T = self.ids.shape
+        return min(self.ahead([[token] * rows for token in range(1, T)]), default=None, key=lambda found: (
+            found.position, found.all_after, -found.token if found.all_after else found.token))
+
+    def shape_tolerance(self):
+        """The tolerance between other shapes, once rows are known to be apart."""
+        if self.fixed:
+            return self.tolerance
+        alone = apart(self.ask(self.ids[:1]), self.before[:1]).max().item()
+        return max(self.tolerance, 4 * alone)
+
+    def prefixes(self):
+        """A sentence about the first position that changes when tokens are cut off at the end; None."""
+        T, tolerance = self.ids.size(1), self.shape_tolerance()
+        for cut in sorted({1, 3, T // 2}):
+            if cut < T:
+                wrong = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
+                if wrong.any():
+                    at = int(wrong.nonzero()[0])
+                    last = "token is" if cut == 1 else f"{cut} tokens are"
+                    return f"position {at} changes when the last {last} cut off"
+
+
+# ---- all of them ----
+
+def checked(text):
+    """(the first leak of one text in words or None, {what was not tried: why}), from its Leaks."""
+    skipped = {}
+    if ahead := text.first_ahead():
+        return str(ahead), skipped
+    if len(text.ids) == 1:
+        skipped["rows"] = "there is one row alone, --batch"
+    elif mixed := text.rows():
+        return mixed, skipped
+    try:
+        return text.prefixes(), skipped
+    except UserError as e:  # one that takes a single length
+        return None, dict(skipped, prefixes=str(e))
+
+
+def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolerance=None):
+    """(the first leak in words or None, {what was not tried: why}, calls, the largest difference in what
+    stayed).
+
+    UserError: the function cannot be probed.
+    """
+    if vocab < 2 or length < 2:
+        raise UserError(f"vocab={vocab} and length={length} must be at least 2: else nothing can change")
+    if tolerance is not None and not tolerance >= 0:
+        raise UserError(f"tolerance={tolerance} must be 0 or more")
+    ask, most = Logits(function), 0.0
+    for ids, other in zip(*texts(vocab, draws, batch, length, device)):
+        text = Leaks(ask, ids, other, tolerance)
+        leak, skipped = checked(text)
+        most = max(most, text.most)
+        if leak:
+            break
+    return leak, skipped, ask.calls, most
+
+
+def main(argv):
+    """python probe.py leak: the first leak that is found; exits with 1 where there is one."""
+    parser = ArgumentParser(prog="probe.py leak", description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="what is probed")
+    parser.add_argument("--vocab", type=positive, default=256, help="ids are below this (default: 256)")
+    parser.add_argument("--length", type=positive, default=32, help="tokens in a row (default: 32)")
+    parser.add_argument("--batch", type=positive, default=3, help="rows (default: 3)")
+    parser.add_argument("--draws", type=positive, default=3, help="random texts (default: 3)")
+    parser.add_argument("--device", default="cpu", help="cpu | cuda | mps | auto (default: cpu)")
+    parser.add_argument("--tolerance", type=float, help="in place of the estimated one; 0: bit for bit")
+    parser.add_argument("--json", help="write what was found to this file, a leak too")
+    args = parser.parse_args(argv)
+    with last_words("probe"):
+        out = writable(args.json) if args.json else None
+        function, device = function_of(args.module), pick_device(args.device)
+        leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
+                                           args.tolerance)
+        if out:
+            write_json(out, dict(module=args.module, leak=leak, calls=calls, largest_difference=most,
+                                 not_tried=skipped))
+        if leak:
+            raise UserError(leak)
+        same = "bit for bit" if most == 0 else f"to {most:.1e}"
+        print(f"no leak found in {calls} calls; what was to stay stayed {same} (ahead, rows)")
+        for name, why in skipped.items():
+            print(f"{name} not tried: {why}")

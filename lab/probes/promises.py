@@ -1,0 +1,429 @@
+"""
+What every mechanism promises, tried on a small model in float64, in a minute.
+
+    python train.py --mechanism=mine.py --check       # a mechanism in a file of one's own, or any by its name
+
+acts      with every weight off its start, not the logits or the loss of the plain GPT
+causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
+cache     token by token as all at once                    padding  ... as without padding before a row
+pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
+grouped   heads that share keys are heads with copies      dtypes   float32 as float64; bfloat16 is finite
+neutral   where it says so, the logits of the plain GPT
+
+--check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
+scale, as lookahead.py does. compare.py tries all of them before a study of a mechanism of one's own, and
+refuses one that does not run, does not act or is not causal; each run of a study tries causal and rows at its
+own size.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
+from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
+from nanoheads import configurator
+from nanoheads import own_mechanism as own
+from nanoheads.mechanism import Mechanism
+from nanoheads import lookahead
+from nanoheads.causality import Perturbation
+from nanoheads.pruning import prune_heads
+from nanoheads.checkpoint import make_neutral
+from nanoheads.config import TrainConfig, flags_by_name
+from nanoheads.optim import of_mechanisms
+
+SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
+T = 13
+LONG = 256  # tokens on which a mechanism has to act, since a window or a distance may show itself late alone
+NEEDED = ("runs", "acts", "causal", "rows")  # what no comparison survives
+
+
+def tokens(seed, *shape):
+    return torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(flags, recipe, random=True, **sizes):
+    """A GPT in float64; random: every parameter is drawn, so that nothing is hidden behind a zero."""
+    model = GPT(GPTConfig(**{**SIZES, **sizes}, recipe=recipe, **flags)).double().eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters() if random else ():
+            p.copy_(0.15 * torch.randn(p.shape, generator=generator) + (p.dim() < 2))
+    return model
+
+
+def logits_of(model, idx):
+    """Logits with the same noise each time, where a mechanism draws some."""
+    torch.manual_seed(3)
+    return model(idx).logits
+
+
+def far(a, b):
+    """The largest difference; infinite where something is not a number."""
+    return (a - b).abs().nan_to_num(math.inf).amax().item()
+
+
+# ---- the promises: what is wrong, in words, or None ----
+
+def perturbations(model):
+    """Yield ("in training" or "when evaluated", the Perturbation of the model's logits) of both modes."""
+    idx = tokens(1, 2, T)
+    for training in (False, True):
+        model.train(training)
+        other, before = (idx + 5) % SIZES["vocab_size"], logits_of(model, idx)
+        yield ("in training" if training else "when evaluated",
+               Perturbation(lambda ids: logits_of(model, ids), idx, other, before, 1e-9))
+
+
+@torch.no_grad()
+def causal(model, plain):
+    for when, perturbation in perturbations(model):
+        for found in perturbation.ahead([[t, t] for t in range(T - 1, 0, -1)]):
+            return f"it looks ahead: {found} ({when})"
+
+
+@torch.no_grad()
+def rows(model, plain):
+    for when, perturbation in perturbations(model):
+        if wrong := perturbation.rows():
+            return f"{wrong} ({when})"
+
+
+@torch.no_grad()
+def cache(model, plain):
+    idx, held = tokens(1, 2, T), KVCache(model.config)
+    want = model.hidden(idx)
+    got = torch.cat([model.hidden(piece, held) for piece in idx.split([5, 1, 1, 6], 1)], 1)
+    if (off := far(got, want)) > 1e-9:
+        return f"with a cache the hidden states are off by {off:.1e}"
+
+
+@torch.no_grad()
+def padding(model, plain):
+    idx = tokens(1, 1, T)
+    want = model.hidden(idx[:, 4:])
+    got = model.hidden(idx, pad=torch.tensor([4]))[:, 4:]
+    if (off := far(got, want)) > 1e-9:
+        return f"after 4 tokens of padding the hidden states are off by {off:.1e}"
+
+
+@torch.no_grad()
+def pruned(model, plain):
+    idx, gone = tokens(1, 2, T), {0: [1], 1: [0, 2]}
+    if model.config.unit > 1:  # heads of a pair go together
+        gone = {0: [*range(model.config.unit)], 1: [*range(model.config.unit, 2 * model.config.unit)]}
+    for layer, heads in gone.items():
+        for head in heads:
+            model.set_head(layer, head, gate=0.0)
+    want = model(idx).logits
+    prune_heads(model, gone)
+    if (off := far(model(idx).logits, want)) > 1e-9:
+        n = sum(map(len, gone.values()))
+        return f"without {n} heads the logits are off by {off:.1e} from those with their gates at 0"
+
+
+HIDDEN = ("; a score function is also computed where s > t, and what it gives there is thrown away, but must "
+          "be finite: (t - s).clamp_min(0) in place of t - s, say")
+
+
+def with_added_heads(flags, recipe):
+    """The model beside constraint heads in both blocks; None where they do not go together."""
+    added = {**flags, "constraint_names": ["a"], "constraint_layers": [0, 1]}
+    fits = "constraint_names" not in flags and not GPTConfig(**SIZES, recipe=recipe, **added).problems()
+    return made(added, recipe) if fits else None
+
+
+def declared(model, plain):
+    """Whether each tensor with rows for each head has rows for added heads, if it is said to have them."""
+    for attn in (block.attn for block in model.transformer.h) if model else ():
+        for axis in attn.head_axes():
+            t = getattr(axis.module, axis.tensor, None)
+            heads = attn.n_total if axis.extra else attn.n_head
+            if isinstance(axis.module, Mechanism) and t is not None and axis.parts == 1 and not axis.shared \
+                    and t.size(axis.dim) != heads * axis.size:
+                own = "attn.n_total, which counts constraint heads" if axis.extra else "attn.n_head"
+                return (f"{axis.tensor} of {type(axis.module).__name__} has {t.size(axis.dim)} rows beside a "
+                        f"constraint head, and must have {own}; what has attn.n_head rows is declared by "
+                        "head_axes() with extra=False")
+
+
+def learns(model, plain):
+    """Also what acts far back alone: where a parameter has no gradient, a longer text is tried."""
+    length = min(model.config.block_size, LONG - 1) if model.config.block_size > SIZES["block_size"] else T
+    idx, targets = tokens(1, 2, length), tokens(2, 2, length)
+    labels = {name: (tokens(3, 2, length) % 2).to(model.lm_head.weight.dtype)
+              for name in model.config.constraint_names or ()}
+    out = model.train()(idx, targets, **(dict(constraint_targets=labels) if labels else {}))
+    if not out.loss.isfinite():
+        return "the loss is not finite" + HIDDEN * model.changes_scores
+    sum(out.aux.values(), out.loss).backward()
+    for name in sorted(of_mechanisms(model)):
+        grad = model.get_parameter(name).grad
+        if grad is None or not grad.any():
+            return f"{name} has no gradient"
+        if not grad.isfinite().all():
+            return f"the gradient of {name} is not finite" + HIDDEN * model.changes_scores
+
+
+@torch.no_grad()
+def grouped(model, plain):
+    """model: two heads to a key and value. The same as with a copy of these for each head."""
+    copies = GPT(replace(model.config, n_kv_head=None)).double().eval()
+    weights, c = model.state_dict(), model.config
+    for name in [name for name in weights if ".attn.c_attn." in name]:
+        size = model.get_submodule(name.partition(".c_attn.")[0]).head_size
+        q, k, v = weights[name].split([n * size for n in (c.n_head, c.n_kv_head, c.n_kv_head)])
+        k, v = (t.unflatten(0, (c.n_kv_head, -1)).repeat_interleave(c.group, 0).flatten(0, 1) for t in (k, v))
+        weights[name] = torch.cat((q, k, v))
+    if any(weights[name].shape != t.shape for name, t in copies.state_dict().items()):
+        return None  # a mechanism has tensors for each key and value, too
+    copies.load_state_dict(weights)
+    idx = tokens(1, 2, T)
+    if (off := far(logits_of(model, idx), logits_of(copies, idx))) > 1e-9:
+        return f"with n_kv_head=2 the logits are off by {off:.1e} from those with copies for each head"
+    return cache(model, plain)
+
+
+def dtypes(model, plain):
+    idx, targets = tokens(1, 2, T), tokens(2, 2, T)
+    want = logits_of(model, idx).detach()
+    off = far(logits_of(model.float(), idx).detach(), want) / far(want, 0)
+    if off > 1e-3:
+        return f"in float32 the logits are off by {off:.1e} of the largest"
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.train()(idx, targets, logits=True)
+    sum(out.aux.values(), out.loss).backward()
+    if not out.logits.isfinite().all():
+        return "in bfloat16 the logits are not finite"
+    for name, p in model.named_parameters():
+        if p.grad is not None and not p.grad.isfinite().all():
+            return f"in bfloat16 the gradient of {name} is not finite"
+
+
+@torch.no_grad()
+def neutral(model, plain):
+    """model: as it starts, at its neutral setting."""
+    idx = tokens(1, 2, T)
+    with_same = plain.state_dict()
+    model.load_state_dict({**model.state_dict(), **with_same})
+    if (off := far(model(idx).logits, plain(idx).logits)) > 1e-9:
+        return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's"
+
+
+def runs(model, plain):
+    """Tried first and shown only where it fails: an error in it would be that of every promise."""
+    if wrong := learns(model, plain):
+        return wrong if "loss is not finite" in wrong else None
+    with torch.no_grad():  # some of the text alone may be hit
+        if not logits_of(model.eval(), tokens(1, 2, T)).isfinite().all():
+            return "the logits are not finite" + HIDDEN * model.changes_scores
+
+
+def acts(model, plain):
+    """With noise on all weights, its own too, and those it shares with the plain GPT as that one has them."""
+    weights = model.state_dict()
+    shared = {name: t for name, t in plain.state_dict().items()
+              if name in weights and weights[name].shape == t.shape}
+    model.load_state_dict({**weights, **shared})
+    with torch.no_grad():
+        for training in (False, True):
+            idx = tokens(1, 4, LONG)
+            torch.manual_seed(3)
+            out = model.train(training)(idx, tokens(2, 4, LONG), logits=True)
+            want = plain.train(training)(idx).logits
+            # a loss of its own acts too, through what is learned from it
+            if far(out.logits, want) > 1e-9 or any(loss.any() for loss in out.aux.values()):
+                return None
+    return (f"it does nothing: with noise on all its parameters the logits of {LONG} tokens are those of the "
+            "plain GPT, in training and when evaluated")
+
+
+PROMISES = (causal, rows, cache, padding, pruned, learns, dtypes)
+
+
+def check(name, flags):
+    """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS.
+
+    Where it does not run at all, that alone, once. Where its class says why it has no effect yet, nobody asks
+    whether it acts.
+    """
+    said = [cls for cls in MECHANISM_CLASSES if cls.flag in flags and cls.no_effect_because]
+    for recipe in ("gpt2", "modern"):
+        config = GPTConfig(**SIZES, recipe=recipe, **flags)
+        if bad := config.problems():
+            raise UserError(f"{name}: {'; '.join(bad)}")
+        if wrong := broken(runs, lambda: made(flags, recipe)):
+            yield name, recipe, "runs", wrong
+            return
+        if not said:
+            plain = made({}, recipe, block_size=LONG)
+            yield name, recipe, "acts", broken(acts, lambda: made(flags, recipe, block_size=LONG), plain)
+        for promise in PROMISES:
+            wrong = broken(promise, lambda: made(flags, recipe))
+            if promise is learns and wrong and "no gradient" in wrong:
+                wrong = broken(promise, lambda: made(flags, recipe, block_size=LONG))
+            if promise is pruned:
+                wrong = wrong or broken(declared, lambda: with_added_heads(flags, recipe))
+            if wrong and promise is pruned:
+                wrong += f"; {how_to_declare(flags, recipe)}"
+            yield name, recipe, promise.__name__, wrong
+        if not GPTConfig(**SIZES, recipe=recipe, n_kv_head=2, **flags).problems():
+            wrong = broken(grouped, lambda: made(flags, recipe, n_kv_head=2))
+            yield name, recipe, "grouped", wrong
+        # it is that of the mode's own flags
+        if name in NEUTRAL and all(MECHANISMS[name].get(key) == value for key, value in flags.items()):
+            yield name, recipe, "neutral", broken(neutral, lambda: at_neutral(name, flags, recipe),
+                                                  made({}, recipe))
+
+
+def how_to_declare(flags, recipe):
+    """What to write into a mechanism's class so that its tensors with rows for each head are pruned."""
+    said = []
+    for cls, axes in axes_of(flags, recipe).items():
+        missing = [code for code, named in axes.items() if not named]
+        if not missing:
+            continue
+        if cls.head_axes is not Mechanism.head_axes:
+            said.append(f"add to the list that head_axes() of {cls.__name__} returns: {', '.join(missing)}")
+        else:  # this takes the place of per_head, which may name what is no tensor
+            said.append(f"write `from nanoheads.mechanism import HeadAxis`, and in class {cls.__name__} "
+                        f"`def head_axes(self): return [{', '.join(axes)}]`")
+    return "; ".join(said) or "do head_axes() or per_head name each tensor with a row for each head?"
+
+
+def axes_of(flags, recipe):
+    """{class of a mechanism: {HeadAxis, as code: whether its head_axes() names that tensor}}, of each tensor
+    that has rows for each head. Which have is seen from models of more heads, and of constraint heads.
+    """
+    config = dict(SIZES, recipe=recipe, head_dim=SIZES["n_embd"] // SIZES["n_head"], **flags)
+    more = dict(n_head=SIZES["n_head"] + 2)
+    constrained = dict(constraint_names=["a"], constraint_layers=[0, 1])
+    found = {}
+    try:
+        models = [GPT(GPTConfig(**{**config, **change})) for change in ({}, more, constrained)]
+    except Exception:  # sizes that the mechanism does not go with
+        return found
+    for attn, larger, extra in zip(*([block.attn for block in model.transformer.h] for model in models)):
+        named = {(axis.module, axis.tensor) for axis in attn.head_axes()}
+        for m in attn.mechanisms():
+            for path, t in tensors_of(m).items():
+                shape, with_extra = (tensors_of(at.get_submodule(m.name))[path].shape
+                                     for at in (larger, extra))
+                grown = [dim for dim in range(t.dim()) if t.size(dim) != shape[dim]]
+                if len(grown) == 1:
+                    dim, (inside, _, name) = grown[0], path.rpartition(".")
+                    size = (shape[dim] - t.size(dim)) // 2
+                    code = head_axis(inside, name, dim, size, extra=with_extra != t.shape)
+                    found.setdefault(type(m), {})[code] = (m.get_submodule(inside), name) in named
+    return found
+
+
+def tensors_of(module):
+    """{path: parameter or buffer} of a module."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def head_axis(inside, name, dim, size, extra):
+    """The code of a HeadAxis: the tensor `name` of the mechanism's module at the path `inside`."""
+    parts = inside.split(".") if inside else []
+    module = "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+    details = [f"dim={dim}"] * (dim > 0) + [f"size={size}"] * (size > 1) + ["extra=False"] * (not extra)
+    return f"HeadAxis({', '.join([module, repr(name), *details])})".replace("'", '"')
+
+
+def at_neutral(name, flags, recipe):
+    """The model of a mode at its neutral setting, everything else drawn at random."""
+    sizes = GPTConfig(**SIZES)
+    keys = {key: getattr(sizes, value) if isinstance(value, str) else value
+            for key, value in NEUTRAL[name].items() if key in GPTConfig.defaults()}
+    model = made({**flags, **keys}, recipe, random=False)
+    make_neutral(model, [name])
+    return model
+
+
+def broken(promise, build, plain=None):
+    """What is wrong with a promise of the model that build() makes, in words; None."""
+    try:
+        return promise(build(), plain)
+    except UserError as e:
+        return str(e)
+    except Exception as e:  # a mechanism of one's own may raise anything
+        return fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+
+
+def at_size(model_config, config):
+    """What is wrong in a new model of these configs, GPTConfig and TrainConfig, in words, or None."""
+    model_config = replace(model_config, vocab_size=256)  # bytes, whatever text a run reads
+
+    def promise(new, plain):
+        return lookahead.leak_in(new, lookahead.modes_of(new, config.batch_size, config.dtype), step=0)[0]
+    return broken(promise, lambda: lookahead.grown(GPT(model_config).to(pick_device("auto"))))
+
+
+def asked(argv, doc):
+    """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of a
+    command line, read as train.py reads it; but each mechanism is turned on by itself. UserError.
+    """
+    classes, named = (GPTConfig, TrainConfig), flags_by_name()
+    files, _ = configurator.split_args(argv, configurator.keys_of((configurator.Presets, *classes)))
+    found = configurator.resolve(classes, argv, named)
+    if not found.scale and not files:
+        argv = ["--scale=tiny", *argv]
+        found = configurator.resolve(classes, argv, named)
+    names, configs = list(found.mechanisms), {}
+    for name in names or [None]:
+        (model_config, config), given = configurator.load_given(
+            classes, [*argv, *([f"--mechanism={name}"] if name else [])], doc, mechanisms=named)
+        flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
+        details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in cls.fields()}
+        configs[name] = model_config, {key: given[key] for key in given if key in flags or key in details}
+    if not names:
+        raise UserError("--check: name a mechanism: --mechanism=mine.py, or one of the repository's")
+    return found.scale, config, configs
+
+
+def main(argv, doc):
+    """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken.
+
+    doc: what --help says first.
+    """
+    scale, config, configs = asked(argv, doc)
+    if config.json:
+        writable(config.json)
+    found = []
+    for name, (model_config, flags) in configs.items():
+        tried = [*check(name, flags)]
+        found += tried
+        if not any(promise == "runs" for _, _, promise, _ in tried):  # else the same error once more
+            size = f"of {scale}" if scale else "as set"
+            found.append((name, size, "causal, rows", at_size(model_config, config)))
+    if config.json:
+        write_json(config.json, [dict(mechanism=name, recipe=recipe, promise=promise, broken=wrong or None)
+                                 for name, recipe, promise, wrong in found])
+    lines = [(*row[:3], row[3] or "kept") for row in found]
+    print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
+    if wrong := [row for row in found if row[3]]:
+        raise UserError(f"{len(wrong)} of {len(found)} promises are broken")
+
+
+def refuse_broken(variants):
+    """UserError where a mechanism of one's own does not run, does nothing, looks ahead or mixes rows.
+
+    Returns a line for each other promise that is broken, which stops no study.
+
+    variants: {name: flags}; those that turn a mechanism of one's own on are tried.
+    """
+    flags, notes = {}, {}
+    for name, each in variants.items():
+        mine = {key: value for cls in own.ADDED if isinstance(each, dict) and each.get(cls.flag)
+                for key, value in each.items() if key in cls.fields()}
+        flags.update({name: mine} if mine else {})
+    for name, each in flags.items():
+        for _, recipe, promise, wrong in check(name, each):
+            if wrong and promise in NEEDED:
+                raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
+            if wrong:  # of two recipes the first is enough
+                words = f"Note: {name!r} is compared all the same, although {wrong}"
+                notes.setdefault((name, promise), f"{words} (promise {promise!r} of train.py --check)")
+    return [*notes.values()]

@@ -1,0 +1,168 @@
+"""
+What all probes share: checkpoints opened at one context, windows of their text, and what is written of them.
+
+A probe is a function probe(args) -> (what --json writes, the lines that are printed).
+"""
+
+import argparse
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from model import GPT
+from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
+from nanoheads import checkpoint
+from nanoheads.scoring import add_arguments, load, score, window_ids
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint, loaded: what it is called, the model, and the context that it was trained on."""
+    name: str
+    model: GPT
+    trained: int
+
+
+# ---- checkpoints and windows ----
+
+def open_checkpoints(args, context=None):
+    """([Checkpoint], Dataset, context), all at one context (None: the shortest training). UserError."""
+    loaded = [load(path, args.split, 0, args.device, args.dataset, args.settings) for path in args.ckpt]
+    _, _, data = loaded[0]
+    for path, (_, _, other) in zip(args.ckpt, loaded):
+        if other.splits[args.split] != data.splits[args.split]:
+            raise UserError(f"{path} and {args.ckpt[0]} were trained on different data; "
+                            "name one for both with --dataset")
+    context = context or min(model.config.block_size for _, model, _ in loaded)
+    n = len(data.tokens(args.split))
+    if context > n:
+        raise UserError(f"a context of {context:,} is longer than the {args.split} split of {data.dir}, "
+                        f"{n:,} tokens")
+    ckpts = []
+    for path, (state, model, _) in zip(args.ckpt, loaded):
+        trained = checkpoint.config_of(state, path).block_size
+        model = at_context(model, context, state, path, args)
+        ckpts.append(Checkpoint(path.removesuffix("/best.pt"), model, trained))
+    return ckpts, data, context
+
+
+def at_context(model, context, state, path, args):
+    """The model with block_size=context; ACAG's length and the window stay the checkpoint's. UserError."""
+    longest = model.config.block_size
+    if context <= longest:
+        model.crop_block_size(context)
+        return model
+    if model.config.pos == "learned":
+        raise UserError(f"{path} has learned positions, which end at {longest:,}: "
+                        f"it cannot read a context of {context:,}")
+    return checkpoint.build(state, path, args.device, [*args.settings, f"block_size={context}"])
+
+
+def window_text(data, split, start, end, device):
+    """Inputs and targets, [end - start] each, of a window."""
+    ids = torch.from_numpy(window_ids(data.tokens(split), data.separator, start, end)).to(device)
+    return ids[:-1], ids[1:]
+
+
+def token_nats(ckpt, data, args, progress=False):
+    """Nats of every scored token, [n] float64. UserError where they are not finite."""
+    nats = score(ckpt.model, data, args.split, max_tokens=args.tokens, per_token=True, progress=progress)
+    return finite(nats.astype(np.float64), ckpt)
+
+
+def finite(nats, ckpt):
+    """The nats of a checkpoint. UserError where one is not finite."""
+    if not np.isfinite(nats).all():
+        raise UserError(f"{ckpt.name} gives {nats[~np.isfinite(nats)][0]} nats: "
+                        "its weights are damaged, or its training diverged")
+    return nats
+
+
+def position_in_windows(cuts):
+    """(number of its window, position in it) of every scored token of disjoint windows, [n] each."""
+    lengths = [end - start for start, end, _ in cuts]
+    return np.repeat(np.arange(len(cuts)), lengths), np.concatenate([np.arange(n) for n in lengths])
+
+
+# ---- output ----
+
+def about_text(data, args):
+    settings = f", with {', '.join(args.settings)}" if args.settings else ""
+    return f"{data.meta['name']}, {args.split}{settings}"
+
+
+def about_windows(data, args, cuts, context):
+    return (f"{about_text(data, args)}: {sum(c[2] for c in cuts):,} tokens "
+            f"in {len(cuts):,} disjoint windows of {context:,}")
+
+
+def beyond(row):
+    return "beyond training length" if row["beyond_training"] else ""
+
+
+def plus_minus(bounds, digits=4, sign=True):
+    """An interval [mean, low, high] as "mean ±half"; a dash where there is none."""
+    if bounds is None:
+        return "-"
+    mean, low, high = bounds
+    return f"{mean:{'+' if sign else ''}.{digits}f} ±{(high - low) / 2:.{digits}f}"
+
+
+def numbers_of(ckpts, data, args, rows):
+    """What --json writes: every number, intervals as [mean, low, high]."""
+    own = ("ckpt", "json", "what", "settings")
+    options = {key: value for key, value in vars(args).items() if key not in own}
+    return dict(what=args.what, dataset=data.meta["name"],
+                split_sha256=data.splits[args.split].get("sha256"), set=args.settings, options=options,
+                runs=[dict(name=ckpt.name, trained_block_size=ckpt.trained, results=row)
+                      for ckpt, row in zip(ckpts, rows)])
+
+
+# ---- the command line ----
+
+def positive(text):
+    """The type of an argument: a whole number from 1 on."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+CONTEXT = (positive, None, "tokens in a window (default: the shortest training length)")
+
+
+def ask(word, probe, split, argv, **options):
+    """`probe.py WORD`: print what the probe says of the checkpoints that the command line names.
+
+    split: the default one. options: {flag: (type, default, help)}; a list as default takes several.
+    """
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
+    about = sys.modules[probe.__module__].__doc__
+    parser = ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+    add_arguments(parser, split)
+    parser.add_argument("--seed", type=int, default=1337,
+                        help="of texts, queries and random keys (default: 1337)")
+    for flag, (kind, default, words) in options.items():
+        several = isinstance(default, list)
+        if default is not None:
+            words += f" (default: {' '.join(map(str, default)) if several else default})"
+        parser.add_argument(f"--{flag}", type=kind, default=default, help=words,
+                            nargs="+" if several else None)
+    parser.set_defaults(what=word)
+    answer("probe", probe, parser.parse_args(argv))
+
+
+def answer(program, probe, args):
+    """Print what a probe says, and write its numbers to --json."""
+    with last_words(program):
+        for key in ("seed", "tokens", "singles"):
+            if vars(args).get(key, 0) < 0:
+                raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
+        checkpoint.allow_code(args, *args.ckpt, *getattr(args, "plain", ()))
+        args.device = pick_device(args.device)
+        out = writable(args.json) if args.json else None
+        numbers, lines = probe(args)
+        if out:
+            write_json(out, numbers)
+        say(*lines, *([args.json] if out else []))

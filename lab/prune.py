@@ -1,0 +1,481 @@
+"""
+Take heads out of trained checkpoints by several criteria; measure what that costs and brings.
+
+    python prune.py --ckpt out/a --to 0.5 --by importance_rescored --out_dir out/half   # out/half/best.pt
+    python prune.py --ckpt out/a --to 1 0.5 --by importance --out_dir out/b --recover 200
+    python prune.py --ckpt out/a --ckpt out/b --to 0.75 0.5 0.25 --by all --json out/pruning.json
+
+--to is the share kept of the heads that a checkpoint has, to the nearest head, and each layer keeps --floor.
+The lowest score goes first, constraint heads never. Criteria read --text tokens of the training split.
+
+random               by --seed, another draw for each checkpoint
+gate                 its gate that depends on no token: sentinel, agency
+entropy              of its attention rows over log of their length; the highest goes first
+importance           |y . dL/dy| a sequence (Michel et al., arXiv 1905.10650, eq. 2), no norm over layers
+importance_rescored  the same, measured again after every removal
+blocks               the control: whole blocks, as many as save no more FLOPs than the heads would have, each
+                     time the one whose absence costs least; without --floor
+
+One checkpoint, criterion and share: out_dir gets best.pt. Several: a folder <criterion>-<share> each, for
+several checkpoints under <number>-<run>. --recover trains on, on batches in another order, at rates that fall
+in a straight line from RECOVER_FROM of the run's peaks to 0, without a controller; pruned.pt is what it
+started from. Longer training helps the whole model too: --to 1 shows how much. Speed is that of decoding one
+text with a cache, in turns with the whole model; MiB are weights, buffers and the cache of one full context.
+"""
+
+import argparse
+import copy
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+
+import numpy as np
+import torch
+
+from model import GPT
+from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, pick_device, plural,
+                              say, table, writable, writable_folder, write_atomic, write_json)
+from nanoheads.configurator import near
+from nanoheads.drawing import COLOURS, drawn, label_right, panels
+from lab.heads.measuring import (attentions, cache_bytes, closed, fixed_text, measure, nats_on,
+                                       static_gates)
+from nanoheads import own_mechanism
+from nanoheads.locks import only_writer
+from nanoheads.pruning import pack, prune_heads
+from nanoheads.timing import progress_bar, take_turns, time_rows
+from nanoheads import checkpoint
+from nanoheads.config import ControllerConfig, TrainConfig, trained_with
+from nanoheads.scoring import load, score_windows
+
+LARGEST = 2**63 - 1  # the largest seed, and no count is larger
+RECOVER_FROM = 0.3   # of the peak learning rates
+DECODED = 256        # tokens that a timed text has at most
+
+
+# ---- scores: (model, x, y, seed) -> [a score of each head] of each block; constraint heads last ----
+
+def random(model, x, y, seed):
+    rng = np.random.default_rng(seed)
+    return [rng.random(attn.n_head) for attn in attentions(model)]
+
+
+def gate(model, x, y, seed):
+    return static_gates(model)
+
+
+def entropy(model, x, y, seed):
+    return [-each for each in measure(model, x, y)["entropy"]]
+
+
+def importance(model, x, y, seed):
+    return measure(model, x, y)["importance"]
+
+
+SCORES = {"random": random, "gate": gate, "entropy": entropy, "importance": importance}
+CRITERIA = (*SCORES, "importance_rescored", "blocks")  # --by: scores, one of them taken again, and a control
+
+
+# ---- what goes ----
+
+def removal_order(model, score, n, floor, x, y, seed, rescored=False):
+    """[(layer, head)] of the n heads to remove, in that order, by their original numbers.
+
+    score: one of SCORES; it is taken once, or (rescored) again after every removal. Heads of a group or pair
+    go together, by their mean score; n is a number of whole groups.
+    """
+    gone, left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.unit
+    while len(gone) < n:
+        if not scores or rescored:
+            with closed(model, gone):
+                found = SCORES[score](model, x, y, seed)
+            scores = {(layer, attn.head_ids[i]): mean(found[layer][i:i + group].tolist())
+                      for layer, attn in enumerate(attentions(model)) for i in range(0, attn.n_head, group)}
+        may_go = [place for place in scores if place not in gone and left[place[0]] - group >= floor]
+        layer, first = min(may_go, key=scores.get)
+        gone += [(layer, first + i) for i in range(group)]
+        left[layer] -= group
+    return gone
+
+
+def without_heads(model, gone):
+    """A copy of the model without these (layer, head)."""
+    smaller = copy.deepcopy(model)
+    prune_heads(smaller, {layer: [head for at, head in gone if at == layer] for layer, _ in gone})
+    return smaller
+
+
+def without_blocks(model, gone):
+    """A copy of the model without these blocks; those behind them move up. Not for U-Net skips."""
+    c, wte = model.config, model.transformer.wte.weight
+    left = [i for i in range(c.n_layer) if i not in gone]
+    extra = [at for at, i in enumerate(left) if attentions(model)[i].n_extra]
+    config = replace(c, n_layer=len(left), head_ids=c.head_ids and [c.head_ids[i] for i in left],
+                     constraint_layers=extra if c.constraint_names else None)
+    smaller = GPT(config).to(wte.device, wte.dtype).eval()
+    blocks = torch.nn.ModuleList(model.transformer.h[i] for i in left)
+    others = {name: t for name, t in model.state_dict().items() if not name.startswith("transformer.h.")}
+    smaller.load_state_dict({**others, **blocks.state_dict(prefix="transformer.h.")})
+    return smaller
+
+
+def blocks_to_drop(model, saved, x, y):
+    """[block]: as many as save at most so many FLOPs a token, each time what costs least in loss.
+
+    Blocks with constraint heads stay, and one block in any case.
+    """
+    gone, whole = [], model.flops_per_token()
+    while len(gone) < model.config.n_layer - 1:
+        costs = {}
+        for i, attn in enumerate(attentions(model)):
+            if i not in gone and not attn.n_extra:
+                smaller = without_blocks(model, [*gone, i])
+                if whole - smaller.flops_per_token() <= saved:
+                    costs[i] = nats_on(smaller, x, y)
+        if not costs:
+            break
+        gone.append(min(costs, key=costs.get))
+    return gone
+
+
+# ---- what it costs and brings ----
+
+def held_bytes(model):
+    """Bytes of weights and buffers, and of the cache of one full context."""
+    return cache_bytes(model) + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+
+
+def decoding(model, smaller, args):
+    """{figure: value} of memory and cached decoding, both models packed and in turns; speed: whole = 1."""
+    models = dict(whole=pack(model), pruned=pack(smaller))
+    found = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
+    if args.rounds:
+        n = min(model.config.block_size - 1, DECODED)
+        idx = torch.zeros(1, 1, dtype=torch.long, device=args.device)
+        seconds = take_turns(models, lambda name: models[name].generate(idx, n), args, "decoding")
+        _, row = time_rows("decode", seconds, "whole", n, n)
+        found.update(tokens_per_s=row["tokens_per_s"], speed=1 / row["time_ratio"],
+                     speed_low=1 / row["time_ratio_high"], speed_high=1 / row["time_ratio_low"])
+    return found
+
+
+def save(path, state, model, row):
+    """Write a pruned model as a checkpoint: what was read, less what belongs to the whole model."""
+    kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
+    with only_writer(path.parent):
+        kept.update(own_mechanism.held(model.config, path.parent))
+        checkpoint.save(path, dict(kept, model=model.state_dict(), config=model.config.flags(), pruned=row))
+
+
+def recovery(path, state, model, data, args):
+    """{key: value}, where it is not the default, of training on from a pruned checkpoint into its folder."""
+    dynamic = {f.name for f in fields(ControllerConfig)}
+    config = trained_with({key: value for key, value in state["train"].items() if key not in dynamic}, path)
+    config = config.for_recipe(model.config.recipe)
+    rates = ("adamw_lr", "muon_lr", "embed_lr", "mechanism_lr")
+    rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
+    launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False,
+                  patience=None)
+    if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end
+        launch["thaw_from"] = None
+    config = replace(config, **rates, **launch, out_dir=str(path.parent), init_from=str(path),
+                     dataset=str(data.dir), device=args.device, max_iters=args.recover, lr_decay_iters=None,
+                     min_lr=0.0, schedule="trapezoid", decay_frac=1.0, warmup_iters=0,
+                     eval_interval=max(1, args.recover // 4), save_interval=args.recover)
+    defaults = asdict(TrainConfig())
+    values = {key: value for key, value in asdict(config).items()
+              if value != defaults[key] and key != "own_mechanism"}
+    c = model.config  # the checkpoint brings its flags, but for those that a new run sets
+    return dict(values, seed=c.seed + 1, dropout=c.dropout, attn_dropout=c.attn_dropout,
+                checkpoint_activations=c.checkpoint_activations)
+
+
+def run_training(values, files):
+    """Run train.py with these values, its lines on stderr. UserError, in one line, where it fails.
+
+    files: of mechanisms of one's own that may run, as they may here.
+    """
+    command = [sys.executable, str(ROOT / "train.py"), *(f"--{key}={value}" for key, value in values.items())]
+    command += [f"--own_mechanism={','.join(files)}"] if files else []
+    # stdout holds the table alone, so that what train.py prints goes to file descriptor 2
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
+    problems = [line.removeprefix("train: ") for line in done.stderr.splitlines()
+                if line.startswith("train: ")]
+    if not done.returncode or not problems:
+        print(done.stderr, end="", file=sys.stderr)
+    if done.returncode:
+        raise UserError(f"--recover: {'; '.join(problems) or f'train.py ended with {done.returncode}'}")
+
+
+def recovered(path, state, model, data, args):
+    """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
+    files = [str(own_mechanism.copy(file, path.parent)) for file in own_mechanism.files_for(model.config)]
+    run_training(recovery(path, state, model, data, args), files)
+    return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
+
+
+def heads_kept(to, heads, unit):
+    """The share `to` of so many heads, to the nearest group of `unit` heads, which stay or go together."""
+    return round(to * heads / unit) * unit
+
+
+def rows_of(args, number):
+    """Yield a row for each criterion and share of one checkpoint; of blocks, where one is cheap enough."""
+    state, model, data = args.loaded[number]
+    x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
+    heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
+    goes = {to: heads - heads_kept(to, heads, model.config.unit) for to in args.to}
+
+    def bits_of(each):
+        return score_windows(each, data, args.split, args.tokens)[1]["bpb"]
+
+    before = bits_of(model)
+    for by in progress_bar(args.by, f"checkpoint {number + 1}"):
+        # blocks: they save no more FLOPs than heads at random
+        score = {"importance_rescored": "importance", "blocks": "random"}.get(by, by)
+        order = removal_order(model, score, max(goes.values()), args.floor, x, y, args.seed + number,
+                              rescored=by == "importance_rescored")
+        for to in args.to:
+            gone, blocks = order[:goes[to]], []
+            smaller = without_heads(model, gone)
+            if by == "blocks":
+                gone, blocks = [], blocks_to_drop(model, whole - smaller.flops_per_token(), x, y)
+                if not blocks:
+                    continue
+                smaller = without_blocks(model, blocks)
+            kept = sum(attn.n_head for attn in attentions(smaller))
+            row = dict(ckpt=args.ckpt[number], by=by, to=to, heads=heads, kept=kept, gone=gone,
+                       blocks=smaller.config.n_layer, blocks_gone=blocks,
+                       bpb_before=before, bpb=bits_of(smaller),
+                       params_before=model.num_params(), params=smaller.num_params(),
+                       flops_before=whole, flops=smaller.flops_per_token(), **decoding(model, smaller, args))
+            if args.out_dir:
+                folder = args.folders[number, by, to]
+                save(folder / ("pruned.pt" if args.recover else "best.pt"), state, smaller, dict(row))
+                row["folder"] = str(folder)
+            if args.recover:
+                row["bpb_recovered"] = bits_of(recovered(folder / "pruned.pt", state, smaller, data, args))
+            yield row
+
+
+# ---- output ----
+
+def groups(rows):
+    """{(criterion, share): [its row of each checkpoint]}, in the order of the rows."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["by"], row["to"]), []).append(row)
+    return found
+
+
+def result_table(rows):
+    """A line for each criterion and share: means over checkpoints, of bits per byte also the range."""
+    def cell(key, digits=4, unit=1.0, over=None, span=False):
+        values = [row[key] / (row[over] if over else unit) for row in each if key in row]
+        text = f" [{min(values):.4f}, {max(values):.4f}]" if span and len(values) > 1 else ""
+        return f"{mean(values):,.{digits}f}{text}" if values else "-"
+
+    lines = []
+    for (by, _), each in groups(rows).items():
+        what = plural(each[0]["blocks"], "block") if by == "blocks" else plural(each[0]["kept"], "head")
+        lines.append((by, what, cell("bpb_before"), cell("bpb", span=True),
+                      cell("bpb_recovered", span=True), cell("tokens_per_s", 0), cell("speed", 2),
+                      cell("bytes", 2, 2**20), cell("bytes", 2, over="bytes_before"),
+                      cell("params", 0), cell("flops", 2, 1e6), cell("flops", 2, over="flops_before")))
+    head = ("criterion", "kept", "bits/byte", "pruned", "recovered", "tokens/s", "speed", "MiB", "ratio",
+            "parameters", "MFLOPs/token", "ratio")
+    shown = [column for column in zip(head, *lines) if set(column[1:]) != {"-"}]
+    first, *rest = zip(*shown)
+    return table(first, rest)
+
+
+def draw_curves(rows):
+    """A Figure: bits per byte against heads kept, by criterion, mean and range; None: one share alone.
+
+    Models that were trained on stand beside, where there are any.
+    """
+    shares = sorted({100 * row["to"] for row in rows})
+    if len(shares) == 1:
+        return None
+    found, names = groups(rows), [by for by in CRITERIA if any(row["by"] == by for row in rows)]
+    colours = dict(zip(CRITERIA, ("0.45", *COLOURS)))
+    titles = {key: title for key, title in (("bpb", "pruned"), ("bpb_recovered", "pruned, then trained on"))
+              if all(key in row for row in rows)}
+    whole = mean(row["bpb_before"] for row in rows)
+    figure, axes = panels(1.2 + 5.6 * len(titles), 5, len(titles))
+    axes = np.atleast_1d(axes)
+    for ax, (key, title) in zip(axes, titles.items()):
+        ends, reach = [], 0.2 * min(np.diff(shares))  # how far points are moved apart
+        asides = np.linspace(reach, -reach, len(names)) if len(names) > 1 else np.zeros(1)
+        for by, aside in zip(names, asides):
+            points = [(100 * to, [row[key] for row in each]) for (b, to), each in found.items() if b == by]
+            x, y = [x + aside for x, _ in points], [mean(each) for _, each in points]
+            low, high = zip(*((min(each), max(each)) for _, each in points))
+            ax.vlines(x, low, high, color=colours[by], linewidth=1)
+            dash = "--" if by in ("random", "blocks") else "-"
+            ax.plot(x, y, "o" + dash, color=colours[by], markersize=4, linewidth=1.5)
+            ends.append((y[-1], by, colours[by]))
+        ax.axhline(whole, color="black", linewidth=1)
+        ax.set(title=title, xlabel="heads kept, %" + ", or of equal FLOPs (blocks)" * ("blocks" in names),
+               xlim=(shares[-1] + reach + 3, shares[0] - reach - 3))
+        ax.set_xticks(shares, [f"{share:g}" for share in shares])
+    label_right(axes[-1], ends)  # the curves of the panels beside it have the same colours
+    axes[0].set_ylabel("bits/byte, mean and range; black: the whole model")
+    return figure
+
+
+# ---- command line ----
+
+def arguments(argv):
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ckpt", action="append", required=True,
+                   help="a checkpoint or a run folder (its best.pt); may be repeated, for seeds")
+    p.add_argument("--to", type=float, nargs="+", required=True, help="share of the heads to keep")
+    p.add_argument("--by", nargs="+", required=True, help="criteria, as above, or all")
+    p.add_argument("--out_dir", help="where the pruned checkpoints go (default: they are not kept)")
+    p.add_argument("--recover", type=int, default=0, metavar="STEPS", help="train on for so many steps")
+    p.add_argument("--floor", type=int, default=1, help="heads that each layer keeps (default: 1)")
+    p.add_argument("--seed", type=int, default=1337, help="of random (default: 1337)")
+    p.add_argument("--split", default="val", help="train, val or test (default: val)")
+    p.add_argument("--tokens", type=int, default=131072, help="to score, 0: all (default: 131072)")
+    p.add_argument("--text", type=int, default=16384, help="tokens that criteria read (default: 16384)")
+    p.add_argument("--rounds", type=int, default=7, help="of timed decoding (default: 7); 0: none")
+    p.add_argument("--dataset", help="read this dataset (default: the one trained on)")
+    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    p.add_argument("--json", help="write the rows to this file; several shares: pruning.png beside it")
+    own_mechanism.add_arguments(p)
+    return p.parse_args(argv)
+
+
+def unfit(by, model):
+    """Why a criterion means nothing for a model; None: it does."""
+    if by == "gate" and any(attn.static_gate(noisy=False) is None for attn in attentions(model)):
+        return "has no gates: it was trained without sentinel and agency"
+    if by == "blocks" and model.config.unet:
+        return "has U-Net skips, which join blocks in pairs"
+    numbered = [key for key in ("window_layers", "constraint_loss_layers") if getattr(model.config, key)]
+    if by == "blocks" and numbered:
+        return f"has {', '.join(numbered)}, which names blocks by their numbers"
+    if by == "blocks" and model.config.joined:
+        return f"has {', '.join(model.config.joined)}, for which blocks are not of one kind"
+
+
+def check_model(args, path, state, model):
+    """Raise UserError where a checkpoint does not go with the arguments."""
+    sizes, unit = [attn.n_head for attn in attentions(model)], model.config.unit
+    kept = heads_kept(min(args.to), sum(sizes), unit)
+    least = sum(-(-min(args.floor, n) // unit) * unit for n in sizes)
+    if args.floor > model.config.n_head:
+        raise UserError(f"--floor {args.floor} is above {path}'s n_head={model.config.n_head}")
+    if kept < least:
+        raise UserError(f"--to {min(args.to):g} keeps {kept} of {path}'s {sum(sizes)} heads, "
+                        f"and --floor {args.floor} keeps {least}")
+    if args.recover and not state.get("train"):
+        raise UserError(f"{path} does not say how it was trained, which --recover goes on with")
+    for by in args.by:
+        if by != "all" and (why := unfit(by, model)):
+            raise UserError(f"--by {by}: {path} {why}")
+
+
+def folders(args):
+    """{(number of the checkpoint, criterion, share): folder}. UserError where one holds a run already."""
+    found = {}
+    if not args.out_dir:
+        return found
+    writable_folder(args.out_dir, "--out_dir")
+    for (number, path), by, to in product(enumerate(args.ckpt, 1), args.by, args.to):
+        run = Path(path) if Path(path).is_dir() else Path(path).parent
+        names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
+        names += [f"{by}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
+        folder = found[number - 1, by, to] = Path(args.out_dir, *names)
+        if any((folder / name).exists() for name in ("best.pt", "ckpt.pt", "pruned.pt")):
+            raise UserError(f"{folder} already holds a run; choose another --out_dir")
+    return found
+
+
+def check(args):
+    """Settle the arguments and load the checkpoints. Raises UserError for what makes no sense."""
+    for name in ("recover", "floor", "seed", "tokens", "rounds"):
+        if vars(args)[name] < 0:
+            raise UserError(f"--{name} {vars(args)[name]} must not be negative")
+        if vars(args)[name] > LARGEST:
+            raise UserError(f"--{name} {vars(args)[name]} must be at most {LARGEST:,}")
+    if args.text < 1:
+        raise UserError(f"--text {args.text} must be at least 1: criteria read the heads on it")
+    if bad := [to for to in args.to if not 0 < to <= 1]:
+        raise UserError(f"--to {bad[0]:g} must be above 0 and at most 1")
+    for by in args.by:
+        if by not in (*CRITERIA, "all"):
+            meant = near(by, CRITERIA)
+            words = f"did you mean {meant}?" if meant else f"there are {', '.join(CRITERIA)}, all"
+            raise UserError(f"--by {by}: unknown criterion; {words}")
+    if args.out_dir == "":
+        raise UserError("--out_dir is empty, as it is when a variable of the shell is not set")
+    if args.recover and not args.out_dir:
+        raise UserError("--recover needs --out_dir, where the training goes")
+    args.to = sorted(set(args.to), reverse=True)
+    checkpoint.allow_code(args)
+    args.device = pick_device(args.device)
+    args.json = writable(args.json) if args.json else None
+    args.loaded = [load(path, args.split, 0, args.device, args.dataset) for path in args.ckpt]
+    ids = [[attn.head_ids for attn in attentions(model)] for _, model, _ in args.loaded]
+    for path, (state, model, data), own in zip(args.ckpt, args.loaded, ids):
+        check_model(args, path, state, model)
+        if own != ids[0] or data.digests != args.loaded[0][2].digests:
+            raise UserError(f"{path} and {args.ckpt[0]} have other heads or other data: one at a time")
+    args.by = [by for by in CRITERIA if by in args.by or "all" in args.by]
+    args.by = [by for by in args.by if not any(unfit(by, model) for _, model, _ in args.loaded)]
+    folders(args)
+
+
+def run(args):
+    """Prune, measure, write, print; of what was stopped or failed, the rows that are done."""
+    _, _, data = args.loaded[0]
+    options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
+    rows = []
+    found = dict(dataset=data.meta["name"], split_sha256=data.splits[args.split].get("sha256"),
+                 torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
+                 finished=False)
+    try:
+        for number in range(len(args.ckpt)):
+            for row in rows_of(args, number):
+                rows.append(row)
+                if args.json:
+                    write_json(args.json, found)
+    except (UserError, KeyboardInterrupt):
+        if rows:
+            print(result_table(rows))
+        raise
+    if not rows:
+        raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
+    written = sorted({row["folder"] for row in rows if "folder" in row})
+    if args.json:
+        write_json(args.json, {**found, "finished": True})  # these are all
+        written.append(args.json)
+        if picture := drawn(draw_curves, rows, "png"):
+            written.append(args.json.with_name("pruning.png"))
+            write_atomic(written[-1], lambda f: f.write(picture))
+    tokens = args.tokens or data.splits[args.split]["tokens"]
+    many = f"; {len(args.ckpt)} checkpoints, mean and [range]" if len(args.ckpt) > 1 else ""
+    if "blocks" in args.by and not any(row["blocks_gone"] for row in rows):
+        many += "; blocks: each costs more FLOPs than all the heads that go"
+    say(f"{data.meta['name']}, {args.split}: {tokens:,} tokens{many}", result_table(rows), *written)
+
+
+@as_program("prune")
+def main(argv=None):
+    args = arguments(argv)
+    with last_words("prune"):
+        check(args)
+        with only_writer(args.out_dir) if args.out_dir else nullcontext():
+            args.folders = folders(args)  # once more: another process may just have been at work there
+            run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""
+The runs of a study: which there are, what each gave, and which of them were taken instead of trained.
+
+A run is a folder of out/trials, named after a hash of its flags, its data and its code (trial.py, digest.py).
+A study trains every run that is not done there. `--reuse=FILE` names results files whose runs count too; they
+are matched by flags, data and seed. `--accept_code` also takes runs, of these files and of out/trials, that
+other code or other libraries made. Whatever is taken says where it comes from.
+"""
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from model import GPTConfig
+from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
+from lab.study import digest, queue, results, trial
+from lab.study.variants import BOOKKEEPING
+from nanoheads import checkpoint
+from nanoheads.scoring import scored_size, windows_of
+
+TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
+CODE = "code", "torch", "libraries", "environment"  # keys of trial.json that say what computed a run
+
+
+class Runs:
+    """The runs of a study so far, on one dataset.
+
+    trials: the folder that they lie in; reuse: a Reuse of those that may be taken instead of trained.
+    """
+
+    def __init__(self, config, data, trials, reuse):
+        self.config, self.data, self.trials, self.reuse = config, data, trials, reuse
+        self.folders = {}    # (stage, variant, seed): folder; a stage is screen, tune or judge
+        self.specs = {}      # folder: its trial.json
+        self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
+        self.failed = set()  # folders; another study may have started these again meanwhile
+
+    def spec(self, variant, seed, split):
+        """trial.json of one run: everything that its numbers depend on. UserError: its teacher is missing."""
+        c, teacher = self.config, variant.train.teacher
+        if teacher and not checkpoint.file_of(teacher).is_file():
+            made = f"first run: {c.first[teacher]}" if teacher in c.first else "train it first"
+            raise UserError(f"{variant.name}: teacher={teacher} is not there yet; {made}")
+        model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
+        training = digest.own_training(variant.train)
+        flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
+        # a cluster's node picks its own device; here, GPUs are handed out by number
+        flags["device"] = c.device if queue.on_slurm(c.submit) else pick_device(c.device).split(":")[0]
+        return dict(model=digest.own_flags(model), train=flags,
+                    score=dict(split=split, tokens=c.test_tokens),
+                    data=trial.data_of(self.data, variant.train.labels, teacher,
+                                       variant.train.own_mechanism, training.get("policy_rules")),
+                    code=digest.code_digest(model, variant.train), torch=torch.__version__,
+                    **trial.surroundings_of(variant.train.own_mechanism))
+
+    def plan(self, stage, variants, seeds, split=None):
+        """Plan runs of these variants; returns their folders.
+
+        Seed by seed, so that a stage that is interrupted has all variants of the seeds that it has.
+        """
+        planned = []
+        for seed in seeds:
+            for variant in variants:
+                spec = self.spec(variant, seed, split or self.config.split)
+                folder = trial.folder_of(spec, self.trials)
+                if not trial.done(folder) and (run := self.reuse.find(spec, self.data)):
+                    wanted, spec = spec, run["spec"]
+                    folder = trial.folder_of(spec)
+                    self.taken[folder] = run, wanted
+                self.specs[folder] = spec
+                self.folders[stage, variant.name, seed] = folder
+                planned.append(folder)
+        return planned
+
+    def execute(self, folders, place, what="runs"):
+        """Run those of these folders that are not done. place: of queue.py; None: nothing runs."""
+        if self.config.report_only or place is None:
+            return
+        folders = [folder for folder in folders if folder not in self.taken]
+        for folder in folders:
+            trial.make(self.specs[folder], self.trials)  # of what is done, its trial.json may be damaged
+        self.failed |= queue.run_all(folders, place, what).keys()
+
+    def result(self, folder):
+        """What a run gave, trained here or taken from elsewhere; None: it is not done."""
+        return trial.result(folder) or self.taken.get(folder, (None,))[0]
+
+    def scores(self, stage):
+        """{variant: {seed: bits/byte}} of what is done in a stage."""
+        found = {}
+        for (at, name, seed), folder in self.folders.items():
+            if at == stage and (result := self.result(folder)):
+                found.setdefault(name, {})[seed] = result["bpb"]
+        return found
+
+    def ended(self, folders):
+        """Whether all of these runs are done or have failed."""
+        return all(self.result(f) or f in self.failed or trial.failure(f) for f in folders)
+
+    def reused(self):
+        """[{"from", "runs", "other_code", "of"}]: how many runs were taken from where.
+
+        other_code: how many of them other code or other libraries made; of: the variants that have such runs.
+        """
+        found, names = {}, {folder: name for (_, name, _), folder in self.folders.items()}
+        for folder in (folder for folder in names if folder in self.taken):
+            run, wanted = self.taken[folder]
+            row = found.setdefault(run["from"], {"from": run["from"], "runs": 0, "other_code": 0, "of": []})
+            row["runs"] += 1
+            if not is_same_code(run["spec"], wanted):
+                row["other_code"] += 1
+                row["of"] += [names[folder]] * (names[folder] not in row["of"])
+        return [*found.values()]
+
+    def take_into_trials(self):
+        """Put the runs that a study trained anew in the place of those in out/trials."""
+        for folder in {*self.folders.values()}:
+            there = trial.TRIALS / folder.name
+            if trial.done(folder) and (trial.done(there) or not there.exists()):
+                trial.TRIALS.mkdir(parents=True, exist_ok=True)
+                arrived = no_link(there.with_name(f"{there.name}.new"))
+                shutil.rmtree(arrived, ignore_errors=True)
+                shutil.move(folder, arrived)  # perhaps from another disk; the old run goes once this is here
+                shutil.rmtree(there, ignore_errors=True)
+                arrived.rename(there)
+
+
+# ---- runs from elsewhere ----
+
+def key_of(spec):
+    """What a run of this trial.json is: its flags, data, seed and score, without its CODE.
+
+    The text of a mechanism in a file of one's own is code, too. A flag at its default is as if it were not
+    there: a file from before there was the flag does not have it. What a run read of meta.json is for
+    is_of_text(), since files from before 2026-11-26 do not say.
+    """
+    rest = {key: value for key, value in spec.items() if key not in CODE}
+    flags, defaults = checkpoint.as_it_was(spec["model"]), GPTConfig.defaults()
+    rest["model"] = {name: value for name, value in flags.items()
+                     if name not in defaults or value != defaults[name]}
+    rest["train"] = {key: value for key, value in with_names_of_today(spec["train"]).items()
+                     if key != "own_mechanism"}
+    rest["data"] = {key: value for key, value in spec.get("data", {}).items()
+                    if key not in ("mechanism", "meta")}
+    return json.dumps(rest, sort_keys=True)
+
+
+def is_same_code(spec, other):
+    """Whether two runs were made by the same CODE, and by the same files of one's own."""
+    mine = [each.get("data", {}).get("mechanism") for each in (spec, other)]
+    return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in CODE)
+
+
+def is_of_text(run, spec, data):
+    """Whether a run read the meta.json that a trial.json names, or, where its own does not say what it read,
+    scored as many tokens and bytes as a run on this Dataset scores.
+    """
+    read, wanted = (each.get("data", {}).get("meta") for each in (run["spec"], spec))
+    if read or not wanted:
+        return read == wanted
+    return (run.get("tokens"), run["bytes"]) == to_score(data, spec["model"]["block_size"], **spec["score"])
+
+
+@functools.lru_cache(maxsize=16)
+def to_score(data, block_size, split, tokens):
+    """(tokens, bytes) that a run on a Dataset scores."""
+    return scored_size(data, split, windows_of(data, split, block_size, max_tokens=tokens))
+
+
+class Reuse:
+    """The runs that a study may take. files: results files; accept_code: also those of other code.
+
+    UserError: a file cannot be read, or holds no runs.
+    """
+
+    def __init__(self, files=(), accept_code=False, trials=trial.TRIALS):
+        self.accept_code = accept_code
+        self.runs = {}  # key_of(spec): [result, with its "spec" and "from"]
+        for path in files:
+            for run in runs_on_file(path):
+                self.runs.setdefault(key_of(run["spec"]), []).append({**run, "from": str(path)})
+        if not any(self.runs.values()) and files:
+            raise UserError(f"reuse={', '.join(map(str, files))} holds no runs")
+        for spec in specs_in(Path(trials)) if accept_code else ():
+            self.runs.setdefault(key_of(spec), []).append({"spec": spec, "from": TRIALS_THERE})
+
+    def find(self, spec, data=None):
+        """A finished run in the place of the one with this trial.json, or None: its result, with "spec", the
+        trial.json that it was made with, and "from". One of the same code comes before all others.
+
+        data: the Dataset of the run, for is_of_text().
+        """
+        same, other = [], []
+        for run in self.runs.get(key_of(spec), ()):
+            (same if is_same_code(run["spec"], spec) else other).append(run)
+        for run in [*same, *(other if self.accept_code else [])]:
+            if run["from"] == TRIALS_THERE:
+                result = trial.result(trial.folder_of(run["spec"]))
+                run = result and {**result, **run}
+            if run and is_of_text(run, spec, data):
+                return run
+        return None
+
+
+def runs_on_file(path):
+    """Yield the runs of a results file, each checked against its hash and its nats. UserError."""
+    for study in trial.studies_in(results.read(path)).values():
+        for name, run in study["runs"].items():
+            try:
+                trial.check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
+                if not results.is_run_of(run["spec"], name):
+                    raise ValueError("it has the trial.json of another run")
+            except (KeyError, TypeError, ValueError) as e:
+                raise UserError(f"{path}: run {name} cannot be taken: {e}") from None
+            yield run
+
+
+def specs_in(trials):
+    """The trial.json of every finished run of a folder of trials, the newest run first."""
+    done = [path for path in trials.glob("*/result.json") if path.is_file()]
+    specs = (trial.read_json(path.with_name("trial.json"))
+             for path in sorted(done, key=lambda path: path.stat().st_mtime, reverse=True))
+    return [spec for spec in specs if spec]
+
+
+def agreement(studies, files):
+    """How many scores that were trained anew are those that were there before, as a sentence.
+
+    studies: the Runs of each; files: results files to compare with, beside the same runs in out/trials.
+    """
+    known, pairs = Reuse(files, accept_code=True), []
+    for runs in studies:
+        for folder in {*runs.folders.values()}:
+            new, spec = runs.result(folder), runs.specs[folder]
+            old = trial.result(trial.folder_of(spec)) or known.find(spec, runs.data)
+            if new and old:
+                pairs.append((old["bpb"], new["bpb"], is_same_code(old.get("spec", spec), spec)))
+    if not pairs:
+        return "Nothing was there before to compare these scores with."
+    equal, far = sum(old == new for old, new, _ in pairs), max(abs(old - new) for old, new, _ in pairs)
+    are = "is the one that was" if equal == 1 else "are those that were"
+    other = sum(not same_code for *_, same_code in pairs)
+    return (f"Trained anew: {equal:,} of {plural(len(pairs), 'score')} {are} there, to the last digit"
+            + f"; the others differ by up to {far:.4f} bits/byte" * (equal < len(pairs))
+            + f"; {other:,} of those that were there were made by other code or other libraries" * bool(other)
+            + ".")

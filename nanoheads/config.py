@@ -1,0 +1,462 @@
+"""What a run is configured with, and what does not go together."""
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Literal, Optional
+
+from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
+from nanoheads.common import UserError, gib, memory_of_machine
+from nanoheads.configurator import text_problems, typed
+from nanoheads.mechanism import flag, range_problems
+from nanoheads.dataset import Dataset
+from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
+
+# What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
+OPTIMIZERS = {
+    "adamw": dict(adamw_lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
+                  warmup_iters=100),
+    "muon": dict(adamw_lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
+                 warmup_iters=0),
+}
+# wandb's own words for WANDB_MODE; dryrun and run are its older names of offline and online
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
+
+
+@dataclass
+class ControllerConfig:
+    # ---- dynamic heads: measured, moved, pruned, grown between steps ----
+    controller: Optional[Literal["rules", "ann", "rl"]] = None  # what moves the sentinel gates; None: nothing
+    controller_log: bool = False         # measure the heads, whatever moves them
+    controller_interval: int = flag(100, at_least=1)  # steps between measurements
+    controller_tokens: int = flag(2048, at_least=1)
+                                         # of train, always the same: what the heads are measured on
+    controller_heldout: int = flag(2048, at_least=1)
+                                         # of val, always the same: what decides on a change of heads
+    controller_average: float = flag(0.7, at_least=0, below=1)
+                                         # weight of the past in the metrics' moving averages
+    controller_warmup: int = flag(3, at_least=0)  # measurements before anything moves
+    controller_patience: int = flag(3, at_least=1)  # measurements in a row that a reason to act must last
+    controller_step: float = flag(0.5, at_least=0)  # the largest change of a gate's logit at once
+    controller_bound: float = flag(6.0, above=0)  # logits are not moved beyond this, up or down
+    controller_entropy: float = 0.8      # rules: a gate sinks while its head's entropy is above
+    controller_gradient: float = flag(0.3, at_least=0)
+                                         # rules: and a little where its gradient is below this x its layer's
+    controller_cost: float = flag(1e-3, at_least=0)  # ann, rl: nats a token that a head must be worth
+    sparsity_warmup: int = flag(0, at_least=0)  # steps over which sentinel_coef rises from 0
+    # ---- pruning while training ----
+    prune_gate: float = flag(0.0, at_least=0)
+                                         # heads whose gate stays below this are dropped for good; 0: never
+    prune_floor: int = flag(1, at_least=0)  # heads that every layer keeps
+    prune_margin: float = flag(0.01, at_least=0)
+                                         # nats on the held-out text: a drop that costs more is taken back
+    # ---- growth: into the free numbers below n_head ----
+    grow_from: Optional[int] = None      # heads in each layer at the start; None: n_head
+    grow_heads: int = flag(0, at_least=0)  # heads inserted at once into a layer; 0: never
+    grow_delta: float = flag(0.002, at_least=0)
+                                         # nats that the held-out loss must fall within patience, else grow
+    grow_used: float = 0.5               # where no head sends less than this x an equal share of its layer
+    grow_ramp: int = flag(100, at_least=1)  # steps over which a new head's gate opens
+    grow_stack: bool = False             # a control: once, on a plateau, the blocks are doubled instead
+    # ---- agency's policy: states that follow from the metrics ----
+    policy: bool = False                 # move the states and consent of agency's heads
+    policy_budget: float = flag(1.0, above=0, at_most=1)
+                                         # part of the heads that may be at work; the least important withdraw
+    policy_unit: Literal["head", "layer"] = "head"  # who withdraws: single heads, or all of a layer
+    policy_overloaded: float = 1.5       # overloaded: sends this x the mean of its layer's heads at work
+    policy_conflict: float = -0.1        # misaligned: cosine of its gradients on two texts is below
+    policy_entropy: float = 0.95         # withdrawn: entropy above, below half a share sent
+    policy_dwell: int = flag(3, at_least=1)  # measurements that a state lasts at least
+    policy_no_consent: list[str] = field(default_factory=list)  # "layer.head", or "layer": consent withheld
+    policy_rules: Optional[str] = None   # a JSON file: who may change which states of which heads
+
+    @property
+    def dynamic_heads(self):
+        """Whether heads are measured or changed during a run."""
+        return bool(self.controller or self.controller_log or self.prune_gate or self.grow_heads
+                    or self.grow_stack or self.policy or self.sparsity_warmup)
+
+
+@dataclass
+class TrainConfig(ControllerConfig):
+    # ---- run ----
+    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms>, with
+                                         # -2, -3, ... behind where another run has that name
+    dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
+    labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
+    own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
+    teacher: Optional[str] = None        # a checkpoint that constraint_match compares with; or mine.py, which
+                                         # has a function features(ids [B, T]) -> [B, T, constraint_features]
+    resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one; what the command
+                                         # leaves open is as in out_dir/config.json, where out_dir is given
+    overwrite: bool = False              # start over in a folder that already holds a run
+    init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
+    init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from
+    freeze_trunk: bool = False           # init_from: train what mechanisms add, and nothing else
+    thaw_from: Optional[int] = flag(None, at_least=1)
+                                         # freeze_trunk: the step from which all is trained; None: never
+    eval_only: bool = False              # evaluate once and stop
+    device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+                                         # auto: bfloat16 (or float16) on cuda, else float32
+    compile: Optional[bool] = None       # torch.compile; None: on cuda, but not on Windows
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+                                         # torch.compile's own; the latter two replay CUDA graphs, which pays
+                                         # where a GPU computes faster than kernels are launched
+    # ---- batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks ----
+    batch_size: int = flag(12, at_least=1)  # sequences in one forward pass
+    grad_accum: int = flag(1, at_least=1)
+                                         # forward passes in one step; a multiple of the number of ranks, or
+                                         # 1. The mechanisms' own losses (labels, a router's balance) are
+                                         # means of one forward pass, so they depend on how a batch is divided
+    max_iters: int = flag(2000, at_least=1)  # steps
+    documents: Optional[int] = flag(None, at_least=1)
+                                         # rows are documents, each by itself, of so many tokens at least,
+                                         # block_size at most; None: block_size tokens from anywhere
+    # ---- optimizer: keys left at None follow from the optimizer ----
+    optimizer: Optional[Literal["adamw", "muon"]] = None
+                                         # muon: for the blocks' matrices, AdamW for the rest;
+                                         # None: muon for recipe=modern, else adamw
+    adamw_lr: Optional[float] = flag(None, above=0)
+                                         # peak learning rate of AdamW, of all that no key below names
+    min_lr: Optional[float] = flag(None, at_least=0)
+                                         # where adamw_lr ends; every other rate falls by the same factor
+    muon_lr: float = flag(0.02, above=0)  # peak learning rate of Muon
+    muon_momentum: float = flag(0.95, at_least=0, below=1)  # momentum of Muon
+    muon_beta2: float = flag(0.95, at_least=0, below=1)
+                                         # of the mean square of each output's updates, by which Muon divides
+                                         # them (NorMuon); 0: it does not
+    embed_lr: Optional[float] = flag(None, above=0)
+                                         # the embeddings' peak learning rate; None: adamw_lr, with muon 5 *
+    mechanism_lr: Optional[float] = flag(None, above=0)
+                                         # of what a mechanism adds, Muon's matrices aside; None: adamw_lr
+    skip_lr: Optional[float] = flag(None, above=0)  # of what U-Net skips add; None: mechanism_lr
+    beta1: float = flag(0.9, at_least=0, below=1)  # AdamW
+    beta2: Optional[float] = flag(None, at_least=0, below=1)  # AdamW
+    weight_decay: Optional[float] = flag(None, at_least=0)  # of matrices; never of biases, norms and gates
+    grad_clip: Optional[float] = flag(None, at_least=0)  # clip the gradient's norm; 0: off
+    # ---- schedule ----
+    schedule: Optional[Literal["cosine", "trapezoid", "constant"]] = None
+                                         # trapezoid: stable, then a straight line down
+    warmup_iters: Optional[int] = flag(None, at_least=0)
+                                         # linear warm-up, in steps; a tenth of a schedule that is shorter
+    decay_frac: float = flag(0.5, above=0, at_most=1)
+                                         # trapezoid: the last part of the steps, in which the rate falls
+    lr_decay_iters: Optional[int] = flag(None, at_least=1)
+                                         # the step at which the rate is down; None: max_iters
+    # ---- evaluation and saving ----
+    eval_interval: int = flag(250, at_least=1)  # steps between evaluations
+    eval_tokens: int = flag(131072, at_least=0)
+                                         # tokens of train and of val to score each time, evenly spaced;
+                                         # 0: all of val, as many of train
+    patience: Optional[int] = flag(None, at_least=1)
+                                         # end after so many evaluations in a row without a lower validation
+                                         # loss; None: at max_iters alone
+    save_interval: Optional[int] = flag(None, at_least=1)
+                                         # steps between saves of ckpt.pt; None: at each evaluation
+    # ---- logging ----
+    log_interval: int = flag(10, at_least=1)  # steps between rows of log.jsonl
+    json: Optional[str] = None           # write the result to this file, for a program to read
+    tensorboard: bool = False            # also write files for TensorBoard, into out_dir/tensorboard
+    wandb_log: bool = False              # also log to Weights & Biases
+    wandb_project: str = "nanoheads"     # the project that the run is filed under
+    wandb_run_name: Optional[str] = None  # None: the name of out_dir
+    wandb_mode: Optional[Literal["online", "offline", "disabled"]] = None
+                                         # offline: kept here, for `wandb sync`; None: what the environment's
+                                         # WANDB_MODE says, else online, or offline where there is no API key
+    wandb_tags: Optional[list[str]] = None  # words to find the run by
+
+    def __post_init__(self):
+        if self.out_dir is None:
+            self.out_dir = "out/gpt"  # the configurator knows better, from the names
+
+    def for_recipe(self, recipe):
+        """A copy in which every key has a value: what was None follows from recipe and optimizer."""
+        c = replace(self, optimizer=self.optimizer or ("muon" if recipe == "modern" else "adamw"))
+        values, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
+        c.adamw_lr = values["adamw_lr"] if c.adamw_lr is None else c.adamw_lr
+        values = {
+            **values,
+            "min_lr": min(values["min_lr"], c.adamw_lr),
+            "warmup_iters": min(values["warmup_iters"], end // 10),
+            "embed_lr": 5 * c.adamw_lr if c.optimizer == "muon" else c.adamw_lr,
+            "mechanism_lr": c.adamw_lr,
+            "save_interval": c.eval_interval,
+        }
+        for key, value in values.items():
+            if getattr(c, key) is None:
+                setattr(c, key, value)
+        if c.warmup_iters >= end:
+            c.warmup_iters = end // 10
+        return c
+
+    def problems(self):
+        """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
+        bad = [*range_problems(self), *text_problems(self)]
+
+        def rule(words, holds, *keys):
+            for key in keys:
+                value = getattr(self, key)
+                if value is not None and not holds(value):
+                    bad.append(f"{key}={value!r} must {words}")
+
+        if self.adamw_lr is not None:
+            rule(f"not be above adamw_lr={self.adamw_lr}", lambda v: v <= self.adamw_lr, "min_lr")
+        rule("not be given with resume, which goes on with what it would remove",
+             lambda v: not (v and self.resume), "overwrite")
+        rule(f"be below max_iters={self.max_iters}; without it the trunk stays frozen",
+             lambda v: v < self.max_iters, "thaw_from")
+        for key, needed in (("init_anyway", "init_from"), ("freeze_trunk", "init_from"),
+                            ("thaw_from", "freeze_trunk")):
+            if getattr(self, key) and not getattr(self, needed):
+                bad.append(f"{key}={getattr(self, key)!r} means nothing without {needed}")
+        if self.compile is False and self.compile_mode != "default":
+            bad.append(f"compile_mode={self.compile_mode!r} means nothing with compile=False")
+        if self.documents and self.compile_mode in CUDA_GRAPHS:
+            bad.append(f"compile_mode={self.compile_mode!r} replays CUDA graphs of one shape, and documents="
+                       f"{self.documents} has rows of several widths")
+        if self.documents and (self.labels or self.teacher):
+            bad.append(f"documents={self.documents} has rows without labels or a teacher: leave those out")
+        if self.freeze_trunk and self.dynamic_heads:
+            bad.append("freeze_trunk=True: heads are measured by gradients of the trunk, which has none")
+        return bad
+
+
+def trained_with(flags, path):
+    """The TrainConfig that a read checkpoint's flags are, without those of another version. UserError."""
+    try:
+        config = TrainConfig(**typed(flags, TrainConfig))
+        for problem in range_problems(config):
+            raise ValueError(problem)
+    except ValueError as e:
+        raise UserError(f"{path}: what it was trained with is impossible: {e}") from None
+    return config
+
+
+# ---- what does not go together ----
+
+def conflicts(model_config, config):
+    """What is wrong with both configs, the data and the number of ranks taken together, as sentences."""
+    bad, world = [], int(os.environ.get("WORLD_SIZE", 1))
+    sequences = config.batch_size * config.grad_accum
+    if sequences % world or (config.grad_accum > 1 and config.grad_accum % world):
+        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be "
+                   f"shared evenly by {world} ranks")
+    if not config.problems():  # else what follows from a wrong value is no news
+        bad += config.for_recipe(model_config.recipe).problems()
+    if not (bad or config.problems() or model_config.problems()):
+        bad += step_conflicts(model_config, config, world)
+    if config.init_from and any("means nothing while" in problem for problem in model_config.problems()):
+        bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
+    if not model_config.problems():
+        bad += training_problems(model_config, config)
+    mode = os.environ.get("WANDB_MODE", "online")
+    if config.wandb_log and mode not in WANDB_MODES:
+        bad.append(f"WANDB_MODE={mode!r} in the environment must be one of {', '.join(WANDB_MODES)}: change "
+                   "it or unset it")
+    if any(text_problems(config)):
+        return bad
+    try:
+        dataset = Dataset(config.dataset)
+        if config.labels and model_config.constraint_names:
+            from lab.labels.targets import Targets  # only here: most runs have no labels
+            Targets(dataset, config.labels, model_config.constraint_names)
+    except UserError as e:
+        return bad + [str(e)]
+    if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
+        bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s "
+                   f"{dataset.vocab_size:,}")
+    bad += size_problems(model_config, config, world, dataset.vocab_size)
+    # a checkpoint brings a block_size of its own
+    if not (config.init_from or config.eval_only or model_config.block_size < 1):
+        for split, pieces in (("train", 2), ("val", 1)):
+            try:
+                dataset.need(split, pieces * model_config.block_size, model_config.block_size)
+            except UserError as e:
+                bad.append(str(e))
+    return bad
+
+
+def size_problems(model_config, config, world, vocab_size):
+    """What of the sizes makes a model or a batch that does not fit into this machine's memory, as sentences.
+
+    Both are counted from below: the matrices of the plain blocks and of the embedding, and of a forward pass
+    one vector of the residual stream for each token. Refused here, since a system that promises more memory
+    than it has would kill the process without a word.
+    """
+    c, config_bad = model_config, model_config.problems() + config.problems()
+    if config_bad:
+        return []
+    memory = memory_of_machine()
+    own, width = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}, c.head_size
+    inner, vocab_size = c.n_inner or 4 * c.n_embd, c.vocab_size or vocab_size
+    parts = {"vocab_size": vocab_size * c.n_embd,
+             "block_size": c.block_size * {"learned": c.n_embd, "rope": width}.get(c.pos, 0),
+             "n_layer": c.n_layer * (2 * c.n_embd * inner + 2 * c.n_head * width * c.n_embd)}
+    bad, numbers = [], sum(parts.values())
+    if 4 * numbers > memory and not (config.init_from or config.eval_only):
+        largest = max(parts, key=parts.get)
+        named = own | {"n_inner": inner} if largest == "n_layer" else {
+            largest: vocab_size if largest == "vocab_size" else c.block_size, "n_embd": c.n_embd}
+        bad.append(f"{', '.join(f'{key}={value}' for key, value in named.items())} make a model of at least "
+                   f"{numbers:.1e} numbers, {gib(4 * numbers)}, and this machine has {gib(memory)}: lower "
+                   f"{' or '.join(named)}")
+    # of a step all token ids of this rank, 8 bytes each; of a forward pass its part of the batch
+    ids = 8 * config.batch_size * config.grad_accum * c.block_size // world
+    stream = 2 * config.batch_size * c.block_size * c.n_embd // (world if config.grad_accum == 1 else 1)
+    if not bad and ids + stream > memory:
+        keys = ["batch_size", "block_size"] if stream > ids else ["batch_size", "grad_accum", "block_size"]
+        sizes = {"batch_size": config.batch_size, "grad_accum": config.grad_accum, "block_size": c.block_size}
+        bad.append(f"{' * '.join(f'{key}={sizes[key]}' for key in keys)} tokens take at least "
+                   f"{gib(ids + stream)}, and this machine has {gib(memory)}: lower {' or '.join(keys)}")
+    return bad
+
+
+def step_conflicts(model_config, config, world):
+    """What of a model's and a run's sizes does not go together in one training step, as sentences."""
+    bad, routing = [], model_config.routing
+    if world > 1 and config.compile_mode in CUDA_GRAPHS and routing in ("moh", "sigmoid"):
+        bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing={routing!r} "
+                   "cannot ask the other ranks for their load: use default")
+    return bad
+
+
+def training_problems(model_config, config):
+    """What mechanisms, and what moves their heads, find wrong with a GPTConfig beside a TrainConfig."""
+    return controller_conflicts(model_config, config) + [
+        problem for cls in MECHANISM_CLASSES for problem in cls.training_problems(model_config, config)]
+
+
+def controller_conflicts(model, config):
+    """What is wrong with the controller's keys beside a GPTConfig, as sentences."""
+    bad = []
+    defaults = {name: f.default for name, f in ControllerConfig.__dataclass_fields__.items()}
+    for what, on in (("controller", config.dynamic_heads), ("prune", config.prune_gate),
+                     ("policy", config.policy), ("grow", config.grow_heads or config.grow_stack)):
+        loose = [key for key, default in defaults.items() if key.startswith(f"{what}_") and not on
+                 and key not in ("grow_from", "grow_heads", "grow_stack", "prune_gate")
+                 and getattr(config, key) not in (default, [])]
+        bad += [f"{key}={getattr(config, key)!r} means nothing without {what}: see --help"
+                for key in loose]
+    for key in ("controller", "prune_gate", "sparsity_warmup"):
+        if getattr(config, key) and not model.sentinel:
+            bad.append(f"{key}={getattr(config, key)!r} needs gates: set sentinel")
+    if config.policy and not model.agency:
+        bad.append("policy needs states: set agency")
+    if config.policy and model.agency_learned:
+        bad.append("policy and agency_learned both move the states: set one of them")
+    if model.agency_learned and not config.dynamic_heads:
+        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
+    if config.prune_floor > model.n_head:
+        bad.append(f"prune_floor={config.prune_floor} is above n_head={model.n_head}")
+    if config.grow_from is not None and not 1 <= config.grow_from <= model.n_head:
+        bad.append(f"grow_from={config.grow_from} must be from 1 to n_head={model.n_head}")
+    if config.grow_from is not None and model.head_ids is not None:
+        bad.append("grow_from and head_ids both say which heads there are at the start: set one")
+    if config.grow_heads and config.grow_from is None and model.head_ids is None and not config.prune_gate:
+        bad.append(f"grow_heads={config.grow_heads}: all {model.n_head} heads are there from the start; "
+                   "set grow_from, the number to begin with")
+    if config.grow_stack and (config.grow_heads or model.unet or model.constraint_names
+                              or model.window_layers is not None):
+        bad.append("grow_stack doubles equal blocks: not with grow_heads, unet, constraint_names or "
+                   "window_layers")
+    if config.grow_stack and model.joined:
+        bad.append(f"grow_stack doubles equal blocks: not with {', '.join(model.joined)}")
+    if config.dynamic_heads and model.block_size < 2:
+        bad.append("block_size must be at least 2 to measure heads")
+    bad += scope_conflicts(model, config)
+    if config.policy_rules:
+        from lab.heads.rules import Rules  # only here: most runs have none
+        try:
+            Rules.read(config.policy_rules)
+        except UserError as e:
+            bad.append(str(e))
+    return bad
+
+
+def scope_conflicts(model, config):
+    """What the policy's keys ask of heads that have no states, or of places that there are not."""
+    scope, bad = model.agency_scope, []
+    if scope != "head" and config.policy_unit == "layer":
+        bad.append(f"policy_unit='layer' is of heads, and what has states is agency_scope={scope!r}")
+    if scope != "head" and config.policy_entropy != ControllerConfig.policy_entropy:
+        bad.append(f"policy_entropy={config.policy_entropy} is of heads, and what has states is "
+                   f"agency_scope={scope!r}")
+    for place in config.policy_no_consent:
+        layer, dot, head = place.partition(".")
+        there = layer.isdecimal() and int(layer) < model.n_layer
+        if scope != "head":
+            if dot or not there:
+                bad.append(f"policy_no_consent: {place!r} must be a layer, with agency_scope={scope!r}: "
+                           f"from 0 to {model.n_layer - 1}")
+        elif not (dot and there and head.isdecimal()):
+            bad.append(f"policy_no_consent: {place!r} must be layer.head, "
+                       f"layers from 0 to {model.n_layer - 1}")
+        elif int(head) >= model.n_head + ConstraintHeads.count(model, int(layer)):
+            bad.append(f"policy_no_consent: {place!r}: block {layer} has no head {head}")
+    return bad
+
+
+def check_model(model, config):
+    """UserError where a model, wherever it comes from, has no use for what is asked of its training."""
+    bad, c = [], model.config
+    if config.skip_lr and not c.unet:
+        bad.append(f"skip_lr={config.skip_lr:g} is of U-Net skips, and the model has none")
+    if config.freeze_trunk and not trained_alone(model):
+        bad.append("freeze_trunk=True leaves nothing to train: no mechanism of the model has a parameter "
+                   "that acts")
+    if c.unit > 1 and (config.prune_gate or config.grow_heads):
+        bad.append("prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, where "
+                   f"{c.unit} go together")
+    if config.documents:
+        if 2 * config.documents > c.block_size:
+            bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
+                       "since longer documents are cut into even parts")
+        averages = [key for cls in MECHANISM_CLASSES if cls.is_on(c) for key in cls.averages]
+        bad += [f"documents={config.documents}: {key}={getattr(c, key)} would count padding; set {key}=0"
+                for key in averages if getattr(c, key)]
+    if bad:
+        raise UserError("\n".join(bad))
+
+
+def trained_alone(model):
+    """Names of the parameters that are trained while the trunk is frozen."""
+    skips = () if model.config.unet_skips else f"{UNetSkip.name}."
+    return {name for name in of_mechanisms(model) if not name.startswith(skips)}
+
+
+# ---- the command line's `mechanism` ----
+
+def flags_by_name():
+    """{name: flags} that `mechanism` chooses from: model.MECHANISMS and all_on.
+
+    A scale may have dropout, and some mechanisms have no kernel for it on the attention weights: their names
+    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0. The name of learned
+    agency has its heads measured.
+    """
+    named = {**MECHANISMS, "all_on": ALL_ON}
+    for name, flags in named.items():
+        if GPTConfig(dropout=0.1, **flags).problems() and not GPTConfig(**flags).problems():
+            named[name] = {**flags, "attn_dropout": 0.0}
+        named[name] = with_log(named[name])
+    return named
+
+
+def with_log(flags):
+    """A variant's flags, and that of measuring heads where learned agency predicts from what is measured."""
+    return {**flags, "controller_log": True} if "agency_learned" in flags else flags
+
+
+def note_on_warmup(config):
+    """What becomes of a warm-up as long as the whole schedule, as that of a longer run is; else None."""
+    end = config.lr_decay_iters or config.max_iters
+    if config.warmup_iters and config.warmup_iters >= end:
+        first = f"rises in the first {end // 10:,} steps instead" if end >= 20 else "does not rise first"
+        return (f"warmup_iters={config.warmup_iters} is longer than the schedule of {end:,} steps: the rate "
+                f"{first}")
+
+
+def note_on_dropout(model_config):
+    """What to compare with, where a mechanism takes a model's dropout on the attention weights; else None."""
+    if model_config.attn_dropout == 0 and replace(model_config, attn_dropout=None).problems():
+        return ("no dropout on the attention weights, for which there is no fused kernel here: "
+                "the plain GPT to compare with is the one with --attn_dropout=0")

@@ -1,0 +1,379 @@
+"""A prepared data folder (data/<name>/): meta.json, the splits, the order in which training reads them."""
+
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+from bisect import bisect
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoheads.common import ROOT, UserError, from_json
+from nanoheads import checksums
+from nanoheads.tokenizer import Tokenizer, problem_of_meta, token_sizes
+
+# where a document begins in the bytes of a text, whose lines may end in \r\n: the first of these that is
+# there at least twice
+TITLE = re.compile(rb"^ = (?!= )[^\n]* = \r?$", re.M)  # WikiText's, of an article; " = = " is a section's
+BEGINNINGS = (TITLE,
+              re.compile(rb"^# ---- \S+ ----\r?$", re.M),  # data/pystdlib: a file
+              re.compile(rb"^  <page>\r?$", re.M),          # enwik8: a page
+              # after a blank line: a speech, an article
+              re.compile(rb"(?:(?<=\n\n)|(?<=\n\r\n))(?=[^\n])(?!\r\n)"))
+ANEW = "run its prepare script again, which writes it anew"
+REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: resident memory stays bounded
+# what a model or a score reads of meta.json, and there of each split; names, notes and sources are for people
+READ = ("encoding", "vocab", "vocab_size", "separator", "dtype", "spelled")
+READ_OF_SPLITS = ("tokens", "bytes", "sizes_sha256")
+
+
+class NotPrepared(UserError):
+    """A dataset whose prepare script is there and has not been run."""
+
+
+class Dataset:
+    """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged.
+
+    A split is compared with its sha256 in meta.json whenever it is opened; see checksums.check().
+    """
+
+    def __init__(self, name):
+        self.dir = next((folder for folder in folders_of(name) if (folder / "meta.json").is_file()), None)
+        if self.dir is None:
+            raise missing(name)
+        path = self.dir / "meta.json"
+        try:
+            self.meta = from_json(path.read_bytes())
+            if problem := problem_of_meta(self.meta):
+                raise ValueError(problem)
+            self.tokenizer = Tokenizer.from_meta(self.meta)
+        except ValueError as e:
+            raise UserError(f"{path} is not what a prepare script writes: {e}; run it again with --force"
+                            ) from None
+        self.dtype, self.splits = np.dtype(self.meta["dtype"]), self.meta["splits"]
+        self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
+        self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
+        self.sums = {split: size["sha256"] for split, size in self.splits.items()}
+
+    @cached_property
+    def digests(self):
+        """digests_of() its meta.json, as it was when this was made."""
+        return digests_of(self.meta)
+
+    def tokens(self, split):
+        """The split as a read-only memory map, [n]. UserError where it is not what meta.json says."""
+        path = self.dir / f"{split}.bin"
+        if split not in self.splits or not path.is_file():
+            splits = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
+            raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+        tokens, _ = self.sizes[split]
+        size = path.stat().st_size
+        if size != tokens * self.dtype.itemsize or not tokens:
+            raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
+                            f"where meta.json says {tokens:,}; run its prepare script with --force")
+        checksums.check(path, self.sums[split], "meta.json", ANEW)
+        return np.memmap(path, self.dtype, "r")
+
+    def sizes_beyond(self, split):
+        """[n, 3], int64: the tokens that stand for other text than they spell, in their order, and how many
+        more bytes and characters they stand for; see Tokenizer.encode_sized(). UserError as for tokens().
+        """
+        path, expected = self.dir / f"{split}.sizes.bin", self.splits[split].get("sizes_sha256")
+        if expected is None:
+            return np.empty((0, 3), np.int64)
+        if not path.is_file():
+            raise UserError(f"{path} is not there, which meta.json describes; {ANEW}")
+        checksums.check(path, expected, "meta.json", ANEW)
+        return np.memmap(path, "<i8", "r").reshape(-1, 3)
+
+    def need(self, split, tokens, block_size):
+        """Raise UserError unless the split has as many tokens as a use of it with this block_size takes."""
+        if len(self.tokens(split)) < tokens:
+            raise UserError(f"block_size={block_size} needs at least {tokens:,} tokens of {split}; "
+                            f"{self.dir} has {len(self.tokens(split)):,}")
+
+    def bytes_per_token(self, split):
+        tokens, size = self.sizes[split]
+        return size / tokens
+
+    def documents(self, split):
+        """Where the documents of a split begin, and the end of the last one: tokens, int64 [n + 1].
+
+        A document ends with an end-of-text token, and in bytes or characters with the --separator that the
+        text was prepared with. Where there are none one begins as BEGINNINGS has it, and what stands before
+        the first is one too. UserError where there are not two.
+        """
+        tokens, separator = self.tokens(split), (self.meta.get("options") or {}).get("separator")
+        plain, cuts = self.meta["encoding"] in ("byte", "char"), []  # where a separator is text
+        if plain and separator:
+            cuts = after_matches(self.tokenizer, tokens, re.compile(re.escape(separator.encode())))
+        elif not plain and self.separator == self.tokenizer.end:  # else the vocabulary has none
+            cuts = after_each(tokens, self.separator)
+        if not len(cuts):
+            cuts = beginnings(self.tokenizer, tokens, *BEGINNINGS)
+        cuts = np.unique([0, *cuts, len(tokens)])
+        if len(cuts) < 3:
+            raise UserError(f"{self.dir / split}.bin has no documents: no end-of-text token, title or blank "
+                            "line says where one begins")
+        return cuts
+
+
+def digests_of(meta):
+    """{what: sha256} of all that a model or a score reads of a data folder, from its meta.json (a dict).
+
+    Each split's is there by its name, and as "meta" the one of the fields that READ and READ_OF_SPLITS name.
+    """
+    splits = meta.get("splits") or {}
+    read = {key: meta.get(key) for key in READ}
+    read["documents"] = (meta.get("options") or {}).get("separator")
+    read["splits"] = {name: [split.get(key) for key in READ_OF_SPLITS] for name, split in splits.items()}
+    found = {name: split.get("sha256") for name, split in splits.items()}
+    return {**found, "meta": hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()}
+
+
+def after_each(tokens, token, block=1 << 26):
+    """The places behind each `token` in tokens [n], int64; block by block, for files beyond memory."""
+    return np.concatenate([first + 1 + np.flatnonzero(tokens[first:first + block] == token)
+                           for first in range(0, len(tokens), block)])
+
+
+def beginnings(tokenizer, tokens, *patterns):
+    """The tokens, int64 [n], in which the matches of a pattern in their text begin.
+
+    Of several patterns: of the first with two matches, or else of the last.
+    """
+    raw = raw_text(tokenizer, tokens)
+    for pattern in patterns:
+        found = [match.start() for match in pattern.finditer(raw)]
+        if len(found) > 1:
+            break
+    return tokens_at(tokenizer, tokens, found)
+
+
+def after_matches(tokenizer, tokens, pattern):
+    """The tokens, int64 [n], that come after the matches of a pattern in their text."""
+    found = [match.end() for match in pattern.finditer(raw_text(tokenizer, tokens))]
+    return tokens_at(tokenizer, tokens, found)
+
+
+def raw_text(tokenizer, tokens):
+    return tokens.tobytes() if tokenizer.encoding == "byte" else tokenizer.decode_bytes(tokens)
+
+
+def tokens_at(tokenizer, tokens, places):
+    """The tokens, int64 [n], that the bytes at these places of their text are in."""
+    places = np.array(places, np.int64)
+    if tokenizer.encoding == "byte":
+        return places
+    return np.searchsorted(token_sizes(tokenizer)[tokens].cumsum(), places, "right")
+
+
+def folders_of(name):
+    """The folders that a dataset's name may stand for."""
+    return Path(name), ROOT / "data" / name, ROOT / name
+
+
+def missing(name):
+    """The UserError for a data folder that is not there: the command that makes it, or the nearest name."""
+    known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
+    # a second encoding has a folder of its own but no script of its own
+    match = re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name)
+    base, encoding = match.groups() if match else ("", "")
+    if base in known:
+        known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
+    for folder in folders_of(name):
+        ours = folder.resolve().parent == (ROOT / "data").resolve() and folder.name in known
+        if not ours and all((folder / f"{split}.bin").is_file() for split in ("train", "val")):
+            return UserError(f"{folder} has train.bin and val.bin but no meta.json; if nanoGPT wrote them, "
+                             f"run: python {os.path.relpath(ROOT / 'data/from_nanogpt.py')} {folder}")
+    close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
+    if not close:
+        return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "
+                         f"{', '.join(sorted(known))}")
+    if close != [Path(name).name]:
+        return UserError(f"no dataset {name}; did you mean {close[0]}?")
+    script = ROOT / "data" / (base if known[close[0]] else close[0]) / "prepare.py"
+    return NotPrepared(f"dataset {name} is not prepared; run: python {os.path.relpath(script)}"
+                       f"{known[close[0]]}")
+
+
+class Reader:
+    """Reads pieces of a split through one mapping, dropped now and then."""
+
+    def __init__(self, dataset, split):
+        self.dataset = dataset
+        self.split = split
+        self.data, self.read = np.asarray(dataset.tokens(split)), 0
+
+    def cut(self, starts, ends):
+        """The tokens from each start to its end, as a list."""
+        # the kernel maps 64 KiB around each fault
+        self.read += sum(max((end - start) * self.data.itemsize, 1 << 16) for start, end in zip(starts, ends))
+        if self.read > REOPEN_AFTER:
+            self.data, self.read = np.asarray(self.dataset.tokens(self.split)), 0
+        return [self.data[start:end] for start, end in zip(starts, ends)]
+
+    def checked(self, ids):
+        """ids as they are. UserError where one is outside the vocabulary."""
+        if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
+            raise UserError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, "
+                            f"and the vocabulary ends at {self.dataset.vocab_size - 1}; "
+                            "run its prepare script with --force")
+        return ids
+
+
+class Batches(Reader):
+    """Training batches as a function of (seed, step) alone: resuming needs no state, and ranks need no talk.
+
+    The split is cut into pieces of block_size tokens and passed over in shuffled order, each pass with its
+    own shuffle and its own offset of the cuts. A batch is `rows` pieces, each with the token after it.
+    """
+
+    def __init__(self, dataset, split, block_size, rows, seed):
+        dataset.need(split, 2 * block_size, block_size)
+        super().__init__(dataset, split)
+        self.block_size = block_size
+        self.rows = rows
+        self.seed = seed
+        # one less than fit, so that every offset below block_size does
+        self.pieces = len(self.data) // block_size - 1
+        self.one_pass = lru_cache(maxsize=2)(self.one_pass)
+
+    def one_pass(self, number):
+        """Offset of the cuts and order of the pieces, uint32 [pieces], in pass `number`."""
+        rng = np.random.default_rng([self.seed, number])
+        offset, order = int(rng.integers(self.block_size)), np.arange(self.pieces, dtype=np.uint32)
+        rng.shuffle(order)
+        return offset, order
+
+    def starts(self, step, rank=0, world=1):
+        """First token of each of this rank's rows of the batch at `step`, as a list."""
+        rows = np.arange(step * self.rows + rank, (step + 1) * self.rows, world)
+        number, place = np.divmod(rows, self.pieces)  # pass, place in it: a batch may reach into the next
+        starts = []
+        for n in range(number[0], number[-1] + 1) if len(rows) else ():
+            offset, order = self.one_pass(n)
+            starts += (offset + order[place[number == n]].astype(np.int64) * self.block_size).tolist()
+        return starts
+
+    def __call__(self, step, rank=0, world=1):
+        """This rank's rows of the batch at `step`, int64 [rows / world, T + 1]: inputs, shifted targets."""
+        starts = self.starts(step, rank, world)
+        ids = self.checked(np.stack(self.cut(starts, [s + self.block_size + 1 for s in starts])))
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def scored(self, step):
+        """Tokens of the batch at `step` that are scored, over all ranks; None: all, in each of its rows."""
+
+    def tokens(self, step):
+        """Tokens scored in the steps before `step`."""
+        return step * self.rows * self.block_size
+
+
+class DocumentBatches(Reader):
+    """Training batches of documents, a function of (seed, step) alone, like those of Batches.
+
+    A row is a document by itself, of `shortest` to block_size tokens: those before it are not there, but for
+    the separator that its first token is predicted from. Shorter documents are left out. A longer one is cut
+    evenly into several rows, whose length each pass draws anew, so that lengths mix; a row that goes on in a
+    document begins with the token before it. What a row lacks of the longest in its batch is padding behind
+    it, which no token before sees.
+
+    Each pass has an order of its own. Rows of similar length come together: POOL batches in a row are sorted
+    by length, then batches are shuffled. What a pass has left over beyond whole batches is left out.
+
+    few_widths: a batch is as wide as one of few widths, half an octave from each other, for a model that is
+    compiled for each; else a multiple of eight, which kernels like.
+    """
+
+    POOL = 64
+
+    def __init__(self, dataset, split, block_size, rows, seed, shortest, few_widths=False):
+        super().__init__(dataset, split)
+        widths = np.arange(8, block_size + 8, 8)
+        if few_widths:
+            octaves = math.log2(block_size / shortest)
+            widths = 8 * np.ceil(block_size * 2 ** (-np.arange(2 * octaves + 1) / 2) / 8)
+        self.widths = np.unique(np.minimum(widths, block_size)).astype(int)
+        self.block_size, self.rows, self.seed, self.shortest = block_size, rows, seed, shortest
+        cuts = dataset.documents(split)
+        size = np.diff(cuts)
+        self.n_documents = len(size)
+        self.first, self.size = cuts[:-1][size >= shortest], size[size >= shortest]
+        fewest = int((-(-self.size // block_size)).sum())
+        if fewest < rows:
+            raise UserError(f"{dataset.dir / split}.bin has {fewest:,} rows of documents of at least "
+                            f"{shortest} tokens: fewer than the {rows:,} of a batch")
+        self.ends = []  # of each pass so far, the steps and the tokens to its end
+        self.one_pass = lru_cache(maxsize=2)(self.one_pass)
+
+    def one_pass(self, number):
+        """(first token, length) of each row in pass `number`, int64 [steps, rows] each."""
+        rng, T = np.random.default_rng([self.seed, number]), self.block_size
+        low, high = math.log(2 * self.shortest), math.log(T)  # even parts may be half as long
+        target = np.exp(low + (high - low) * rng.random(len(self.size)))
+        parts = np.where(self.size > T, np.ceil(self.size / target), 1).astype(np.int64)
+        document = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(document)) - np.repeat(parts.cumsum() - parts, parts)
+        size, parts = self.size[document], parts[document]
+        start, end = size * part // parts, size * (part + 1) // parts
+        first, length = self.first[document] + start, end - start
+
+        steps = len(document) // self.rows
+        order = rng.permutation(len(document))[:steps * self.rows]
+        pool = np.arange(len(order)) // (self.POOL * self.rows)
+        order = order[np.lexsort((length[order], pool))].reshape(steps, self.rows)
+        order = order[rng.permutation(steps)]
+        return first[order], length[order]
+
+    def place(self, step):
+        """(pass, step within it) of a step."""
+        while not self.ends or self.ends[-1][0] <= step:
+            _, length = self.one_pass(len(self.ends))
+            steps, tokens = self.ends[-1] if self.ends else (0, 0)
+            self.ends.append((steps + len(length), tokens + int(length.sum())))
+        number = bisect([steps for steps, _ in self.ends], step)
+        return number, step - (self.ends[number - 1][0] if number else 0)
+
+    def width(self, length):
+        """Columns of a batch whose rows have these lengths."""
+        return int(self.widths[np.searchsorted(self.widths, length.max())])
+
+    def __call__(self, step, rank=0, world=1):
+        """This rank's rows of the batch at `step`, int64 [rows / world, longest + 1], -1: padding."""
+        number, at = self.place(step)
+        first, length = (each[at] for each in self.one_pass(number))
+        width = self.width(length)
+        first, length = first[rank::world], length[rank::world]
+        ids = np.full((len(first), 1 + width), -1)
+        pieces = self.cut(np.maximum(first - 1, 0).tolist(), (first + length).tolist())
+        for row, n, piece in zip(ids, length, pieces):
+            row[1 + n - len(piece):1 + n] = piece
+        begins = self.first[np.searchsorted(self.first, first, "right") - 1] == first
+        ids[begins, 0] = self.dataset.separator
+        return torch.from_numpy(self.checked(ids))
+
+    def scored(self, step):
+        """Tokens of the batch at `step` that are scored, over all ranks."""
+        number, at = self.place(step)
+        return int(self.one_pass(number)[1][at].sum())
+
+    def tokens(self, step):
+        """Tokens scored in the steps before `step`."""
+        number, at = self.place(step)
+        return int(self.one_pass(number)[1][:at].sum()) + (self.ends[number - 1][1] if number else 0)
+
+    def __str__(self):
+        """What there is of it, and how much of the first pass is padding, in a line."""
+        _, length = self.one_pass(0)
+        padded = sum(self.width(row) for row in length) * self.rows
+        long, share = len(self.size), self.size.sum() / len(self.data)
+        return (f"documents: {long:,} of {self.n_documents:,} have at least {self.shortest} tokens, "
+                f"{share:.1%} of {self.split}; a pass is {len(length):,} steps, its rows have "
+                f"{length.min():,} to {length.max():,} tokens, {length.mean():,.0f} in the mean, "
+                f"and {1 - length.sum() / padded:.1%} of it is padding")

@@ -1,0 +1,467 @@
+"""
+Scoring: the nats of every token of a split, each once, or of a continuation given its prompt.
+
+Whole splits are cut into windows; what a token sees before it is part of the number (see windows()).
+"""
+
+import codecs
+import math
+import re
+import time
+from bisect import bisect_right
+from contextlib import nullcontext
+from itertools import groupby
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from nanoheads.common import OWN_FILES, UserError
+from nanoheads.dataset import Dataset
+from nanoheads.tokenizer import count_chars
+from nanoheads import checkpoint
+
+
+BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
+
+
+# ---- scoring ----
+
+def refuse_replaced():
+    """UserError where a mechanism of one's own replaced something of the programs that score it."""
+    if OWN_FILES:
+        from nanoheads import replaced  # only here: most runs have none
+        replaced.refuse()
+
+
+def windows(n, block_size, stride):
+    """[(start, end, scored)]: read tokens [start, end), score the last `scored`; each of n is scored once."""
+    return [window(i, n, block_size, stride) for i in range(n_windows(n, block_size, stride))]
+
+
+def n_windows(n, block_size, stride):
+    """How many windows() there are. ValueError: windows that leave tokens out."""
+    if not 1 <= stride <= block_size:
+        raise ValueError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
+    return 1 + max(0, -(-(n - block_size) // stride))
+
+
+def window(i, n, block_size, stride):
+    """The i-th of windows()."""
+    if i == 0:
+        return 0, min(block_size, n), min(block_size, n)
+    done = block_size + (i - 1) * stride  # scored by the windows before it
+    end = min(done + stride, n)
+    return done + stride - block_size, end, end - done
+
+
+def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
+    """The windows of a split that score() scores.
+
+    max_tokens > 0: whole windows, evenly spaced from the first to the last, at least one, and beyond that so
+    many tokens at most. longest: a longer context, in whose windows these tokens are chosen; each of them is
+    scored as it is in the whole split, in windows of block_size.
+    """
+    n, longest = len(dataset.tokens(split)), longest or block_size
+    if not 0 < max_tokens < n:
+        return windows(n, block_size, stride or block_size)
+    # only those that are chosen are made: of a large split there are millions, at each evaluation
+    step = stride or longest
+    last = n_windows(n, longest, step) - 1
+    start, end, _ = window(last, n, longest, step)
+    if last and end - start < longest:
+        last -= 1  # it is cut short by the end of the text
+    count = max(1, 1 + (max_tokens - longest) // step)
+    chosen = [window(i * last // max(1, count - 1), n, longest, step) for i in range(count)]
+    return chosen if longest == block_size else within(windows(n, block_size, stride or block_size), chosen)
+
+
+def within(cuts, chosen):
+    """The windows of `cuts` that score what the windows of `chosen` score, cut to that."""
+    ends, found = [end for _, end, _ in cuts], []
+    for _, to, scored in chosen:
+        done = to - scored
+        while done < to:  # the window that scores the next token; what follows in it is not read
+            start, end, _ = cuts[bisect_right(ends, done)]
+            end = min(end, to)
+            found.append((start, end, end - done))
+            done = end
+    return found
+
+
+def window_ids(tokens, separator, start, end):
+    """Tokens [start, end) after the one before them, at the beginning the separator; int64 [1 + n]."""
+    ids = tokens[start - 1:end] if start else np.concatenate(([separator], tokens[:end]))
+    return ids.astype(np.int64)
+
+
+def nats_of(logits, targets):
+    """-log p(target), float64 [B, T] on the CPU, from logits [B, T, V].
+
+    The sum over V is float32, its log float64.
+    """
+    top = logits.amax(-1)
+    mass = (logits - top[..., None]).exp().sum(-1)
+    short = top - logits.gather(-1, targets[..., None]).squeeze(-1)
+    mass, short = torch.stack((mass, short)).cpu().double()
+    return (mass.log() + short).numpy()
+
+
+def nats_of_last(model, ids, n, most=None):
+    """-log p of the last n of ids [B, 1 + T], float64 [B, n]; logits of `most` tokens in memory at a time,
+    None: of all.
+    """
+    if most is None or len(ids) * n <= most:
+        return nats_of(model(ids[:, :-1]).logits[:, -n:], ids[:, -n:])
+    x = model.hidden(ids[:, :-1])[:, -n:].flatten(0, 1)
+    parts = [nats_of(model.head(x_), y) for x_, y in zip(x.split(most), ids[:, -n:].flatten().split(most))]
+    return np.concatenate(parts).reshape(len(ids), n)
+
+
+LOGITS_AT_ONCE = 1 << 26  # 256 MB of them
+
+
+def rows_at_once(device, block_size, vocab_size, batch_tokens=16384):
+    """(rows in a forward pass, tokens whose logits are in memory at a time or None: all) when scoring.
+
+    Logits are vocab_size floats a token. A CPU is fastest while they fit its caches; a GPU wants many rows in
+    the blocks, and the logits of a large vocabulary in portions.
+    """
+    most = max(1, LOGITS_AT_ONCE // vocab_size)
+    if device.type == "cpu":
+        batch_tokens, most = min(batch_tokens, most, 4096), None
+    return max(1, batch_tokens // block_size), most
+
+
+@torch.no_grad()
+def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
+          per_token=False, progress=False, rows=None, into=None, longest=0):
+    """Cross-entropy of a split: (nats summed, tokens scored), or with per_token those of each, [n] float32.
+
+    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, and with
+    one `longest` the same for each model, see windows_of(). Windows go to ranks in turn; the caller adds the
+    ranks' sums up. rows: windows in a forward pass, None: by batch_tokens. into: a list that the nats of each
+    token are added to, in parts. UserError: a mechanism replaced something of these programs.
+    """
+    refuse_replaced()
+    device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
+    cuts = windows_of(dataset, split, T, stride, max_tokens, longest)[rank::world]
+    fitting, most = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
+    rows = rows or fitting
+
+    nats, count, parts = 0.0, 0, [np.empty(0, np.float32)] if into is None else into
+    bar = tqdm(total=sum(scored for _, _, scored in cuts), desc=split, unit="tok", unit_scale=True,
+               disable=not progress, leave=False, mininterval=0.5)
+    was_training = model.training
+    model.eval()
+    try:
+        with autocast or nullcontext(), bar:
+            # windows of one length and one scored part go together
+            for (_, scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
+                group = list(group)
+                for at in range(0, len(group), rows):
+                    ids = np.stack([window_ids(tokens, dataset.separator, start, end)
+                                    for start, end, _ in group[at:at + rows]])
+                    ids = torch.from_numpy(ids).to(device)
+                    each = nats_of_last(model, ids, scored, most)
+                    nats += float(each.sum())
+                    count += each.size
+                    if per_token or into is not None:
+                        parts.append(each.astype(np.float32).ravel())
+                    bar.update(each.size)
+    finally:
+        model.train(was_training)
+    refuse_replaced()  # its code ran meanwhile
+    return np.concatenate(parts) if per_token else (nats, count)
+
+
+def bits(nats, count):
+    """Bits for each of `count` bytes (or characters)."""
+    return nats / (math.log(2) * count)
+
+
+def score_windows(model, data, split, tokens):
+    """(nats of each window [n_windows], {nats, tokens, bytes, bpb}). UserError where they are not finite."""
+    nats = score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
+    total = float(nats.sum())
+    if not np.isfinite(nats).all():
+        raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
+    windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
+    count, size = scored_size(data, split, windows)
+    per_window = summed(nats, [scored for _, _, scored in windows])
+    return per_window, dict(nats=total, tokens=count, bytes=size, bpb=bits(total, size))
+
+
+def scored_size(data, split, cuts):
+    """(tokens, bytes) of the text that these windows score."""
+    count, whole = sum(scored for _, _, scored in cuts), data.splits[split]
+    if count == whole["tokens"]:
+        return count, whole["bytes"]
+    # a slice, whose tokens may be longer or shorter than the others
+    return count, text_size(data, split, cuts)[0]
+
+
+def summed(nats, sizes):
+    """The sums of consecutive parts of nats [n], so many tokens each."""
+    return np.add.reduceat(nats, np.cumsum([0, *sizes[:-1]]))
+
+
+def scored_text(data, split, cuts):
+    """The text, in bytes, of what each of these windows scores. A separator of documents is no text."""
+    ids, mark = data.tokens(split), mark_of(data)
+    parts = (ids[end - scored:end] for _, end, scored in cuts)
+    return [data.tokenizer.decode_bytes(part if mark is None else part[part != data.separator])
+            for part in parts]
+
+
+def text_size(data, split, cuts):
+    """(bytes, characters) of the text of what these windows score: of the text itself, also where its tokens
+    spell something else. UserError where the data folder does not say what they stand for.
+    """
+    text = scored_text(data, split, cuts)
+    size, chars = sum(map(len, text)), sum(map(count_chars, text))
+    if data.tokenizer.encoding == "hf" and "spelled" not in data.meta:  # an older folder
+        check_spelled(data, split)
+    more = data.sizes_beyond(split)
+    for _, end, scored in cuts:
+        first, last = np.searchsorted(more[:, 0], (end - scored, end))
+        more_bytes, more_chars = more[first:last, 1:].sum(0).tolist()
+        size, chars = size + more_bytes, chars + more_chars
+    return size, chars
+
+
+def check_spelled(data, split, piece=1 << 20):
+    """UserError unless the tokens of a split spell as many bytes as its text has."""
+    tokens, size = data.sizes[split]
+    cuts = ((0, min(at + piece, tokens), min(piece, tokens - at)) for at in range(0, tokens, piece))
+    spelled = sum(len(scored_text(data, split, [cut])[0]) for cut in cuts)
+    if spelled != size:
+        raise UserError(f"{data.dir}: the tokens of {split} spell {spelled:,} bytes where its text has "
+                        f"{size:,}, so that a part of it has no bits per byte; run its prepare script with "
+                        "--force")
+
+
+def mark_of(data):
+    """How the token between documents is spelled, in bytes; None: what separates them is text, a newline."""
+    if data.tokenizer.encoding in ("byte", "char"):
+        return None
+    return data.tokenizer.decode_bytes([data.separator]) if data.separator == data.tokenizer.end else None
+
+
+def count_words(dataset, split, piece=1 << 20):
+    """Words of a split, one more than its runs of whitespace, as lm-evaluation-harness counts them.
+
+    Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
+    pairs, where their spelling is not at hand.
+    """
+    from nanoheads.sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
+    if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
+        return None
+    tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
+    count, space, mark = 1, False, mark_of(dataset)
+    for at in range(0, len(tokens), piece):
+        data = dataset.tokenizer.decode_bytes(tokens[at:at + piece])
+        text = decoder.decode(data.replace(mark, b"\n") if mark else data)  # between documents a word ends
+        if text:
+            count += len(re.findall(r"\s+", text)) - (space and text[0].isspace())
+            space = text[-1].isspace()
+    return count
+
+
+@torch.no_grad()
+def nats_after(model, separator, pairs):
+    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
+
+    Windows move by half a block: beyond the first, a token sees at least half a block before it.
+    """
+    device, T = next(model.parameters()).device, model.config.block_size
+    batch = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
+    found, pieces = np.zeros(len(pairs)), []
+    for i, (before, after) in enumerate(pairs):
+        text = np.array([*before, *after])
+        for start, end, new in windows(len(text), T, max(1, T // 2)):
+            new = min(new, end - len(before))  # the prompt is context alone
+            if new > 0:
+                pieces.append((i, window_ids(text, separator, start, end), new))
+
+    # windows of one length and one scored part go together
+    def shape(piece):
+        return len(piece[1]), piece[2]
+    for (_, new), group in groupby(sorted(pieces, key=shape), shape):
+        group = list(group)
+        for first in range(0, len(group), batch):
+            part = group[first:first + batch]
+            ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
+            nats = nats_of_last(model, ids, new)
+            np.add.at(found, [piece[0] for piece in part], nats.sum(1))
+    refuse_replaced()
+    return found
+
+
+# ---- checkpoints and their data ----
+
+def dataset_of(state, path, name=None):
+    """The Dataset called `name`, or else the one that a read checkpoint was trained on. UserError."""
+    meta, train = state["meta"] or {}, state.get("train") or {}
+    names = [name] if name else [train.get("dataset"), state.get("dataset"), meta.get("name")]
+    names = [n for n in names if n]
+    if not names:
+        raise UserError(f"{path} does not say what it was trained on; name it with --dataset")
+    for other in names[:-1]:  # a path may lead nowhere from here, while data/<name> is there
+        try:
+            return Dataset(other)
+        except UserError:
+            pass
+    return Dataset(names[-1])
+
+
+def load(path, split, stride, device, dataset=None, settings=()):
+    """(state, model, Dataset) of one checkpoint, after every check that needs no scoring."""
+    state = checkpoint.read(path)
+    model = checkpoint.build(state, path, device, settings)
+    data = dataset_of(state, path, dataset)
+    checkpoint.same_vocabulary(state, data, path)
+    then, now = ({"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
+                 for meta in (state["meta"] or {}, data.meta))
+    if then.get("sha256") and not dataset:
+        anyway = f"--dataset={data.dir} scores it all the same"
+        if then["sha256"] != now.get("sha256"):
+            raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, "
+                            f"and may hold what it was trained on; {anyway}")
+        for key in ("tokens", "bytes", "separator"):
+            if then.get(key) not in (None, now[key]):
+                raise UserError(f"{path}: at its training {data.dir / 'meta.json'} had {key}={then[key]} for "
+                                f"{split}, and it has {now[key]} now; {anyway}")
+    windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
+    return state, model, data
+
+
+PIECES = 64  # of the scored text, at least where it has as many tokens: what a difference's interval rests on
+
+
+def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True, max_tokens=0, rows=None,
+             longest=0, pack=False):
+    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError.
+
+    max_tokens: score so many tokens at most, evenly spaced, in windows of `longest`, 0: of the model's own
+    context; rows: windows in one forward pass, None: by device. pack: score without the heads whose gate is
+    0, see pruning.pack(); what is said of the model is of all heads. pieces, [n], are nats of consecutive
+    parts of the text: what compared() needs.
+    """
+    state, model, data = load(path, split, stride, device, dataset, settings)
+    T, size, parts = model.config.block_size, dict(data.splits[split]), []
+    whole_model = dict(heads=heads_at_work(model), routing=routing_of(model, data, split),
+                       params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
+                       flops_per_token=model.flops_per_token())
+    if pack:
+        from nanoheads.pruning import pack_in_place  # not part of a run
+        pack_in_place(model)
+    began = time.perf_counter()
+    nats, tokens = score(model, data, split, stride, max_tokens, progress=progress, rows=rows, into=parts,
+                         longest=longest)
+    seconds, whole = time.perf_counter() - began, size["tokens"]
+    if not math.isfinite(nats):
+        raise UserError(f"{path} gives {nats} nats on {split}: "
+                        "its weights are damaged, or its training diverged")
+    if tokens < whole:
+        cuts = windows_of(data, split, longest or T, stride, max_tokens)
+        size["bytes"], size["chars"] = text_size(data, split, cuts)
+    stride, words = stride or T, None
+    if tokens == whole and data.meta.get("spelled", True):  # other tokens do not show the text's words
+        words = count_words(data, split)
+    context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
+    each, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))
+    return dict(pieces=summed(each, [piece] * (tokens // piece)), of=whole, **whole_model,
+                name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
+                chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
+                bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
+                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
+                word_ppl=words and math.exp(min(nats / words, 700)),
+                tokens_per_s=tokens / seconds,
+                step=state.get("step"), tokens_a_step=tokens_a_step(state, T), device=device,
+                split_sha256=size.get("sha256"), separator=data.separator,
+                note=data.meta.get("note"), set=list(settings))
+
+
+def tokens_a_step(state, block_size):
+    """Tokens that each step of a read checkpoint's training scored; None: its file does not say, or it was
+    trained on documents, which are not all of one length.
+    """
+    train = state.get("train") or {}
+    if train.get("documents") or not {"batch_size", "grad_accum"} <= train.keys():
+        return None
+    return train["batch_size"] * train["grad_accum"] * block_size
+
+
+def heads_at_work(model):
+    """[heads whose gate is above agency_threshold whatever they read, all heads]."""
+    found = [0, 0]
+    for block in model.transformer.h:
+        gate, n = block.attn.static_gate(noisy=False), block.attn.n_total
+        least, agency = model.config.agency_threshold, block.agency
+        if agency is not None and agency.scope == "block" and agency.gate() <= least:
+            gate = torch.zeros(n)  # of a withdrawn block no head is at work
+        found[0] += n if gate is None else int((gate > least).sum())
+        found[1] += n
+    return found
+
+
+def some_windows(model, data, split, tokens):
+    """Yield ids [1, 1 + block_size] of windows of a split, evenly spaced, always the same: so many tokens."""
+    device, text = next(model.parameters()).device, data.tokens(split)
+    for start, end, _ in windows_of(data, split, model.config.block_size, max_tokens=min(tokens, len(text))):
+        yield torch.from_numpy(window_ids(text, data.separator, start, end)[None]).to(device)
+
+
+ROUTED = 16384  # tokens, at most, by which a router's load is measured
+CRITICISED = 4096  # by which a critic's explained variance is, at each evaluation
+
+
+@torch.no_grad()
+def of_critic(model, data, split):
+    """{name: how much of the returns' variance A2C's value head explains, at most 1}; {}: the model has none.
+    """
+    if not hasattr(model, "value"):
+        return {}
+    from nanoheads.traces import critic_summary  # only here: most models have no critic
+    was_training, found = model.training, []
+    model.eval()
+    try:
+        for ids in some_windows(model, data, split, CRITICISED):
+            (x, results), targets, traces = model.run_blocks(ids[:, :-1]), ids[:, 1:], {}
+            # a pass with traces would measure all rows, too
+            nats = model.cross_entropy(x, targets, each=True)[1]
+            model.value.losses(x, nats, targets != -1, results["predictions"], traces)
+            found.append(traces)
+    finally:
+        model.train(was_training)
+    traces = {key: torch.cat([each[key] for each in found], 1) for key in found[0]}
+    does = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
+    return {"a2c_explained_variance": float(does["a2c.explained_variance"])}
+
+
+@torch.no_grad()
+def routing_of(model, data, split):
+    """[what the router of a block does, with `block`] as in traces.routing_summary(); []: none acts."""
+    if not model.config.routing:
+        return []
+    from nanoheads.traces import summaries  # only here: most models have no router
+    found = {}
+    for ids in some_windows(model, data, split, ROUTED):
+        for key, value in model(ids[:, :-1], traces=True).traces.items():
+            if key.endswith((".routing_weights", ".selected")):
+                found.setdefault(key, []).append(value)
+    rows = {}
+    for key, value in summaries({key: torch.cat(parts, 1) for key, parts in found.items()}).items():
+        _, block, what = key.split(".")
+        rows.setdefault(block, dict(block=int(block)))[what] = value.tolist()
+    return list(rows.values())
+
+
+def add_arguments(parser, split, required=True):
+    """The arguments of every program that scores checkpoints; split: the default one; required: --ckpt is."""
+    checkpoint.add_arguments(parser, required)
+    parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
+    parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+                                          "(default: the one trained on)")
+    parser.add_argument("--json", help="write the numbers to this file as well")
