@@ -44,18 +44,17 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
+from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, explain, keep_freed_memory,
                               last_words, pick_device, plural, say, table, writable, write_json)
-from nanoheads import own_mechanism
-from nanoheads.kernels import allow_graphs
-from nanoheads.pruning import prune_heads
-from nanoheads.dataset import Dataset
-from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
-from nanoheads import checkpoint
 from nanoheads.config import TrainConfig
+from nanoheads.dataset import Dataset
+from nanoheads.kernels import allow_graphs
 from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
+from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
+from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),

@@ -35,19 +35,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-
-from nanoheads import answer_interrupts, configurator
+import train
+from nanoheads import answer_interrupts, configurator, own_mechanism
 from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
-                              plural, say, table, writable, writable_folder, write_json)
-from nanoheads.folders import LONGEST, find, joined
-from nanoheads import own_mechanism
-from lab.probes import promises
-from lab.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
-                             trial)
-from lab.study import scores as score_file
-from lab.study.runs import Reuse, Runs, agreement
-from lab.study.variants import StudyConfig, VariantBuilder, variants_of
+                              plural, say, table, without_lab, writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
+from nanoheads.folders import LONGEST, find, joined
+
+try:
+    from lab.probes import promises
+    from lab.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
+                           trial)
+    from lab.study import scores as score_file
+    from lab.study.runs import Reuse, Runs, agreement
+    from lab.study.variants import StudyConfig, VariantBuilder, variants_of
+except ModuleNotFoundError as e:
+    sys.exit(f"compare: {without_lab(e, 'a study')}")
 
 PLAIN = "plain"
 FLAGS_WIDE = 70  # characters of a variant's flags in a line of a dry run
@@ -86,6 +89,8 @@ class Study:
     `place` None nothing runs: a stage then goes on with the scores that there are, or takes the first
     variants where there are none, so that a plan shows what would come.
     """
+
+    training = train  # its steps are timed; lab/ imports no program
 
     def __init__(self, config, name):
         self.config, self.name = config, name
@@ -410,8 +415,8 @@ def plan_of(study):
     variants = {**study.variants, **study.compared}
     device = pick_device(c.device)
     plain, sizes = study.builder.plain, study.builder.data.splits
-    seconds = costs.seconds_per_run(plain, device, slots.threads, c.test_tokens or sizes[c.split]["tokens"],
-                                    sizes["val"]["tokens"])
+    scored = c.test_tokens or sizes[c.split]["tokens"]
+    seconds = costs.seconds_per_run(plain, device, slots.threads, train, scored, sizes["val"]["tokens"])
     rows = []
     for variant in variants.values():
         own = results.sizes_of(variant, device)
@@ -483,7 +488,7 @@ def within_minutes(config, name):
     plain, splits = study.builder.plain, study.builder.data.splits
     config = replace(config, screen=study.screens())  # else it would be named among what is left out
     device = pick_device(config.device)
-    probed = costs.probe(plain, device, slots.threads)
+    probed = costs.probe(plain, device, slots.threads, train)
     test_tokens = config.test_tokens or splits[config.split]["tokens"]
 
     def seconds(smaller):
@@ -492,7 +497,7 @@ def within_minutes(config, name):
         # a wider plain GPT for each variant that may seem better is counted too
         runs = in_runs_of_plain(planned, planned.at_most())
         runs += smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
-        one_run = costs.seconds_per_run(planned.builder.plain, device, slots.threads, test_tokens,
+        one_run = costs.seconds_per_run(planned.builder.plain, device, slots.threads, train, test_tokens,
                                         splits["val"]["tokens"], probed)
         return runs * (one_run + SECONDS_BESIDE_STEPS) / slots.count
 

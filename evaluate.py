@@ -27,11 +27,10 @@ import sys
 from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
-from nanoheads import other_names
+from nanoheads import checkpoint, other_names
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
                               say, table, writable, write_json)
 from nanoheads.intervals import block_bootstrap
-from nanoheads import checkpoint
 from nanoheads.scoring import add_arguments, evaluate, load
 
 # arguments that this program had until they moved to probe.py, and what to type instead

@@ -22,11 +22,11 @@ import sys
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import (ArgumentParser, as_program, last_words, printable, say, writable,
-                              writable_folder, write_json)
 from nanoheads import other_names
-from nanoheads.folders import cleaned, joined
+from nanoheads.common import (ArgumentParser, as_program, from_lab, last_words, printable, say, writable,
+                              writable_folder, write_json)
 from nanoheads.curves import AXES, plot_runs
+from nanoheads.folders import cleaned, joined
 
 
 def arguments(argv):
@@ -84,8 +84,7 @@ def run(args):
     if args.out:
         writable_folder(args.out)
     if args.heads:
-        from lab.heads.pictures import plot_heads  # here: it imports torch and the model
-        written = plot_heads(given, names, together, called)
+        written = from_lab("lab.heads.pictures", "--heads").plot_heads(given, names, together, called)
     else:
         written = plot_runs(given, names, together, args.x, called)
     if written:

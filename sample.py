@@ -20,13 +20,11 @@ import sys
 from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
-from nanoheads import other_names
-from nanoheads.common import (ArgumentParser, UserError, as_program, last_words, pick_device, say, writable,
-                              write_json)
-from lab.heads import look
-from nanoheads import checkpoint
-from nanoheads.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
-                                         read_prompt, side_by_side, stop_of)
+from nanoheads import checkpoint, other_names
+from nanoheads.common import (ArgumentParser, UserError, as_program, from_lab, last_words, pick_device, say,
+                              writable, write_json)
+from nanoheads.sampling import (add_arguments, check, encode, generate, model_and_tokenizer, read_prompt,
+                                side_by_side, stop_of)
 
 
 def audit_files(args, models):
@@ -35,7 +33,7 @@ def audit_files(args, models):
         return None
     if len(models) > 1:
         raise UserError("--audit takes one checkpoint")
-    return look.paths(args.audit, "--audit")
+    return from_lab("lab.heads.look", "--audit").paths(args.audit, "--audit")
 
 
 def explained(args, models, prompts, made, files):
@@ -43,6 +41,7 @@ def explained(args, models, prompts, made, files):
 
     files: see audit_files().
     """
+    look = from_lab("lab.heads.look", "--audit")
     (model, tokenizer), = models
     viewer = look.Viewer(model, args.ckpt[0], args.settings)
     return look.of_samples(viewer, tokenizer, prompts[0][0].tolist(), made[0].rows, files)

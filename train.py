@@ -35,22 +35,21 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanoheads import configurator
-from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, plural, ran_out_of_memory, say,
-                              writable, write_json)
+from nanoheads import checkpoint, configurator
+from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, from_lab, plural,
+                              ran_out_of_memory, say, writable, write_json)
+from nanoheads.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
+                              note_on_warmup, trained_with)
+from nanoheads.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
-from nanoheads.dataset import Batches, Dataset, DocumentBatches
-from nanoheads.timing import mfu
-from nanoheads import checkpoint
-from nanoheads.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
-                                       note_on_warmup, trained_with)
-from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
-                                      lr_multiplier, make_optimizers, note_on_compile, of_mechanisms,
-                                      precision, seed_step)
-from nanoheads.ranks import Process, StopSignal, join_ranks
 from nanoheads.log import Log, write_config
+from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
+                             lr_multiplier, make_optimizers, note_on_compile, of_mechanisms, precision,
+                             seed_step)
+from nanoheads.ranks import Process, StopSignal, join_ranks
 from nanoheads.scoring import bits, of_critic, score
+from nanoheads.timing import mfu
 
 
 # ---- a training step, and the loop around it ----
@@ -593,7 +592,7 @@ def train_alone(model_config, config, given, process):
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     asked = checkpoint.asked_for(model_config, config)
     if config.dynamic_heads or config.grow_from is not None:
-        from lab.heads import controller  # only here: most runs do without
+        controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         model_config = controller.starting_config(model_config, config)
     try:
         model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
@@ -606,11 +605,14 @@ def train_alone(model_config, config, given, process):
     check_model(model, config)
     if OWN_FILES and model.changes_scores:
         try_scores(model, process.device)
+    if model.config.own and not config.eval_only:
+        from nanoheads import lookahead  # only here: of the mechanisms of model.py it is known
+        lookahead.refuse(lookahead.grown(model), config, "before training", step=0)
     targets = None
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
     if config.labels:
-        from lab.labels.targets import Targets  # only here: most runs have no labels
+        Targets = from_lab("lab.labels.targets", f"labels={config.labels}").Targets
         targets = Targets(dataset, config.labels, model.config.constraint_names)
         targets.check("train")
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
@@ -786,6 +788,8 @@ def main(argv=None):
     argv, config = sys.argv[1:] if argv is None else argv, None
     answer_interrupts()
     try:
+        if argv[:1] == ["--trial"]:  # a run that a study of compare.py has planned
+            return from_lab("lab.study.trial", "--trial").main(argv[1:], train)
         # read the files of one's own that --mechanism names, here or in a config file: their mechanisms join
         # those of model.py
         trusted = "--trust_code" in argv
@@ -794,7 +798,7 @@ def main(argv=None):
             from nanoheads import own_mechanism  # only here: most runs have none
             argv = own_mechanism.take(argv, every="--check" in argv)
         if "--check" in argv:
-            from lab.probes import promises  # only here: a run needs no probe
+            promises = from_lab("lab.probes.promises", "--check")
             return promises.main([arg for arg in argv if arg != "--check"], __doc__)
         # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which wins;
         # what --resume --out_dir=X leaves open is as X/config.json says

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import ArgumentParser, UserError
-from nanoheads.dataset import Dataset
 from lab.labels.labellers import LABELLERS, NAME, Text
 from lab.labels.labels import label, report
+from nanoheads.common import ArgumentParser, UserError
+from nanoheads.dataset import Dataset
 from nanoheads.writing import run
 
 # the flags of each way to label; those of the others are refused

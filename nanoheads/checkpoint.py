@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, Agency, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, plural,
+from nanoheads.common import (UserError, fault_of_own_file, from_json, from_lab, json_safe, number, plural,
                               ran_out_of_memory, with_names_of_today, write_atomic)
+from nanoheads.config import TrainConfig, trained_with
 from nanoheads.configurator import keys_of, nearest, parse, print_once, set_by_hand, type_name, typed
+from nanoheads.dataset import digests_of
 from nanoheads.folders import find
 from nanoheads.other_names import ROUTING_PAIR
-from nanoheads.dataset import digests_of
 from nanoheads.tokenizer import problem_of_meta
-from nanoheads.config import TrainConfig, trained_with
 
 
 # ---- what is in the file ----
@@ -172,7 +172,8 @@ def read(path, device="cpu", trust_code=False):
     checkpoint's folder is run, and a line says so. Raises UserError.
     """
     if not file_of(path).is_file():  # no file of ours: a folder of transformers', or a name on the hub
-        from lab.hub import huggingface as hf
+        what = f"{path} is no checkpoint of train.py: reading what else it may be"
+        hf = from_lab("lab.hub.huggingface", what)
         if hf.is_folder(path):
             return hf.read(path, trust_code)
         if hf.is_name(path) and not Path(path).exists():

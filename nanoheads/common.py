@@ -16,6 +16,7 @@ import tempfile
 import textwrap
 import traceback
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 from nanoheads import answer_interrupts
@@ -49,6 +50,26 @@ def ran_out_of_memory(e):
     """Whether an exception says that memory ran out, on a CPU or a GPU."""
     signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
     return isinstance(e, MemoryError) or any(sign in str(e) for sign in signs)
+
+
+def from_lab(name, what):
+    """A module of lab/, imported where it is asked for: nothing else here needs it.
+
+    name: "lab.heads.controller", say. what: the flag or the program that asks. UserError: there is no lab/.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        raise UserError(without_lab(e, what)) from None
+
+
+def without_lab(e, what):
+    """What to say where importing something of lab/ failed, in one line. Raises e where it was not lab/ that
+    was missing.
+    """
+    if (e.name or "").partition(".")[0] != "lab":
+        raise e
+    return f"{what} is work of lab/, which is not there beside nanoheads/: bring it back, or do without"
 
 
 def explain(e, less=LESS):

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
-from nanoheads.common import UserError, gib, memory_of_machine
+from nanoheads.common import UserError, from_lab, gib, memory_of_machine
 from nanoheads.configurator import text_problems, typed
-from nanoheads.mechanism import flag, range_problems
 from nanoheads.dataset import Dataset
+from nanoheads.mechanism import flag, range_problems
 from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
@@ -258,8 +258,8 @@ def conflicts(model_config, config):
     try:
         dataset = Dataset(config.dataset)
         if config.labels and model_config.constraint_names:
-            from lab.labels.targets import Targets  # only here: most runs have no labels
-            Targets(dataset, config.labels, model_config.constraint_names)
+            targets = from_lab("lab.labels.targets", f"labels={config.labels}")
+            targets.Targets(dataset, config.labels, model_config.constraint_names)
     except UserError as e:
         return bad + [str(e)]
     if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
@@ -365,9 +365,8 @@ def controller_conflicts(model, config):
         bad.append("block_size must be at least 2 to measure heads")
     bad += scope_conflicts(model, config)
     if config.policy_rules:
-        from lab.heads.rules import Rules  # only here: most runs have none
         try:
-            Rules.read(config.policy_rules)
+            from_lab("lab.heads.rules", f"policy_rules={config.policy_rules}").Rules.read(config.policy_rules)
         except UserError as e:
             bad.append(str(e))
     return bad

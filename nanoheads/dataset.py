@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads.common import ROOT, UserError, from_json
 from nanoheads import checksums
+from nanoheads.common import ROOT, UserError, from_json
 from nanoheads.tokenizer import Tokenizer, problem_of_meta, token_sizes
 
 # where a document begins in the bytes of a text, whose lines may end in \r\n: the first of these that is

@@ -1,8 +1,9 @@
 """
 Does a model look ahead, or mix the rows of a batch, at the size at which it is trained and scored?
 
-A study asks this of each of its runs, of a new model before it is trained and of the trained one before its
-score is used; train.py --check asks it at a scale's size. The batches have the run's block_size; in training
+train.py asks this of a model with a mechanism in a file of one's own, before it trains it. A study asks it of
+each of its runs, of the new model and of the trained one before its score is used; train.py --check asks it
+at a scale's size. The batches have the run's block_size; in training
 mode its batch_size, in evaluation mode as many rows as are scored at once; the run's dtype, and float32, in
 which is scored.
 
@@ -21,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanoheads.common import UserError
 from nanoheads.causality import Perturbation, two_texts
+from nanoheads.common import UserError
 from nanoheads.optim import precision, seed_step
 from nanoheads.scoring import rows_at_once
 

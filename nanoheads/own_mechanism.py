@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 import model
+from nanoheads import replaced
 from nanoheads.common import UserError, say
 from nanoheads.configurator import FILE, NAMING, check, keys_of, near, of_config, type_name
 from nanoheads.mechanism import Mechanism, choices
-from nanoheads import replaced
 from nanoheads.own_files import OwnFile, add_arguments, copy, import_ahead, inside, opened, run
 
 __all__ = ["ADDED", "OwnFile", "add", "add_arguments", "copy", "held", "opened", "take"]

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanoheads import checkpoint
 from nanoheads.common import UserError, printable, read_whole, unescaped
 from nanoheads.logits import NotNumbers, check_sampling
 from nanoheads.pruning import pack_in_place
-from nanoheads.tokenizer import Tokenizer
-from nanoheads import checkpoint
 from nanoheads.scoring import dataset_of
+from nanoheads.tokenizer import Tokenizer
 
 
 def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):

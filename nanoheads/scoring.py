@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanoheads import checkpoint
 from nanoheads.common import OWN_FILES, UserError
 from nanoheads.dataset import Dataset
 from nanoheads.tokenizer import count_chars
-from nanoheads import checkpoint
 
 
 BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that

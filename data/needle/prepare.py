@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from lab.probes.facts import DIGITS, digits_of, fact, names
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
-from lab.probes.facts import DIGITS, digits_of, fact, names
 from nanoheads.sources import SPLITS, identity
 from nanoheads.writing import already, arguments, build, run
 

@@ -22,12 +22,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from model import Output
-from nanoheads.common import UserError
-from nanoheads.configurator import near
 from lab.heads import controller
 from lab.heads.measuring import measure
-from nanoheads.mechanism import HeadControl
+from nanoheads.common import UserError
 from nanoheads.config import ControllerConfig, TrainConfig, controller_conflicts
+from nanoheads.configurator import near
+from nanoheads.mechanism import HeadControl
 from nanoheads.ranks import Process
 
 

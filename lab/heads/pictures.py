@@ -20,8 +20,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
 from nanoheads.common import no_link, number
-from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
 from nanoheads.curves import curves_of
+from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
 from nanoheads.log import read_rows, warn
 
 STATES = list(Agency.STATES)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from model import Agency
-from nanoheads.common import UserError
 from lab.heads.measuring import attentions, static_gates
 from lab.heads.rules import Rules
+from nanoheads.common import UserError
 from nanoheads.log import append_row
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns

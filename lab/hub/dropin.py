@@ -23,9 +23,9 @@ import torch.nn as nn
 
 from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
                    OutputGate, Routing, Sentinel, Sink)
+from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 from nanoheads.common import UserError
 from nanoheads.configurator import near
-from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 from nanoheads.mechanism import HeadControl, Uniform
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from model import MECHANISM_CLASSES, RECIPES
-from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
 from nanoheads import own_mechanism as own
+from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
 from nanoheads.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.tokenizer import Tokenizer, byte_symbols
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, from_json, number, write_json
 from nanoheads import checksums
 from nanoheads.checksums import sha256
+from nanoheads.common import UserError, from_json, number, write_json
 from nanoheads.dataset import folders_of
 from nanoheads.tokenizer import is_text, is_whole, shown
 

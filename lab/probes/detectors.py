@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from nanoheads.common import in_float64, table
 from lab.heads.measuring import all_heads, evaluating
+from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
+                               positive)
+from nanoheads.common import in_float64, table
 from nanoheads.intervals import t_interval
-from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
-                                     plus_minus, positive)
 from nanoheads.scoring import nats_of
 
 

@@ -22,16 +22,14 @@ from dataclasses import replace
 import torch
 
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
-from nanoheads import configurator
-from nanoheads import own_mechanism as own
-from nanoheads.mechanism import Mechanism
-from nanoheads import lookahead
+from nanoheads import configurator, lookahead, own_mechanism as own
 from nanoheads.causality import Perturbation
-from nanoheads.pruning import prune_heads
 from nanoheads.checkpoint import make_neutral
+from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.config import TrainConfig, flags_by_name
+from nanoheads.mechanism import Mechanism
 from nanoheads.optim import of_mechanisms
+from nanoheads.pruning import prune_heads
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
 T = 13

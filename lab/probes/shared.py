@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
 from nanoheads import checkpoint
+from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
 from nanoheads.scoring import add_arguments, load, score, window_ids
 
 

@@ -16,12 +16,11 @@ from torch._subclasses.fake_tensor import (DataDependentOutputException, Dynamic
                                            FakeTensorMode)
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-import train
 from model import GPT, CausalMask, Window
-from nanoheads.timing import median_interval, timed
-from nanoheads.ranks import Process
 from nanoheads.log import processor
+from nanoheads.ranks import Process
 from nanoheads.scoring import score
+from nanoheads.timing import median_interval, timed
 
 # ---- FLOPs ----
 
@@ -103,24 +102,27 @@ def as_in_a_run(device, threads):
         torch.set_float32_matmul_precision(before[1])
 
 
-def ready(variant, device, rows):
-    """(a train.Run of a variant's model, x and y [rows, T]), as in training but on random text."""
+def ready(variant, device, rows, training):
+    """(a Run of a variant's model, x and y [rows, T]), as in training but on random text.
+
+    training: train.py's functions, here and below. A program imports lab/, and not the other way.
+    """
     model = GPT(variant.model).to(device)
     ids = torch.randint(variant.model.vocab_size, (rows, variant.model.block_size + 1), device=device)
-    return train.ready_to_step(model, variant.train, Process(device)), ids[:, :-1], ids[:, 1:]
+    return training.ready_to_step(model, variant.train, Process(device)), ids[:, :-1], ids[:, 1:]
 
 
-def stepper(variant, device, steps):
+def stepper(variant, device, steps, training):
     """A function that trains a variant's model for `steps` steps."""
-    run, x, y = ready(variant, device, variant.train.batch_size * variant.train.grad_accum)
+    run, x, y = ready(variant, device, variant.train.batch_size * variant.train.grad_accum, training)
 
     def take_steps():
         for _ in range(steps):
-            train.training_step(run, x, y)
+            training.training_step(run, x, y)
     return take_steps
 
 
-def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
+def step_time_ratios(variants, plain, device, threads, training, rounds=11, steps=4):
     """{name: row} of the variants: time of a training step over that of `plain`, and under which load.
 
     Each alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both. One
@@ -134,12 +136,12 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
     clock = time.process_time if on_processor else time.perf_counter
     rows = {}
     with as_in_a_run(device, threads):
-        plain_steps = stepper(plain, device, steps)
+        plain_steps = stepper(plain, device, steps, training)
         for variant in variants:
             load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
             # in a run it is the one model that is compiled; after several, torch would run the next one eager
             torch._dynamo.reset()
-            pair = plain_steps, stepper(variant, device, steps)
+            pair = plain_steps, stepper(variant, device, steps, training)
             for take_steps in pair:
                 take_steps()  # compilation, the plain GPT's again; allocation, caches
             seconds = [[timed(take_steps, device, clock) for take_steps in pair] for _ in range(rounds)]
@@ -159,7 +161,7 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
 PROBE_FLOPS = 2e11  # on a CPU, of a step that is timed: some seconds
 
 
-def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0, probed=None):
+def seconds_per_run(variant, device, threads, training, test_tokens, val_tokens=0, probed=None):
     """Seconds of one run, from a probe: training steps, evaluations, and the scoring of test_tokens tokens.
 
     val_tokens: what eval_tokens=0 means, the size of the validation split. probed: what probe() gave for a
@@ -167,13 +169,13 @@ def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0, probed=
     process (a few seconds), compilation, and what jobs at once take from each other.
     """
     config = variant.train
-    step, token = probed or probe(variant, device, threads)
+    step, token = probed or probe(variant, device, threads, training)
     evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at step 0, every so often, at the end
     scored = evaluations * 2 * (config.eval_tokens or val_tokens) + test_tokens
     return config.max_iters * step + scored * token
 
 
-def probe(variant, device, threads):
+def probe(variant, device, threads, training):
     """(seconds of a training step, seconds to score a token).
 
     Where a step is large, a part of its rows is timed and the rest taken to be in proportion.
@@ -185,10 +187,10 @@ def probe(variant, device, threads):
     portions = config.batch_size * config.grad_accum / rows
     with as_in_a_run(device, threads):
         alone = SimpleNamespace(model=variant.model, train=replace(config, grad_accum=1))
-        run, x, y = ready(alone, device, rows)
-        step = median_seconds(lambda: train.training_step(run, x, y), device)
+        run, x, y = ready(alone, device, rows, training)
+        step = median_seconds(lambda: training.training_step(run, x, y), device)
         if portions > 1:  # an update follows the last alone
-            step += (portions - 1) * median_seconds(lambda: train.forward_backward(run, x, y), device)
+            step += (portions - 1) * median_seconds(lambda: training.forward_backward(run, x, y), device)
         size = max(T, min(most, 4096 if on_cpu else 16384))  # a batch of score()
         ids = np.random.default_rng(1).integers(variant.model.vocab_size, size=size)
         text = SimpleNamespace(tokens=lambda split: ids, separator=0)

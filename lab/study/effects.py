@@ -15,9 +15,9 @@ import math
 import numpy as np
 from scipy.optimize import brentq
 
+from lab.study import stats
 from nanoheads.common import number
 from nanoheads.intervals import block_bootstrap
-from lab.study import stats
 from nanoheads.scoring import BLOCK
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are computed anew when they are read

@@ -19,17 +19,16 @@ from threading import Lock
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import ROOT, UserError, from_json, pick_device, plural, printable, write_atomic
 from lab.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
+from nanoheads.common import ROOT, UserError, from_json, pick_device, plural, printable, write_atomic
 from nanoheads.log import read_json
 
 
 def command_of(folder):
     """What runs a trial, from any working directory. It names the files of mechanisms that may run."""
     files = (read_json(Path(folder) / "trial.json") or {}).get("train", {}).get("own_mechanism")
-    # not -m: with it a model.py or train.py of the working directory would be imported in the place of ours
-    program = f"import sys; sys.path[0] = {str(ROOT)!r}; from lab.study import trial; trial.main()"
-    return [sys.executable, "-c", program, str(folder), *([f"--mechanism={files}"] if files else [])]
+    return [sys.executable, str(ROOT / "train.py"), "--trial", str(folder),
+            *([f"--mechanism={files}"] if files else [])]
 
 
 # ---- places to run ----

@@ -15,16 +15,16 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
+from lab.study import effects, pictures
+from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, better_side, candidates_table,
+                                costs_table, dynamic_tables, equal_of, headline, interval, known, label_of,
+                                labelled, ladder_table, level, limited_verdict, mean_alone, mean_of, measured,
+                                next_study, notices, others, others_table, part_of, plain_rates_table,
+                                question_of, remarks, screened_table, sentence_of, settings_of, show,
+                                standing, steps_table, texts_table, tuned_table, verdict_of, verdicts_table,
+                                without)
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
-from lab.study import effects, pictures
-from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, better_side,
-                                      candidates_table, costs_table, dynamic_tables, equal_of, headline,
-                                      interval, known, label_of, labelled, ladder_table, level,
-                                      limited_verdict, mean_alone, mean_of, measured, next_study, notices,
-                                      others, others_table, part_of, plain_rates_table, question_of, remarks,
-                                      screened_table, sentence_of, settings_of, show, standing, steps_table,
-                                      texts_table, tuned_table, verdict_of, verdicts_table, without)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from model import GPTConfig
-from nanoheads import replaced
-from nanoheads.common import UserError, json_safe, pick_device, write_atomic
+from lab.labels.targets import sha256
 from lab.study import costs, queue, trial
 from lab.study.variants import BOOKKEEPING
-from nanoheads.dataset import digests_of
-from lab.labels.targets import sha256
-from nanoheads import checkpoint
+from nanoheads import checkpoint, replaced
+from nanoheads.common import UserError, json_safe, pick_device, write_atomic
 from nanoheads.config import TrainConfig
+from nanoheads.dataset import digests_of
 from nanoheads.log import processor
 
 ONE_IN = 10  # of the runs that are done, where --rescore gives no number

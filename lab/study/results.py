@@ -25,16 +25,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads import configurator, replaced
-from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, plural,
-                              read_whole, say, with_names_of_today, write_atomic)
-from nanoheads.traces import summaries
 from lab.study import costs, dynamic, effects, queue, rescoring, shape, trial
 from lab.study.variants import StudyConfig, all_flags
+from nanoheads import checkpoint, configurator, replaced
+from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, plural,
+                              read_whole, say, with_names_of_today, write_atomic)
 from nanoheads.dataset import Dataset
-from nanoheads.timing import median_interval
-from nanoheads import checkpoint
 from nanoheads.scoring import bits, windows_of
+from nanoheads.timing import median_interval
+from nanoheads.traces import summaries
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
 
@@ -225,7 +224,7 @@ def time_ratio(study, variant, nothing_runs):
         c, device = study.config, pick_device(study.config.device)
         threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads
         try:
-            row = costs.step_time_ratios([variant], plain, device, threads)[variant.name]
+            row = costs.step_time_ratios([variant], plain, device, threads, study.training)[variant.name]
         except (UserError, torch.OutOfMemoryError):  # as its runs may have diverged, or run out of memory
             return None
         measured = ("low", "high", "ratios", "clock", "load", "cores", "threads", "processor", "compiled")

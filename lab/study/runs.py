@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from model import GPTConfig
-from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
 from lab.study import digest, queue, results, trial
 from lab.study.variants import BOOKKEEPING
 from nanoheads import checkpoint
+from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
 from nanoheads.scoring import scored_size, windows_of
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from

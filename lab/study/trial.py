@@ -1,7 +1,7 @@
 """
 One run of a study: its folder, what its numbers depend on, and the run itself: train, score, result.json.
 
-    python -m lab.study.trial out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
+    python train.py --trial out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
 split, and "code", "data", "torch", "libraries" and "environment": what else the numbers depend on. The
@@ -29,22 +29,19 @@ from nanoheads import threads  # noqa: F401  before torch, whose threads it has 
 import numpy as np
 import torch
 
-import train
 from model import GPT, GPTConfig
+from lab.heads import controller
+from lab.labels.targets import Targets, sha256
+from lab.study.digest import code_digest
+from nanoheads import checkpoint, lookahead, own_mechanism as own, replaced
+from nanoheads.checksums import stamp
 from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device, say,
                               write_atomic)
-from lab.heads import controller
-from nanoheads import own_mechanism as own, replaced
-from nanoheads.locks import only_writer
-from nanoheads.own_files import libraries_of, variables_of
-from nanoheads import lookahead
-from lab.study.digest import code_digest
-from nanoheads.checksums import stamp
-from nanoheads.dataset import Dataset, digests_of
-from lab.labels.targets import Targets, sha256
-from nanoheads import checkpoint
 from nanoheads.config import TrainConfig
+from nanoheads.dataset import Dataset, digests_of
+from nanoheads.locks import only_writer
 from nanoheads.log import peak_memory, processor, read_json, read_rows, set_aside, stamps
+from nanoheads.own_files import libraries_of, variables_of
 from nanoheads.scoring import BLOCK, bits, score_windows
 
 TRIALS = Path("out/trials")
@@ -148,11 +145,11 @@ def studies_in(found):
 
 # ---- the run ----
 
-def run(folder):
+def run(folder, train):
     """Train (or go on), score, measure; returns what it wrote into result.json.
 
-    UserError where the model looks ahead or mixes rows, before training or after it, or where a mechanism of
-    one's own replaced something of these programs: it is not scored then.
+    train: the function of train.py. UserError where the model looks ahead or mixes rows, before training or
+    after it, or where a mechanism of one's own replaced something of these programs: it is not scored then.
     """
     folder = Path(folder)
     if found := result(folder):
@@ -164,8 +161,9 @@ def run(folder):
     libraries = peak_memory()
     config = TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
     device = pick_device(config.device)
-    refuse_leak(GPTConfig(**spec["model"]), config, device)
-    last = train.train(GPTConfig(**spec["model"]), config)
+    if not config.own_mechanism:  # with one, train() looks itself
+        refuse_leak(GPTConfig(**spec["model"]), config, device)
+    last = train(GPTConfig(**spec["model"]), config)
     memory = None if libraries is None else peak_memory() - libraries
 
     state, model, per_window, scored = score_of(folder, spec, device)
@@ -376,12 +374,12 @@ def check_unchanged(folder, files=None):
 
 
 @output_written("trial")
-def main(argv=None):
+def main(argv, train):
     """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits.
 
-    argv: the folder; behind it --mechanism=FILE,FILE, WITH_PARENT, or nothing.
+    argv: the folder; behind it --mechanism=FILE,FILE, WITH_PARENT, or nothing. train: train.py's function,
+    which calls this.
     """
-    argv = sys.argv[1:] if argv is None else argv
     folder, options = Path(*argv[:1]), argv[1:]
     files = next((arg.partition("=")[2] for arg in options if arg.startswith("--mechanism=")), None)
     known = {WITH_PARENT, f"--mechanism={files}"}
@@ -398,13 +396,10 @@ def main(argv=None):
             add_mechanisms(folder, files)
             check_unchanged(folder, files)
             limit_memory()
-            run(folder)
+            run(folder, train)
     except (Exception, KeyboardInterrupt) as e:
         problem = explained(e)
         if problem is None:
             raise
         sys.exit(f"trial: {problem}")
 
-
-if __name__ == "__main__":
-    main()

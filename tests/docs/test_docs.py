@@ -12,10 +12,10 @@ from dataclasses import fields
 import pytest
 
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
-from nanoheads import configurator, other_names
-from nanoheads.configurator import choices
 from lab.study.variants import StudyConfig
+from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
+from nanoheads.configurator import choices
 from train import main
 from conftest import ROOT
 

@@ -12,9 +12,9 @@ import sample
 from model import GPT, MECHANISMS, GPTConfig
 from lab.heads.inspection import folded, main
 from lab.heads.measuring import attentions
-from nanoheads.pruning import prune_heads
-from nanoheads.dataset import Dataset
 from nanoheads import checkpoint, scoring
+from nanoheads.dataset import Dataset
+from nanoheads.pruning import prune_heads
 from conftest import ROOT
 from helpers import make_model
 

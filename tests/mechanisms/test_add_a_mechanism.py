@@ -19,15 +19,14 @@ import compare
 import model
 from conftest import ROOT, without_own_mechanisms
 from helpers import CODE, EXAMPLES, PAGE
-from nanoheads.common import UserError
-from nanoheads.configurator import keys_of
-from nanoheads import own_mechanism as own
 from lab.hub import huggingface as hf
 from lab.probes import promises
 from lab.study import digest
 from lab.study.variants import StudyConfig
-from nanoheads import checkpoint
+from nanoheads import checkpoint, own_mechanism as own
+from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
+from nanoheads.configurator import keys_of
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
 PASS = "    def score_mod(self, attn, heads):"

@@ -8,11 +8,10 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
-from nanoheads import attention, kernels, own_mechanism
-from nanoheads.common import UserError
 from lab.hub.layers import ConstraintAttention
 from lab.study import results, runs, trial
-from nanoheads import checkpoint
+from nanoheads import attention, checkpoint, kernels, own_mechanism
+from nanoheads.common import UserError
 from conftest import ROOT
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 

@@ -26,16 +26,14 @@ import sample
 import train
 from conftest import ROOT, forget_own_mechanisms
 from helpers import CODE
-from nanoheads.common import UserError
-from nanoheads.configurator import help_text, keys_of
-from nanoheads import own_files, own_mechanism as own, replaced
 from lab.hub import huggingface as hf
-from nanoheads import lookahead
 from lab.study import digest, queue, results, trial
 from lab.study.variants import StudyConfig, VariantBuilder, variants_of
-from nanoheads.dataset import Dataset
-from nanoheads import checkpoint, optim, scoring
+from nanoheads import checkpoint, lookahead, optim, own_files, own_mechanism as own, replaced, scoring
+from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
+from nanoheads.configurator import help_text, keys_of
+from nanoheads.dataset import Dataset
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
 MODE = """

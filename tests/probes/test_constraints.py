@@ -13,20 +13,19 @@ from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, ro
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
-from nanoheads import intervals, timing
-from nanoheads.common import UserError
+from lab.labels.targets import encode, label_file, write_meta
 from lab.probes.constraints import explain, metrics, token_probes
 from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
 from lab.probes.constraints.explain import removal_sets, scores_without, window_changes
-from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures,
-                                                  over_documents, over_text)
+from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures, over_documents,
+                                            over_text)
 from lab.probes.constraints.score import PRIOR
 from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
 from lab.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
 from lab.probes.keys import gone, without_keys
+from nanoheads import checkpoint, intervals, timing
+from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
-from lab.labels.targets import encode, label_file, write_meta
-from nanoheads import checkpoint
 from nanoheads.scoring import score as lm_score
 from probe import main as probe
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Sink
 from lab.heads.measuring import all_heads, attentions, inputs_of
 from lab.hub import huggingface as hf
-from nanoheads.mechanism import Mechanism
 from lab.probes.detectors import (PATTERNS, common_tokens, duplicate_token, induction, pattern_scores,
-                                        previous_token, repeats, share_on, typical_maps)
+                                  previous_token, repeats, share_on, typical_maps)
+from nanoheads.mechanism import Mechanism
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import load
 from probe import main

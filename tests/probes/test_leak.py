@@ -9,8 +9,8 @@ import torch
 
 from conftest import ROOT
 from model import GPT, GPTConfig
-from nanoheads.common import UserError
 from lab.probes.leak import leaks
+from nanoheads.common import UserError
 from probe import main
 
 V, T = 37, 12

@@ -17,20 +17,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads.common import UserError
 from lab.heads.measuring import measure
-from nanoheads.intervals import over_windows
 from lab.probes import keys
+from lab.probes.facts import DIGITS, names
 from lab.probes.heads import head_metrics, without_head
-from lab.probes.keys import (gone, gradient_times_input, nats_without, rankings, window_effects,
-                                   without_keys)
+from lab.probes.keys import gone, gradient_times_input, nats_without, rankings, window_effects, without_keys
 from lab.probes.needle import answers, haystacks, recalled
 from lab.probes.shared import open_checkpoints, window_text
 from lab.probes.states import states_on
-from nanoheads.dataset import Dataset
-from lab.probes.facts import DIGITS, names
 from nanoheads import checkpoint
+from nanoheads.common import UserError
 from nanoheads.config import ControllerConfig
+from nanoheads.dataset import Dataset
+from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
 from probe import PROBES, main
 

@@ -16,13 +16,12 @@ from scipy import stats
 from torch import nn
 
 from model import GPT, GPTConfig
-from nanoheads.intervals import jackknife
-from lab.probes import continuations
+from lab.probes import continuations, quality as textquality
 from lab.probes.continuations import text_table
-from lab.probes import quality as textquality
-from nanoheads.dataset import Dataset
 from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
 from nanoheads import scoring
+from nanoheads.dataset import Dataset
+from nanoheads.intervals import jackknife
 from nanoheads.scoring import nats_after
 from probe import main
 

@@ -10,22 +10,20 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from nanoheads import common, own_files
+from lab.heads import look
+from lab.heads.rules import Rules
+from lab.hub import huggingface
+from lab.labels import labellers
+from lab.labels.targets import Targets
+from lab.probes import continuations, fewshot
+from lab.study import queue, results, scores, trial
+from nanoheads import checkpoint, checksums, common, curves, log as runlog, own_files, sampling
 from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
                               write_atomic)
 from nanoheads.configurator import check
-from lab.heads import look
-from lab.hub import huggingface
-from lab.probes import continuations, fewshot
-from lab.study import queue, results, scores, trial
-from nanoheads import checksums
-from lab.labels import labellers
 from nanoheads.dataset import Dataset
-from lab.labels.targets import Targets
 from nanoheads.tokenizer import Tokenizer
-from nanoheads import checkpoint, curves, log as runlog, sampling
-from lab.heads.rules import Rules
 
 
 @pytest.mark.parametrize("e, line", [

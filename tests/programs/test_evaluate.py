@@ -20,12 +20,11 @@ from conftest import ROOT, put_meta, put_split, write_dataset
 from helpers import byte_pairs
 from evaluate import main, score_table
 from model import GPT, CausalSelfAttention, GPTConfig, Output
+from nanoheads import checkpoint, dataset, scoring, sources
 from nanoheads.common import UserError
-from nanoheads import dataset, sources
 from nanoheads.dataset import Dataset
-from nanoheads.tokenizer import Tokenizer
-from nanoheads import checkpoint, scoring
 from nanoheads.scoring import nats_of, nats_of_last, score, windows
+from nanoheads.tokenizer import Tokenizer
 
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
 KEYS = {"name", "split", "tokens", "bytes", "nats_per_token",

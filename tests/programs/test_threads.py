@@ -10,8 +10,7 @@ import sys
 import pytest
 
 import nanoheads
-from nanoheads import threads
-from nanoheads import writing
+from nanoheads import threads, writing
 from conftest import ROOT
 
 PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py")) if "__main__" in path.read_text()]

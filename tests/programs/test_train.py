@@ -22,11 +22,10 @@ import torch
 import model as model_py
 import train
 from model import GPT, GPTConfig
-from nanoheads import locks
+from nanoheads import checkpoint, locks, scoring
 from nanoheads.common import UserError
-from nanoheads.dataset import Batches, Dataset
-from nanoheads import checkpoint, scoring
 from nanoheads.config import WANDB_MODES
+from nanoheads.dataset import Batches, Dataset
 from conftest import ROOT, TINY
 from helpers import same, torchrun, untimed, weights
 from train import main

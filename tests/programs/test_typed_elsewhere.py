@@ -15,8 +15,7 @@ import train
 from conftest import TINY, write_dataset
 from helpers import torchrun
 from model import GPTConfig
-from nanoheads import configurator
-from nanoheads import checkpoint
+from nanoheads import checkpoint, configurator
 from nanoheads.config import TrainConfig, flags_by_name
 
 SMALL = [f"--{key}={value}" for key, value in TINY.items() if key not in ("device", "lr_decay_iters")]

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
-from nanoheads.common import ROOT, UserError
 from lab.study import digest
+from nanoheads.common import ROOT, UserError
 from nanoheads.config import ControllerConfig, TrainConfig
 
 from conftest import forget_code as forget

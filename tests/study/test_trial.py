@@ -20,11 +20,11 @@ import torch
 import compare
 from conftest import put_meta, write_dataset
 from model import GPTConfig
-from nanoheads.common import ROOT, UserError
 from lab.study import digest, queue, trial
-from nanoheads.checksums import sha256
-from nanoheads.dataset import Dataset
 from nanoheads import log as runlog
+from nanoheads.checksums import sha256
+from nanoheads.common import ROOT, UserError
+from nanoheads.dataset import Dataset
 
 
 def spec_of(data, tokens=0, **keys):

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from data import from_nanogpt, prepare_text
-from nanoheads.common import UserError
-from nanoheads.locks import temporary
 from nanoheads import sources, writing
+from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
+from nanoheads.locks import temporary
 from nanoheads.sources import File
 from nanoheads.tokenizer import Tokenizer
 from conftest import ROOT

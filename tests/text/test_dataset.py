@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from conftest import ROOT, put_meta, put_split
-from nanoheads.common import UserError
 from nanoheads import checksums, dataset, sources
 from nanoheads.checksums import sha256
+from nanoheads.common import UserError
 from nanoheads.dataset import Batches, Dataset
 
 

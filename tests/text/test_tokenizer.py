@@ -9,11 +9,11 @@ import pytest
 
 from conftest import ROOT, write_dataset
 from helpers import byte_pairs, meta_of
-from nanoheads.common import UserError
 from nanoheads import sources, tokenizer, writing
+from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.tokenizer import (AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces,
-                                      problem_of_meta)
+                                 problem_of_meta)
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 TEXTS = ["", "a", "To be, or not to be\n", "naïve — 日本語 😀\r\n\x00\t",

@@ -24,11 +24,10 @@ import sample
 import train
 from conftest import TINY as RUN
 from model import GPT, GPTConfig
-from nanoheads import common
+from nanoheads import checkpoint, common
 from nanoheads.common import UserError, explain, pick_device
-from nanoheads.dataset import Dataset
-from nanoheads import checkpoint
 from nanoheads.config import TrainConfig
+from nanoheads.dataset import Dataset
 from helpers import make_checkpoint
 from nanoheads.optim import AdamW
 

@@ -8,10 +8,9 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig
-from nanoheads import pruning
+from nanoheads import checkpoint, pruning
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
-from nanoheads import checkpoint
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=2, n_head=6, n_embd=72)
 NEUTRAL_FLAGS = {"window": 16, "score_cap": 1e6}  # what has to be said for a setting to be neutral

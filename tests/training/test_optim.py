@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 import train
 from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.pruning import prune_heads
 from nanoheads.config import TrainConfig
-from nanoheads.optim import (MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise)
+from nanoheads.optim import MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise
+from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
 
 SIZES = dict(vocab_size=64, n_layer=2, n_head=4, n_embd=32, block_size=16, seed=3)

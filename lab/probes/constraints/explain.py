@@ -6,11 +6,11 @@ probe.py keys, against those with the lowest, random ones, and their neighbours.
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, plural, table
-from nanoheads.intervals import over_windows
 from lab.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
 from lab.probes.keys import without_keys
 from lab.probes.shared import plus_minus
+from nanoheads.common import UserError, plural, table
+from nanoheads.intervals import over_windows
 from nanoheads.timing import progress_bar
 
 SETS = ("highest", "lowest", "neighbours", "random")

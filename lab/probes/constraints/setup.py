@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from model import ConstraintHeads
-from nanoheads.common import ROOT, UserError
 from lab.heads.measuring import attentions, inputs_of
-from lab.probes.shared import Checkpoint, open_checkpoints
-from nanoheads.dataset import Dataset
 from lab.labels.targets import Targets, decode
+from lab.probes.shared import Checkpoint, open_checkpoints
+from nanoheads.common import ROOT, UserError
+from nanoheads.dataset import Dataset
 from nanoheads.timing import progress_bar
 
 HEADS = "constraint heads"  # as a scorer, beside prior and probes
