@@ -34,8 +34,8 @@ from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import add_arguments, evaluate, load
 
 # arguments that this program had until they moved to probe.py, and what to type instead
-MOVED = {"--audit": "what heads do to a text is asked with: python probe.py look --ckpt out/a --text FILE",
-         "--text": "what models write is asked with: python probe.py text --ckpt out/a [--ckpt out/b ...]"}
+MOVED = {"--audit": "what heads do to a text is asked with: python -m lab.probe look --ckpt out/a --text FILE",
+         "--text": "what models write is asked with: python -m lab.probe text --ckpt out/a [--ckpt out/b ...]"}
 
 
 # ---- output: a report is the dict that nanoheads/scoring.py's evaluate() gives of a checkpoint ----

@@ -9,7 +9,7 @@ qk_max = 12.0         # to pick one key out of thousands the logits must be larg
 n_layer = 4
 n_head = 4
 n_embd = 128
-block_size = 1024     # python probe.py needle reads on, up to 16 KiB
+block_size = 1024     # python -m lab.probe needle reads on, up to 16 KiB
 
 batch_size = 8
 max_iters = 800

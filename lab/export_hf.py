@@ -1,8 +1,8 @@
 """
 A checkpoint as a Hugging Face folder: config.json, model.safetensors, tokenizer files.
 
-    python export_hf.py --ckpt out/a --out exported/a
-    python export_hf.py --ckpt out/a --out exported/a --as nanoheads    # our class where GPT-2's would do
+    python -m lab.export_hf --ckpt out/a --out exported/a
+    python -m lab.export_hf --ckpt out/a --out exported/a --as nanoheads    # our class where GPT-2's would do
 
 A plain GPT becomes GPT2LMHeadModel (recipe=gpt2) or NanoChatForCausalLM (recipe=modern without qk_max), which
 transformers knows. A model with mechanisms, or pruned, comes with this repository's code and loads with

@@ -1,21 +1,21 @@
 """
 Ask trained checkpoints what one loss does not say; paired, since all checkpoints read the same windows.
 
-    python probe.py needle --ckpt out/a [--ckpt out/b ...] [--contexts 1024 4096] [--depths 0.1 0.9]
-    python probe.py late --ckpt out/a [--ckpt out/b ...] [--context 1024]
-    python probe.py keys --ckpt out/a [--remove 4 8] [--nearest 2]
-    python probe.py heads --ckpt out/a
-    python probe.py engagement --ckpt out/a [--ckpt out/b ...] [--samples 128]
-    python probe.py states --ckpt out/a [--pieces 64]
-    python probe.py detectors --ckpt out/a [--ckpt out/b ...]
-    python probe.py fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
-    python probe.py constraints score|adjudicate|explain|skip --ckpt out/a [...]
-    python probe.py inspect --ckpt out/a [--set gate.0.3=0] [--prune 0.1 0.2] [--save out/b]
-    python probe.py text --ckpt out/a [--ckpt out/b ...] [--judge out/big]
-    python probe.py look --ckpt out/a [--ckpt out/b] --text FILE
-    python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
+    python -m lab.probe needle --ckpt out/a [--ckpt out/b ...] [--contexts 1024 4096] [--depths 0.1 0.9]
+    python -m lab.probe late --ckpt out/a [--ckpt out/b ...] [--context 1024]
+    python -m lab.probe keys --ckpt out/a [--remove 4 8] [--nearest 2]
+    python -m lab.probe heads --ckpt out/a
+    python -m lab.probe engagement --ckpt out/a [--ckpt out/b ...] [--samples 128]
+    python -m lab.probe states --ckpt out/a [--pieces 64]
+    python -m lab.probe detectors --ckpt out/a [--ckpt out/b ...]
+    python -m lab.probe fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
+    python -m lab.probe constraints score|adjudicate|explain|skip --ckpt out/a [...]
+    python -m lab.probe inspect --ckpt out/a [--set gate.0.3=0] [--prune 0.1 0.2] [--save out/b]
+    python -m lab.probe text --ckpt out/a [--ckpt out/b ...] [--judge out/big]
+    python -m lab.probe look --ckpt out/a [--ckpt out/b] --text FILE
+    python -m lab.probe leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
 
-`python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %: by t over samples
+`python -m lab.probe needle --help` says what a probe measures, and how. Intervals are 95 %: by t over samples
 (needle, detectors, engagement), windows (keys), items (fewshot), pieces of the text (states) or blocks of
 neighbouring windows (late, heads); by the jackknife over prompts (text); of constraints as its help says.
 """

@@ -1,9 +1,9 @@
 """
 Take heads out of trained checkpoints by several criteria; measure what that costs and brings.
 
-    python prune.py --ckpt out/a --to 0.5 --by importance_rescored --out_dir out/half   # out/half/best.pt
-    python prune.py --ckpt out/a --to 1 0.5 --by importance --out_dir out/b --recover 200
-    python prune.py --ckpt out/a --ckpt out/b --to 0.75 0.5 0.25 --by all --json out/pruning.json
+    python -m lab.prune --ckpt out/a --to 0.5 --by importance_rescored --out_dir out/half   # out/half/best.pt
+    python -m lab.prune --ckpt out/a --to 1 0.5 --by importance --out_dir out/b --recover 200
+    python -m lab.prune --ckpt out/a --ckpt out/b --to 0.75 0.5 0.25 --by all --json out/pruning.json
 
 --to is the share kept of the heads that a checkpoint has, to the nearest head, and each layer keeps --floor.
 The lowest score goes first, constraint heads never. Criteria read --text tokens of the training split.

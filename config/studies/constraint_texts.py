@@ -1,5 +1,5 @@
 # Constraint heads on other text than WikiText-2: what their labels cost, and then what the heads know
-# (`python probe.py constraints` on these runs). For plays: another --out_dir, and
+# (`python -m lab.probe constraints` on these runs). For plays: another --out_dir, and
 #     --settings='{"dataset": "shakespeare_char"}'
 # Tiny scale: 9 runs of about a minute on a core; the labels first:
 #     python data/label.py --dataset=enwiki15 --by=weak        # and shakespeare_char

@@ -1,6 +1,6 @@
 # Constraint heads trained on weak labels: what the loss on labels costs the language model, by its weight,
 # warm-up, stopped gradient, gate and router; a teacher in place of labels. What the heads then know:
-# `python probe.py constraints` on these runs
+# `python -m lab.probe constraints` on these runs
 # Tiny scale: 75 runs of about a minute on a core, those of the plain GPT aside; labels and teacher first:
 #     python data/label.py --dataset=wikitext2_byte --by=weak        # and --by=synthetic
 

@@ -1,9 +1,9 @@
 """
 Change the heads of a checkpoint by hand, see what that costs, and save the changed model.
 
-    python probe.py inspect --ckpt out/a                                    # a table of the heads
-    python probe.py inspect --ckpt out/a --set gate.0.3=0 --set state.1.2=withdrawn --prune 0.1 0.2
-    python probe.py inspect --ckpt out/a --set unet_skips=False --save out/b    # writes out/b/best.pt
+    python -m lab.probe inspect --ckpt out/a                                    # a table of the heads
+    python -m lab.probe inspect --ckpt out/a --set gate.0.3=0 --set state.1.2=withdrawn --prune 0.1 0.2
+    python -m lab.probe inspect --ckpt out/a --set unet_skips=False --save out/b    # writes out/b/best.pt
 
 A head is named block.number, as in the table. Bits per byte are given before and after the change, on the
 same text, and the table shows the heads after it. A gate that was set by hand is no part of a checkpoint, so

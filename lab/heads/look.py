@@ -1,8 +1,8 @@
 """
 What a checkpoint's mechanisms do to a text, token by token: as JSON lines, and as a page to look at.
 
-    python probe.py look --ckpt out/a [--ckpt out/b] --text FILE [--maps] [--out look.jsonl]
-    python probe.py look --ckpt out/a --start "To be"                          # the prompt itself
+    python -m lab.probe look --ckpt out/a [--ckpt out/b] --text FILE [--maps] [--out look.jsonl]
+    python -m lab.probe look --ckpt out/a --start "To be"                          # the prompt itself
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl          # of what it writes
 
 A line is a window of block_size tokens (of two checkpoints the shorter), or a sample (its last block_size

@@ -1,7 +1,7 @@
 """
 What models write: continuations of the same prompts from each of several checkpoints, measured side by side.
 
-    python probe.py text --ckpt out/a [--ckpt out/b ...] [--judge out/big] [--tokens 256] [--json FILE]
+    python -m lab.probe text --ckpt out/a [--ckpt out/b ...] [--judge out/big] [--tokens 256] [--json FILE]
 
 The measures are repetition, diversity, loops, and bits per byte under a larger model, the judge, beside those
 of the text's own continuation (lab/probes/quality.py, docs/results/text-quality.md).

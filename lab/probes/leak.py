@@ -1,7 +1,7 @@
 """
 Does a function from token ids to logits look ahead? It needs no checkpoint and nothing of this repository.
 
-    python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
+    python -m lab.probe leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
 
 function(ids [B, T] int64) -> logits [B, T, V], or what holds them as .logits; positions count from 0.
 
@@ -169,7 +169,7 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
 
 
 def main(argv):
-    """python probe.py leak: the first leak that is found; exits with 1 where there is one."""
+    """python -m lab.probe leak: the first leak that is found; exits with 1 where there is one."""
     parser = ArgumentParser(prog="probe.py leak", description=__doc__,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="what is probed")

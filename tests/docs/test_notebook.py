@@ -15,7 +15,7 @@ from itertools import zip_longest
 import pytest
 import torch
 
-import prune
+from lab import prune
 import sample
 from lab.heads import inspection as inspect_heads
 from nanoheads.dataset import Dataset

@@ -330,7 +330,7 @@ def test_damaged_weights_are_named(ckpt, refusal):
 
 
 def test_the_command_changes_and_saves(ckpt, tmp_path):
-    command = [sys.executable, "probe.py", "inspect", f"--ckpt={ckpt(ALL)}", "--device=cpu",
+    command = [sys.executable, "-m", "lab.probe", "inspect", f"--ckpt={ckpt(ALL)}", "--device=cpu",
                "--set=consent.0.1=False", f"--save={tmp_path / 'saved'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-import prune
+from lab import prune
 import train
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from lab.heads.measuring import closed, fixed_text, measure, nats_on
@@ -19,7 +19,7 @@ from nanoheads.configurator import load as configure
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import evaluate, score
-from prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main, removal_order,
+from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main, removal_order,
                    unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)

@@ -16,7 +16,7 @@ import torch
 import train
 from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
-from export_hf import main
+from lab.export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from lab.hub import huggingface as hf
 from nanoheads import checkpoint, configurator, own_mechanism, pruning

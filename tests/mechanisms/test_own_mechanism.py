@@ -17,11 +17,11 @@ import torch
 import bench
 import compare
 import evaluate
-import export_hf
+from lab import export_hf
 import model
 import nanoheads.traces
-import probe
-import prune
+from lab import probe
+from lab import prune
 import sample
 import train
 from conftest import ROOT, forget_own_mechanisms
@@ -302,7 +302,7 @@ def planned(evil, bytes_data, tmp_path):
 
 def by_hand(folder, *more):
     done = subprocess.run(
-        [sys.executable, "-m", "lab.study.trial", str(folder), *map(str, more)],
+        [sys.executable, "train.py", "--trial", str(folder), *map(str, more)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -548,7 +548,7 @@ def test_a_mechanism_that_replaces_it_while_it_runs_has_no_score(bytes_data, res
                            eval_tokens=32, batch_size=2, own_mechanism=str(path)))
     folder = trial.make(spec, tmp_path / "trials")
     with pytest.raises(UserError, match="mine.py replaced nanoheads.scoring.nats_of; "):
-        trial.run(folder)
+        trial.run(folder, train.train)
     assert not (folder / "result.json").exists()
     with pytest.raises(UserError, match="mine.py replaced nanoheads.scoring.nats_of; "):
         results.write({}, tmp_path)

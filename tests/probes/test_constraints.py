@@ -27,7 +27,7 @@ from nanoheads import checkpoint, intervals, timing
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score as lm_score
-from probe import main as probe
+from lab.probe import main as probe
 
 PROGRAM = "probe.py constraints"  # see the fixture refusal
 

@@ -19,7 +19,7 @@ from lab.probes.detectors import (PATTERNS, common_tokens, duplicate_token, indu
 from nanoheads.mechanism import Mechanism
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import load
-from probe import main
+from lab.probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)
 

@@ -19,7 +19,7 @@ from lab.probes.engagement import (Kind, all_active, by_chance, copying_texts, c
                                          pattern_texts, power_sent, result_of, texts_of, window_texts)
 from lab.probes.shared import Checkpoint
 from nanoheads.dataset import Dataset
-from probe import main
+from lab.probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=2, n_head=4, n_embd=32)
 FLAGS = {"plain": {}, "states": dict(recipe="modern", agency=True, sentinel="sigmoid"),

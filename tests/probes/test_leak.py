@@ -11,7 +11,7 @@ from conftest import ROOT
 from model import GPT, GPTConfig
 from lab.probes.leak import leaks
 from nanoheads.common import UserError
-from probe import main
+from lab.probe import main
 
 V, T = 37, 12
 FIRST = [None, None]  # of both_needed(): the tokens at 7 and 9 before they are changed
@@ -214,7 +214,7 @@ def test_the_command_exits_with_the_place_or_0(file, capsys):
     for name in ("causal", "holds"):
         main(["leak", "--module", f"{file}:{name}", "--vocab=37"])
         assert "no leak found in" in capsys.readouterr().out
-    done = subprocess.run([sys.executable, "probe.py", "leak", "--module", f"{file}:late", "--vocab", "37"],
+    done = subprocess.run([sys.executable, "-m", "lab.probe", "leak", "--module", f"{file}:late", "--vocab", "37"],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "probe: position 17 changes with the token at 23\n"
 

@@ -259,6 +259,6 @@ def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, mo
                                eval_interval=3, eval_tokens=64, log_interval=1),
                     score=dict(split="test", tokens=0))
         folder = trial.make(spec, tmp_path / str(check))
-        run = trial.run(folder)
+        run = trial.run(folder, train.train)
         found.append((run["bpb"], run["nats"], [row.get("loss") for row in trial.rows(folder)]))
     assert found[0] == found[1] and len(found[0][2]) >= 6

@@ -31,7 +31,7 @@ from nanoheads.config import ControllerConfig
 from nanoheads.dataset import Dataset
 from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
-from probe import PROBES, main
+from lab.probe import PROBES, main
 
 prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")

@@ -23,7 +23,7 @@ from nanoheads import scoring
 from nanoheads.dataset import Dataset
 from nanoheads.intervals import jackknife
 from nanoheads.scoring import nats_after
-from probe import main
+from lab.probe import main
 
 PROGRAM = "probe.py text"  # see the fixture refusal
 

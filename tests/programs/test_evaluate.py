@@ -700,8 +700,8 @@ def test_sizes_that_cannot_be_are_refused(byte_run, refusal, args, line):
 
 
 @pytest.mark.parametrize("argv, instead", [
-    (["--text", "--ckpt", "a"], "python probe.py text --ckpt"),
-    (["--ckpt=a", "--audit", "--text=x"], "python probe.py look --ckpt"),
+    (["--text", "--ckpt", "a"], "python -m lab.probe text --ckpt"),
+    (["--ckpt=a", "--audit", "--text=x"], "python -m lab.probe look --ckpt"),
 ])
 def test_questions_that_are_probes_are_named(argv, instead, refusal):
     assert instead in refusal(argv)

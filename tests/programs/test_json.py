@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 import evaluate
-import export_hf
+from lab import export_hf
 import plot_curves
-import probe
+from lab import probe
 import sample
 import train
 from conftest import TINY
-from helpers import ROOT, make_checkpoint, unread
+from helpers import MOVED, ROOT, make_checkpoint, unread
 
-PROGRAMS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", "probe"))
+PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", *MOVED)),
+            "lab.prune", "lab.export_hf"]
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def read(tmp_path):
     return lambda name: json.loads((tmp_path / name).read_text())
 
 
-@pytest.mark.parametrize("command", [*PROGRAMS, *(f"probe {word}" for word in probe.PROBES)])
+@pytest.mark.parametrize("command", [*PROGRAMS, *(f"lab.probe {word}" for word in probe.PROBES)])
 def test_every_program_and_probe_has_the_flag(command, capsys):
     program, *words = command.replace("constraints", "constraints score").split()
     with pytest.raises(SystemExit) as e:
@@ -72,7 +73,7 @@ def yesterday(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["--json={}", "--json {}"], ids=["joined", "spaced"])
-@pytest.mark.parametrize("command", [*PROGRAMS, *(f"probe {word}" for word in probe.PROBES)])
+@pytest.mark.parametrize("command", [*PROGRAMS, *(f"lab.probe {word}" for word in probe.PROBES)])
 def test_a_command_that_fails_leaves_no_earlier_result_in_its_file(command, form, yesterday, capsys):
     program, *words = command.replace("constraints", "constraints score").split()
     with pytest.raises(SystemExit) as e:

@@ -16,10 +16,10 @@ from conftest import ROOT, TINY
 import bench
 import compare
 import evaluate
-import export_hf
+from lab import export_hf
 import plot_curves
-import probe
-import prune
+from lab import probe
+from lab import prune
 import sample
 import train
 from data import prepare_text
@@ -27,7 +27,8 @@ from lab.study import trial
 from nanoheads.writing import run
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-PROGRAMS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model")
+PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", *MOVED)),
+            *(f"lab.{name}" for name in MOVED)]
 
 
 def said_when_full(*command):
@@ -53,13 +54,14 @@ def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
     train.main([*keys, f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}"])
     for command in (["train.py", *keys, f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'other'}"],
                     ["evaluate.py", "--ckpt", tmp_path / "run", "--device=cpu"],
-                    ["prune.py", "--ckpt", tmp_path / "run", "--device=cpu", "--to=0.5", "--by=random",
+                    ["-m", "lab.prune", "--ckpt", tmp_path / "run", "--device=cpu", "--to=0.5", "--by=random",
                      "--rounds=0"],
-                    ["export_hf.py", "--ckpt", tmp_path / "run", "--out", tmp_path / "hf"],
+                    ["-m", "lab.export_hf", "--ckpt", tmp_path / "run", "--out", tmp_path / "hf"],
                     ["plot_curves.py", tmp_path / "run"],
                     ["sample.py", "--ckpt", tmp_path / "run", "--device=cpu", "--max_new_tokens=3"]):
         lines = [line for line in said_when_full(*command).splitlines() if "\r" not in line]
-        assert lines == [f"{command[0][:-3]}: input or output: No space left on device"]
+        program = command[1].removeprefix("lab.") if command[0] == "-m" else command[0].removesuffix(".py")
+        assert lines == [f"{program}: input or output: No space left on device"]
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
@@ -87,7 +89,8 @@ def test_help_is_shown_whatever_the_encoding(program, monkeypatch):
     with pytest.raises(SystemExit) as e:
         import_module(program).main(["--help"])
     print("…")
-    assert not e.value.code and f"python {program}.py" in shown() and shown().endswith("\n?\n")
+    called = f"-m {program}" if program.startswith("lab.") else f"{program}.py"
+    assert not e.value.code and f"python {called}" in shown() and shown().endswith("\n?\n")
 
 
 def test_all_else_that_runs_prints_in_the_same_way():

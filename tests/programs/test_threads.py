@@ -13,7 +13,9 @@ import nanoheads
 from nanoheads import threads, writing
 from conftest import ROOT
 
-PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py")) if "__main__" in path.read_text()]
+PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py"))
+            if "__main__" in path.read_text() and path.stem not in MOVED]
+PROGRAMS += [f"lab/{name}.py" for name in MOVED]
 # imports a program up to the moment where it asks for torch (or, if it never does, to its end), and says what
 # the environment is then
 UP_TO_TORCH = """
@@ -40,7 +42,7 @@ def environment_at_torch(program, **env):
 
 
 def test_these_are_the_programs():
-    assert {"train.py", "sample.py", "evaluate.py", "compare.py", "probe.py", "bench.py"} <= set(PROGRAMS)
+    assert {"train.py", "sample.py", "evaluate.py", "compare.py", "bench.py", "lab/probe.py"} <= set(PROGRAMS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP is left as it is")

@@ -549,7 +549,7 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     alone = Path("alone") / folder.name
     alone.mkdir(parents=True)
     (alone / "trial.json").write_text((folder / "trial.json").read_text())
-    assert trial.run(alone)["bpb"] == cut["bpb"]  # to the last bit
+    assert trial.run(alone, train.train)["bpb"] == cut["bpb"]  # to the last bit
 
 
 def test_the_same_study_runs_through_submitit(plain):

@@ -249,7 +249,7 @@ def test_ratios_are_medians_of_alternating_rounds(monkeypatch):
     monkeypatch.setattr(costs, "timed", timed)
     monkeypatch.setattr(costs, "stepper", lambda variant, device, steps: lambda: variant.name)
     two = [variant("a"), variant("b")]
-    rows = costs.step_time_ratios(two, variant(), "cpu", threads=1, rounds=8, steps=2)
+    rows = costs.step_time_ratios(two, variant(), "cpu", 1, train, rounds=8, steps=2)
     assert order == ["plain", "a"] * 8 + ["plain", "b"] * 8
     assert [rows["a"][key] for key in ("ratio", "low", "high", "ms", "plain_ms")] == [1.5, 1.5, 1.5, 750, 500]
     assert rows["b"]["ratio"] == 0.5 and rows["b"]["plain_ms"] == 1000
@@ -259,7 +259,7 @@ def test_an_interval_leaves_out_the_rounds_that_were_disturbed(monkeypatch):
     seconds = iter([1, 2, 1, 2.1, 1, 9, 1, 1.9, 1, 2, 1, 2.2, 8, 2, 1, 2, 1, 2.1, 1, 1.8, 1, 2])
     monkeypatch.setattr(costs, "timed", lambda action, device, clock: next(seconds))
     monkeypatch.setattr(costs, "stepper", lambda variant, device, steps: lambda: None)
-    row = costs.step_time_ratios([variant("a")], variant(), "cpu", threads=1)["a"]
+    row = costs.step_time_ratios([variant("a")], variant(), "cpu", 1, train)["a"]
     assert (row["ratio"], row["low"], row["high"], row["rounds"]) == (2, 1.8, 2.2, 11)
 
 
@@ -274,7 +274,7 @@ def test_every_variant_is_compiled_beside_the_plain_gpt(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **keys: compile(model, backend=backend, **keys))
     monkeypatch.setattr(costs, "timed", lambda *args: at.append(len(graphs)) or timed(*args))
     variants = [variant(f"{i}", dict(n_inner=64 + i), compile=True) for i in range(12)]
-    costs.step_time_ratios(variants, variant(compile=True), "cpu", threads=1, rounds=1, steps=1)
+    costs.step_time_ratios(variants, variant(compile=True), "cpu", 1, train, rounds=1, steps=1)
     each_arm = at[0]  # the graphs of both sides
     assert each_arm >= 2 and at[::2] == [each_arm * (i + 1) for i in range(12)]
     assert at[1::2] == at[::2] and len(graphs) == at[-1]  # none while the clock ran
@@ -282,7 +282,7 @@ def test_every_variant_is_compiled_beside_the_plain_gpt(monkeypatch):
 
 def test_a_ratio_says_under_which_load_it_was_taken():
     variants = [variant("same"), variant("deep", dict(n_layer=6))]
-    rows = costs.step_time_ratios(variants, variant(), "cpu", threads=1, rounds=3)
+    rows = costs.step_time_ratios(variants, variant(), "cpu", 1, train, rounds=3)
     assert rows["deep"]["ratio"] > 1.5 and rows["deep"]["low"] > rows["same"]["ratio"]
     assert 0.5 < rows["same"]["ratio"] < 2
     assert rows["same"]["load"] is None or rows["same"]["load"] >= 0
@@ -294,7 +294,7 @@ def test_time_given_to_other_processes_is_not_the_variants(monkeypatch, threads,
     """A variant that only waits, as one does whose core is taken, costs nothing by the processor's clock."""
     actions = {"plain": lambda: sum(range(10**5)), "waits": lambda: time.sleep(0.1) or sum(range(10**5))}
     monkeypatch.setattr(costs, "stepper", lambda variant, device, steps: actions[variant.name])
-    row = costs.step_time_ratios([variant("waits")], variant(), "cpu", threads, rounds=5)["waits"]
+    row = costs.step_time_ratios([variant("waits")], variant(), "cpu", threads, train, rounds=5)["waits"]
     assert row["clock"] == clock
     assert row["ratio"] < 1.5 if clock == "processor" else row["ratio"] > 1.5
 
@@ -313,19 +313,19 @@ def test_threads_are_put_back_after_a_failure(monkeypatch):
 def test_a_runs_seconds_are_steps_evaluations_and_scoring(monkeypatch, training, evaluations):
     monkeypatch.setattr(costs, "median_seconds", lambda action, device: next(answers))
     answers = iter([0.5, 4096 * 0.01])  # a step, a probe of scoring
-    found = costs.seconds_per_run(variant(**training), "cpu", 1, test_tokens=3000)
+    found = costs.seconds_per_run(variant(**training), "cpu", 1, train, test_tokens=3000)
     assert found == pytest.approx(training["max_iters"] * 0.5 + 0.01 * (evaluations * 2 * 1024 + 3000))
     answers = iter([0.5, 4096 * 0.01])
-    found = costs.seconds_per_run(variant(**training, eval_tokens=0), "cpu", 1, test_tokens=0, val_tokens=700)
+    found = costs.seconds_per_run(variant(**training, eval_tokens=0), "cpu", 1, train, test_tokens=0, val_tokens=700)
     assert found == pytest.approx(training["max_iters"] * 0.5 + 0.01 * evaluations * 2 * 700)
     answers = iter([0.5, 0.4, 0.0])  # a step of one portion, forward and backward alone
-    found = costs.seconds_per_run(variant(**training, grad_accum=3), "cpu", 1, test_tokens=0)
+    found = costs.seconds_per_run(variant(**training, grad_accum=3), "cpu", 1, train, test_tokens=0)
     assert found == pytest.approx(training["max_iters"] * (0.5 + 2 * 0.4))
 
 
 def test_a_shorter_runs_seconds_need_no_other_probe(monkeypatch):
     monkeypatch.setattr(costs, "probe", None)
-    found = costs.seconds_per_run(variant(max_iters=10, eval_interval=5), "cpu", 1, 3000, 0, (0.5, 0.01))
+    found = costs.seconds_per_run(variant(max_iters=10, eval_interval=5), "cpu", 1, train, 3000, 0, (0.5, 0.01))
     assert found == pytest.approx(10 * 0.5 + 0.01 * (3 * 2 * 1024 + 3000))
 
 
@@ -348,5 +348,5 @@ def test_of_a_large_step_a_part_is_timed(monkeypatch):
     monkeypatch.setattr(costs, "median_seconds", lambda action, device: next(answers))
     real = costs.ready
     monkeypatch.setattr(costs, "ready", lambda a, d, rows: sizes.append(rows) or real(a, d, rows))
-    found = costs.seconds_per_run(variant(max_iters=1, batch_size=16), "cpu", 1, test_tokens=0)
+    found = costs.seconds_per_run(variant(max_iters=1, batch_size=16), "cpu", 1, train, test_tokens=0)
     assert sizes == [2] and found == 10 + 7 * 8  # 8 portions of 2

@@ -48,7 +48,7 @@ def spec(bytes_data, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(bytes_data, tmp_path_factory):
     folder = trial.make(spec_of(bytes_data), tmp_path_factory.mktemp("trials"))
-    trial.run(folder)
+    trial.run(folder, train.train)
     return folder
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_result_is_set_aside_and_run_again(name, damage, finished, cap
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and str(finished / name) in printed and f"{name}.damaged" in printed
     assert (finished / f"{name}.damaged").is_file() and not (finished / name).exists()
-    again = trial.run(finished)
+    again = trial.run(finished, train.train)
     assert again["bpb"] == before["bpb"] and trial.done(finished)
 
 
@@ -209,7 +209,7 @@ def test_blocks_are_sums_of_whole_windows_in_order():
 def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch):
     monkeypatch.setattr(trial, "BLOCK", 64)
     folder = trial.make(spec)
-    found = trial.run(folder)
+    found = trial.run(folder, train.train)
     nats = np.load(folder / "nats.npy")
     assert len(nats) == -(-1000 // 16) and nats.sum() == pytest.approx(found["nats"], rel=1e-12)
     assert found["block_nats"] == [round(float(nats[i:i + 4].sum()), 6) for i in range(0, len(nats), 4)]
@@ -219,7 +219,7 @@ def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch)
 
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data, spec):
     folder = trial.make(spec_of(bytes_data, tokens=160))
-    found = trial.run(folder)
+    found = trial.run(folder, train.train)
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
 
@@ -252,28 +252,24 @@ def swap(tmp_path, bytes_data):
     return here, exchange, exchanged
 
 
-def test_data_that_was_replaced_in_the_last_steps_gives_no_score(swap, finished, monkeypatch):
+def test_data_that_was_replaced_in_the_last_steps_gives_no_score(swap, finished):
     """Its score was kept as the planned text's, and counted as done when that was put back."""
     data, exchange, _ = swap
-    folder, train = trial.make(spec_of(data)), trial.train.train
-    with monkeypatch.context() as replaced:
-        replaced.setattr(trial.train, "train", lambda *args: (train(*args), exchange())[0])
-        with pytest.raises(UserError, match="^the data changed after this run was planned; start the study"):
-            trial.run(folder)
+    folder = trial.make(spec_of(data))
+    with pytest.raises(UserError, match="^the data changed after this run was planned; start the study"):
+        trial.run(folder, lambda *args: (train.train(*args), exchange())[0])
     assert not (folder / "result.json").exists() and not (folder / "nats.npy").exists()
     exchange()
-    assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]  # nothing is trained once more
+    assert trial.run(folder, train.train)["bpb"] == trial.result(finished)["bpb"]  # nothing is trained once more
 
 
-def test_data_that_was_replaced_for_the_training_alone_gives_no_score(swap, finished, monkeypatch):
+def test_data_that_was_replaced_for_the_training_alone_gives_no_score(swap, finished):
     data, _, exchanged = swap
-    folder, train = trial.make(spec_of(data)), trial.train.train
-    with monkeypatch.context() as replaced:
-        replaced.setattr(trial.train, "train", exchanged()(train))
-        with pytest.raises(UserError, match="^the data changed while this run was trained, which begins ane"):
-            trial.run(folder)
+    folder = trial.make(spec_of(data))
+    with pytest.raises(UserError, match="^the data changed while this run was trained, which begins ane"):
+        trial.run(folder, exchanged()(train.train))
     assert not [*folder.glob("*.pt"), *folder.glob("result.json")]
-    assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]
+    assert trial.run(folder, train.train)["bpb"] == trial.result(finished)["bpb"]
 
 
 def test_data_that_was_replaced_for_the_scoring_alone_gives_no_score(swap, finished, monkeypatch):
@@ -299,9 +295,9 @@ def test_data_that_was_replaced_for_the_scoring_alone_gives_no_score(swap, finis
         with monkeypatch.context() as replaced:
             replaced.setattr(trial, "score_windows", wrapped)
             with pytest.raises(UserError, match=words):
-                trial.run(folder)
+                trial.run(folder, train.train)
         assert not (folder / "result.json").exists()
-    assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]
+    assert trial.run(folder, train.train)["bpb"] == trial.result(finished)["bpb"]
 
 
 @pytest.mark.parametrize("field, value", [("options", {"separator": "x"}), ("separator", 11)])
@@ -343,7 +339,7 @@ def test_no_link_in_a_runs_folder_is_written_through(spec, tmp_path, monkeypatch
     for name in names:
         (folder / name).symlink_to(victim)
     monkeypatch.setattr(os, "dup2", lambda log, stream: None)
-    trial.main([str(folder)])
+    trial.main([str(folder)], train.train)
     queue.fail(folder, "killed by nobody")
     assert victim.read_text() == "mine" and trial.done(folder)
     assert not [name for name in names if (folder / name).is_symlink()]
@@ -371,7 +367,7 @@ def test_a_trial_json_in_another_runs_folder_is_not_run(finished, spec):
     folder.mkdir()
     shutil.copy(finished / "trial.json", folder)
     with pytest.raises(SystemExit, match="that of another run"):
-        trial.main([str(folder)])
+        trial.main([str(folder)], train.train)
 
 
 # ---- processes ----
@@ -511,7 +507,7 @@ def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
 def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
     folder = trial.make(spec)
     (folder / "best.pt").write_bytes(b"left behind by a full disk")
-    trial.run(folder)
+    trial.run(folder, train.train)
     assert trial.done(folder)
 
 
@@ -687,7 +683,7 @@ def test_memory_that_runs_out_on_a_shared_gpu_has_a_second_reason(at_once, words
     monkeypatch.setattr(trial, "log_to", lambda path: None)
     monkeypatch.setattr(trial, "run", runs_out)
     with pytest.raises(SystemExit) as e:
-        trial.main([str(trial.make(spec))])
+        trial.main([str(trial.make(spec))], train.train)
     assert e.value.code.startswith(words) and "\n" not in e.value.code
 
 
@@ -695,8 +691,8 @@ def test_memory_is_limited_before_a_trial_trains(spec, monkeypatch):
     order = []
     monkeypatch.setattr(trial, "log_to", lambda path: None)
     monkeypatch.setattr(trial, "limit_memory", lambda: order.append("limit"))
-    monkeypatch.setattr(trial, "run", lambda folder: order.append("run"))
-    trial.main([str(trial.make(spec))])
+    monkeypatch.setattr(trial, "run", lambda *args: order.append("run"))
+    trial.main([str(trial.make(spec))], train.train)
     assert order == ["limit", "run"]
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import evaluate
-import export_hf
+from lab import export_hf
 import sample
 import train
 from conftest import TINY as RUN

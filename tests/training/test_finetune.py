@@ -14,7 +14,7 @@ from conftest import put_split, write_dataset
 from helpers import byte_pairs, torchrun, untimed
 from scipy.stats import t as student
 
-import probe
+from lab import probe
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNetSkip
 from lab.probes import fewshot
 from lab.probes.fewshot import TASKS, Item, choice_nats, contexts, graded, made_items, read_items, save_items

@@ -1,10 +1,10 @@
 """
 What constraint heads know of their labels, beside a prior and probes of a plain GPT (docs/constraints.md).
 
-    python probe.py constraints score --ckpt out/c [--ckpt ...] --plain out/plain [--plain ...] --labels weak
-    python probe.py constraints adjudicate --ckpt out/c --plain out/plain --labels weak [--task cited]
-    python probe.py constraints explain --ckpt out/c [--k 5]
-    python probe.py constraints skip --ckpt out/c [--below 0.5 0.9]
+    python -m lab.probe constraints score --ckpt out/c [--ckpt ...] --plain out/plain [--plain ...] --labels weak
+    python -m lab.probe constraints adjudicate --ckpt out/c --plain out/plain --labels weak [--task cited]
+    python -m lab.probe constraints explain --ckpt out/c [--k 5]
+    python -m lab.probe constraints skip --ckpt out/c [--below 0.5 0.9]
 
 score       For each name: AUROC, average precision, F1, calibration of the heads' scores token by token;
             against the prior, a linear probe and an MLP probe of as many parameters as the heads have. Probes
