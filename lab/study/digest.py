@@ -46,7 +46,7 @@ def code_digest(config, training=None, root=ROOT):
 
     root: the folder of train.py.
     """
-    programs = [Path(root, "train.py"), Path(root, "nanoheads", "study", "trial.py")]
+    programs = [Path(root, "train.py"), Path(root, "lab", "study", "trial.py")]
     if training and training.own_mechanism:
         programs += sorted(Path(path).resolve() for path in training.own_mechanism.split(","))
     # a teacher may have other mechanisms than its student
@@ -101,8 +101,8 @@ def imported(path, root):
             folder = path.parents[node.level - 1] if node.level else root
             module = [node.module] if node.module else []
             names = [".".join([*module, alias.name]) for alias in node.names]
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"nanoheads(\.\w+)+", str(node.value)):
-            names = [node.value]  # for importlib
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(nanoheads|lab)(\.\w+)+", str(node.value)):
+            names = [node.value]  # for from_lab() and importlib
         for parts in (name.split(".") for name in names):
             places = [folder.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
             found += [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")

@@ -19,8 +19,8 @@ from nanoheads.configurator import load as configure
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import evaluate, score
-from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main, removal_order,
-                   unfit, without_blocks, without_heads)
+from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main,
+                       removal_order, unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
 MODELS = {"gpt2": {}, "modern": dict(recipe="modern"), "all_on": ALL_ON,

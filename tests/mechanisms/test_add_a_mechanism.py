@@ -357,7 +357,8 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
     named = f"--mechanism={out / 'mine.py'}"
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
                     ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
-                    ["-m", "lab.prune", "--ckpt", out, "--by=random", "--to=0.5", f"--out_dir={tmp_path / 'less'}"],
+                    ["-m", "lab.prune", "--ckpt", out, "--by=random", "--to=0.5",
+                     f"--out_dir={tmp_path / 'less'}"],
                     ["-m", "lab.export_hf", "--ckpt", out, "--out", tmp_path / "hf"]):
         done = run_here(*command, named)
         assert done.returncode == 0, done.stderr

@@ -214,8 +214,8 @@ def test_the_command_exits_with_the_place_or_0(file, capsys):
     for name in ("causal", "holds"):
         main(["leak", "--module", f"{file}:{name}", "--vocab=37"])
         assert "no leak found in" in capsys.readouterr().out
-    done = subprocess.run([sys.executable, "-m", "lab.probe", "leak", "--module", f"{file}:late", "--vocab", "37"],
-                          cwd=ROOT, capture_output=True, text=True)
+    command = ["-m", "lab.probe", "leak", "--module", f"{file}:late", "--vocab", "37"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "probe: position 17 changes with the token at 23\n"
 
 

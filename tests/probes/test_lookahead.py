@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import train
+
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from lab.probes import promises
 from lab.study import results, trial

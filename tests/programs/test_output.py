@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
+from helpers import MOVED, ROOT
 
 import bench
 import compare

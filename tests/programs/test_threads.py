@@ -11,7 +11,7 @@ import pytest
 
 import nanoheads
 from nanoheads import threads, writing
-from conftest import ROOT
+from helpers import MOVED, ROOT
 
 PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py"))
             if "__main__" in path.read_text() and path.stem not in MOVED]

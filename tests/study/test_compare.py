@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+import train
 from scipy.stats import ttest_ind
 
 import compare

@@ -247,7 +247,7 @@ def test_ratios_are_medians_of_alternating_rounds(monkeypatch):
         order.append(name)
         return {"plain": 1.0, "a": 1.5, "b": 0.5}[name] * (1 if len(order) < 18 else 2)
     monkeypatch.setattr(costs, "timed", timed)
-    monkeypatch.setattr(costs, "stepper", lambda variant, device, steps: lambda: variant.name)
+    monkeypatch.setattr(costs, "stepper", lambda variant, device, steps, training: lambda: variant.name)
     two = [variant("a"), variant("b")]
     rows = costs.step_time_ratios(two, variant(), "cpu", 1, train, rounds=8, steps=2)
     assert order == ["plain", "a"] * 8 + ["plain", "b"] * 8
@@ -258,7 +258,7 @@ def test_ratios_are_medians_of_alternating_rounds(monkeypatch):
 def test_an_interval_leaves_out_the_rounds_that_were_disturbed(monkeypatch):
     seconds = iter([1, 2, 1, 2.1, 1, 9, 1, 1.9, 1, 2, 1, 2.2, 8, 2, 1, 2, 1, 2.1, 1, 1.8, 1, 2])
     monkeypatch.setattr(costs, "timed", lambda action, device, clock: next(seconds))
-    monkeypatch.setattr(costs, "stepper", lambda variant, device, steps: lambda: None)
+    monkeypatch.setattr(costs, "stepper", lambda variant, device, steps, training: lambda: None)
     row = costs.step_time_ratios([variant("a")], variant(), "cpu", 1, train)["a"]
     assert (row["ratio"], row["low"], row["high"], row["rounds"]) == (2, 1.8, 2.2, 11)
 
@@ -293,7 +293,7 @@ def test_a_ratio_says_under_which_load_it_was_taken():
 def test_time_given_to_other_processes_is_not_the_variants(monkeypatch, threads, clock):
     """A variant that only waits, as one does whose core is taken, costs nothing by the processor's clock."""
     actions = {"plain": lambda: sum(range(10**5)), "waits": lambda: time.sleep(0.1) or sum(range(10**5))}
-    monkeypatch.setattr(costs, "stepper", lambda variant, device, steps: actions[variant.name])
+    monkeypatch.setattr(costs, "stepper", lambda variant, device, steps, training: actions[variant.name])
     row = costs.step_time_ratios([variant("waits")], variant(), "cpu", threads, train, rounds=5)["waits"]
     assert row["clock"] == clock
     assert row["ratio"] < 1.5 if clock == "processor" else row["ratio"] > 1.5
@@ -316,7 +316,8 @@ def test_a_runs_seconds_are_steps_evaluations_and_scoring(monkeypatch, training,
     found = costs.seconds_per_run(variant(**training), "cpu", 1, train, test_tokens=3000)
     assert found == pytest.approx(training["max_iters"] * 0.5 + 0.01 * (evaluations * 2 * 1024 + 3000))
     answers = iter([0.5, 4096 * 0.01])
-    found = costs.seconds_per_run(variant(**training, eval_tokens=0), "cpu", 1, train, test_tokens=0, val_tokens=700)
+    found = costs.seconds_per_run(variant(**training, eval_tokens=0), "cpu", 1, train, test_tokens=0,
+                                  val_tokens=700)
     assert found == pytest.approx(training["max_iters"] * 0.5 + 0.01 * evaluations * 2 * 700)
     answers = iter([0.5, 0.4, 0.0])  # a step of one portion, forward and backward alone
     found = costs.seconds_per_run(variant(**training, grad_accum=3), "cpu", 1, train, test_tokens=0)
@@ -325,7 +326,8 @@ def test_a_runs_seconds_are_steps_evaluations_and_scoring(monkeypatch, training,
 
 def test_a_shorter_runs_seconds_need_no_other_probe(monkeypatch):
     monkeypatch.setattr(costs, "probe", None)
-    found = costs.seconds_per_run(variant(max_iters=10, eval_interval=5), "cpu", 1, train, 3000, 0, (0.5, 0.01))
+    found = costs.seconds_per_run(variant(max_iters=10, eval_interval=5), "cpu", 1, train, 3000, 0,
+                                  (0.5, 0.01))
     assert found == pytest.approx(10 * 0.5 + 0.01 * (3 * 2 * 1024 + 3000))
 
 
@@ -347,6 +349,7 @@ def test_of_a_large_step_a_part_is_timed(monkeypatch):
     monkeypatch.setattr(costs, "PROBE_FLOPS", flops)
     monkeypatch.setattr(costs, "median_seconds", lambda action, device: next(answers))
     real = costs.ready
-    monkeypatch.setattr(costs, "ready", lambda a, d, rows: sizes.append(rows) or real(a, d, rows))
+    monkeypatch.setattr(costs, "ready", lambda a, d, rows, train:
+                            sizes.append(rows) or real(a, d, rows, train))
     found = costs.seconds_per_run(variant(max_iters=1, batch_size=16), "cpu", 1, train, test_tokens=0)
     assert sizes == [2] and found == 10 + 7 * 8  # 8 portions of 2

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+import train
+
 import compare
 from conftest import put_meta, write_dataset
 from model import GPTConfig
@@ -260,7 +262,8 @@ def test_data_that_was_replaced_in_the_last_steps_gives_no_score(swap, finished)
         trial.run(folder, lambda *args: (train.train(*args), exchange())[0])
     assert not (folder / "result.json").exists() and not (folder / "nats.npy").exists()
     exchange()
-    assert trial.run(folder, train.train)["bpb"] == trial.result(finished)["bpb"]  # nothing is trained once more
+    # nothing is trained once more
+    assert trial.run(folder, train.train)["bpb"] == trial.result(finished)["bpb"]
 
 
 def test_data_that_was_replaced_for_the_training_alone_gives_no_score(swap, finished):

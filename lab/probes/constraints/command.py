@@ -1,7 +1,7 @@
 """
 What constraint heads know of their labels, beside a prior and probes of a plain GPT (docs/constraints.md).
 
-    python -m lab.probe constraints score --ckpt out/c [--ckpt ...] --plain out/plain [--plain ...] --labels weak
+    python -m lab.probe constraints score --ckpt out/c [...] --plain out/plain [--plain ...] --labels weak
     python -m lab.probe constraints adjudicate --ckpt out/c --plain out/plain --labels weak [--task cited]
     python -m lab.probe constraints explain --ckpt out/c [--k 5]
     python -m lab.probe constraints skip --ckpt out/c [--below 0.5 0.9]
