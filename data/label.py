@@ -1,7 +1,7 @@
 """
 Labels for constraint heads: a value in [0, 1], or none, for each token of a dataset's splits.
 
-python data/label.py --dataset=wikitext2_byte --by=weak                      rules of text/weak.py, unchecked
+python data/label.py --dataset=wikitext2_byte --by=weak                      lab/labels/weak.py, unchecked
 python data/label.py --dataset=wikitext2_byte --by=synthetic --noise=0.1     a known truth, to test learning
 python data/label.py --dataset=mine --by=spans --file=labels.jsonl --split=val                   your own
 
@@ -16,11 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from lab.labels.labellers import LABELLERS, NAME, Text
-from lab.labels.labels import label, report
-from nanoheads.common import ArgumentParser, UserError
+from nanoheads.common import ArgumentParser, UserError, without_lab
 from nanoheads.dataset import Dataset
 from nanoheads.writing import run
+
+try:
+    from lab.labels.labellers import LABELLERS, NAME, Text
+    from lab.labels.labels import label, report
+except ModuleNotFoundError as e:
+    sys.exit(f"error: {without_lab(e, 'labelling a text')}")
 
 # the flags of each way to label; those of the others are refused
 FLAGS = {"weak": ("splits", "reach"), "synthetic": ("splits", "seed", "noise"),

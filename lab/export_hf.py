@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from lab.hub import huggingface as hf
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import ArgumentParser, as_program, last_words, say, writable, write_json
+from lab.hub import huggingface as hf
 
 
 def arguments(argv):

@@ -39,7 +39,6 @@ import numpy as np
 import torch
 
 from model import GPT
-from lab.heads.measuring import attentions, cache_bytes, closed, fixed_text, measure, nats_on, static_gates
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, pick_device, plural,
                               say, table, writable, writable_folder, write_atomic, write_json)
@@ -50,6 +49,7 @@ from nanoheads.locks import only_writer
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.scoring import load, score_windows
 from nanoheads.timing import progress_bar, take_turns, time_rows
+from lab.heads.measuring import attentions, cache_bytes, closed, fixed_text, measure, nats_on, static_gates
 
 LARGEST = 2**63 - 1  # the largest seed, and no count is larger
 RECOVER_FROM = 0.3   # of the peak learning rates

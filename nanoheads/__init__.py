@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# each of them calls answer_interrupts(), as do the programs in data/
-PROGRAMS = {"bench", "compare", "evaluate", "export_hf", "plot_curves", "probe", "prune", "sample", "train"}
+# each of them calls answer_interrupts(), as do the programs in data/ and lab/
+PROGRAMS = {"bench", "compare", "evaluate", "plot_curves", "sample", "train"}
 
 
 def stop(number, frame):
@@ -26,7 +26,8 @@ def stop(number, frame):
 def is_ours(program):
     """Whether the path of a main module is that of one of the repository's programs."""
     path = Path(program).resolve()
-    return path.parent == ROOT and path.stem in PROGRAMS or path.is_relative_to(ROOT / "data")
+    return (path.parent == ROOT and path.stem in PROGRAMS or path.is_relative_to(ROOT / "data")
+            or path.is_relative_to(ROOT / "lab"))
 
 
 def begin_quietly():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from nanoheads.common import OWN_FILES, ROOT, UserError
 
-PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside nanoheads/: what trains and scores
+PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside nanoheads/ and lab/: what trains and scores
 LIBRARIES = builtins, math, np, torch, nn, F, torch.Tensor, nn.Module, nn.Linear, nn.Embedding
 
 
@@ -97,7 +97,8 @@ def of_ours():
     found = {}
     for name, module in list(sys.modules.items()):
         first = name.split(".")[0]
-        if first in {"nanoheads", "__main__", *PROGRAMS} and is_program(getattr(module, "__file__", None)):
+        ours = first in {"nanoheads", "lab", "__main__", *PROGRAMS}
+        if ours and is_program(getattr(module, "__file__", None)):
             found[name, ""] = module, ()
             found.update(names_in(module, name))
     return found
@@ -123,7 +124,9 @@ def of_libraries():
 def is_program(file):
     """Whether a module's file is of this repository, and of what trains and scores; None: it has none."""
     path = Path(file or "/").resolve()
-    return path.parent == ROOT and path.stem in PROGRAMS or ROOT / "nanoheads" in path.parents
+    if path.parent == ROOT:
+        return path.stem in PROGRAMS
+    return ROOT / "nanoheads" in path.parents or ROOT / "lab" in path.parents
 
 
 def names_in(owner, module, prefix=""):

@@ -15,9 +15,9 @@ import torch
 import train
 from compare import Study
 from model import GPT, GPTConfig
+from nanoheads import checkpoint
 from lab.study import trial
 from lab.study.variants import StudyConfig
-from nanoheads import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names here say where they are

@@ -14,13 +14,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from lab.probes.facts import DIGITS, digits_of, fact, names
-from nanoheads.common import UserError
+from nanoheads.common import UserError, without_lab
 from nanoheads.dataset import Dataset
 from nanoheads.sources import SPLITS, identity
 from nanoheads.writing import already, arguments, build, run
 
 import numpy as np
+
+try:
+    from lab.probes.facts import DIGITS, digits_of, fact, names
+except ModuleNotFoundError as e:
+    sys.exit(f"error: {without_lab(e, 'a text with planted facts')}")
 
 
 def plant(text, split, per_kib, asks, near, far, seed):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lab.heads.measuring import FEATURES, all_heads, attentions, closed, layer_mean
 from nanoheads.common import UserError
+from lab.heads.measuring import FEATURES, all_heads, attentions, closed, layer_mean
 
 
 def small_net(n, generator):

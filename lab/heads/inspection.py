@@ -17,14 +17,14 @@ import re
 from pathlib import Path
 
 from model import Agency
-from lab.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
-from lab.heads.states import find_violations
-from lab.heads.surgery import fold_gates
 from nanoheads import checkpoint, own_mechanism, scoring
 from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
                               write_json)
 from nanoheads.locks import only_writer
 from nanoheads.pruning import prune_heads
+from lab.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
+from lab.heads.states import find_violations
+from lab.heads.surgery import fold_gates
 
 PROGRAM = "probe.py inspect"
 METRIC_TOKENS = 4096  # what the table is measured on, forward and backward

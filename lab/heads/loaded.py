@@ -22,13 +22,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from model import Output
-from lab.heads import controller
-from lab.heads.measuring import measure
 from nanoheads.common import UserError
 from nanoheads.config import ControllerConfig, TrainConfig, controller_conflicts
 from nanoheads.configurator import near
 from nanoheads.mechanism import HeadControl
 from nanoheads.ranks import Process
+from lab.heads import controller
+from lab.heads.measuring import measure
 
 
 # ---- a model of transformers, as lab/heads/ sees a GPT ----

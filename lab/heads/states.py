@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from model import Agency
-from lab.heads.measuring import attentions, static_gates
-from lab.heads.rules import Rules
 from nanoheads.common import UserError
 from nanoheads.log import append_row
+from lab.heads.measuring import attentions, static_gates
+from lab.heads.rules import Rules
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns
 DRIFT = 0.2  # of the way to the mean of those at work goes a withdrawn head's importance at each measurement

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from model import GPT
-from lab.heads.measuring import all_heads, attentions, closed, out_projections, static_gates
 from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
+from lab.heads.measuring import all_heads, attentions, closed, out_projections, static_gates
 
 
 def fold_gates(model):

@@ -23,10 +23,10 @@ import torch.nn as nn
 
 from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
                    OutputGate, Routing, Sentinel, Sink)
-from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 from nanoheads.common import UserError
 from nanoheads.configurator import near
 from nanoheads.mechanism import HeadControl, Uniform
+from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 
 
 # ---- gates in a Hugging Face model ----

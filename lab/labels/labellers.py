@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lab.labels import weak
-from lab.labels.targets import UNKNOWN, encode, sha256
 from nanoheads.common import MOST_READ, UserError, from_json
 from nanoheads.mechanism import CONSTRAINTS
 from nanoheads.tokenizer import char_sizes, token_sizes
+from lab.labels import weak
+from lab.labels.targets import UNKNOWN, encode, sha256
 
 LONG = 1 << 20    # tokens: a block of text without a blank line is cut there
 BLANK = re.compile(rb"(?<=\n)[ \t\r]*\n")

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 from nanoheads.common import UserError, say, table
 from nanoheads.locks import remove_abandoned, temporary
+from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 
 # ---- writing ----

@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from model import GPT
-from lab.probes import quality as textquality
 from nanoheads import checkpoint, sampling
 from nanoheads.common import (ArgumentParser, UserError, last_folders, last_words, pick_device, say, table,
                               text_of, unescaped, writable, write_json)
@@ -27,6 +26,7 @@ from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
 from nanoheads.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, stop_of, until_stop, write
 from nanoheads.scoring import add_arguments, bits, load, nats_after
+from lab.probes import quality as textquality
 
 PROGRAM = "probe.py text"
 TEXT = "the text itself"

@@ -30,14 +30,14 @@ import torch
 from scipy.stats import hypergeom
 
 from model import Agency, Roles
-from lab.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
-from lab.probes.detectors import common_tokens
-from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive)
 from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import by_jackknife, t_interval
 from nanoheads.scoring import LOGITS_AT_ONCE, nats_of_last
 from nanoheads.timing import progress_bar
+from lab.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
+from lab.probes.detectors import common_tokens
+from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
+                               positive)
 
 AT_ONCE = 8192  # tokens in a forward pass
 QUARTER = 4     # the critical heads are among the first 1/4 by cost

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lab.probes.shared import about_text, ask, finite, numbers_of, open_checkpoints, plus_minus, positive
 from nanoheads.common import UserError, from_json, plural, table, text_of, writable, write_atomic
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_after
 from nanoheads.timing import progress_bar
+from lab.probes.shared import about_text, ask, finite, numbers_of, open_checkpoints, plus_minus, positive
 
 TASKS = {
     "copy": "the word again: river: river",

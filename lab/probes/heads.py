@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from scipy.stats import rankdata, spearmanr
 
-from lab.heads.measuring import all_heads, attentions, closed, static_gates
-from lab.probes.shared import (CONTEXT, about_windows, ask, numbers_of, open_checkpoints, plus_minus,
-                               position_in_windows, token_nats, window_text)
 from nanoheads.common import table
 from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
 from nanoheads.timing import progress_bar
+from lab.heads.measuring import all_heads, attentions, closed, static_gates
+from lab.probes.shared import (CONTEXT, about_windows, ask, numbers_of, open_checkpoints, plus_minus,
+                               position_in_windows, token_nats, window_text)
 
 
 def head_metrics(model, data, split, cuts, progress=None):

@@ -17,12 +17,12 @@ from torch import nn
 from scipy.stats import spearmanr
 from torch.nn import functional as F
 
-from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive, window_text)
 from nanoheads.common import plural, table
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_of, windows_of
 from nanoheads.timing import progress_bar
+from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
+                               positive, window_text)
 
 
 @contextmanager

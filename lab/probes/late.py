@@ -9,11 +9,11 @@ import sys
 
 import numpy as np
 
-from lab.probes.shared import (CONTEXT, about_windows, ask, beyond, numbers_of, open_checkpoints, plus_minus,
-                               position_in_windows, token_nats)
 from nanoheads.common import table
 from nanoheads.intervals import over_windows
 from nanoheads.scoring import windows_of
+from lab.probes.shared import (CONTEXT, about_windows, ask, beyond, numbers_of, open_checkpoints, plus_minus,
+                               position_in_windows, token_nats)
 
 
 def rows_of(ckpt, nats, first, window, position, n_windows):

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from lab.probes.shared import positive
 from nanoheads.causality import Perturbation, apart, two_texts
 from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, writable, write_json
 from nanoheads.configurator import where_it_failed
+from lab.probes.shared import positive
 
 
 def function_of(name):

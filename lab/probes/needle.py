@@ -13,13 +13,13 @@ import math
 import numpy as np
 import torch
 
-from lab.probes.facts import DIGITS, digits_of, fact, names, question
-from lab.probes.shared import (about_text, ask, beyond, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive)
 from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_of
 from nanoheads.timing import progress_bar
+from lab.probes.facts import DIGITS, digits_of, fact, names, question
+from lab.probes.shared import (about_text, ask, beyond, finite, numbers_of, open_checkpoints, plus_minus,
+                               positive)
 
 
 def haystacks(text, split, context, depths, samples, seed):

@@ -7,14 +7,14 @@ Counted are those that agency's policy would call overloaded, misaligned or idle
 import numpy as np
 import torch
 
-from lab.heads.measuring import measure, nats_on
-from lab.probes.heads import in_words, spearman_tests
-from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive)
 from nanoheads.common import UserError, plural, table
 from nanoheads.config import ControllerConfig
 from nanoheads.intervals import t_interval
 from nanoheads.timing import progress_bar
+from lab.heads.measuring import measure, nats_on
+from lab.probes.heads import in_words, spearman_tests
+from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
+                               positive)
 
 
 STATES = ("largest", "overloaded", "misaligned", "idle")

@@ -17,10 +17,6 @@ import torch
 from scipy.stats import t as student
 
 from model import Roles
-from lab.heads.measuring import all_heads, cache_bytes, fixed_text, measure
-from lab.probes import quality as textquality
-from lab.study.costs import as_in_a_run
-from lab.study.variants import built
 from nanoheads import checkpoint
 from nanoheads.common import pick_device, write_atomic
 from nanoheads.dataset import Dataset
@@ -28,6 +24,10 @@ from nanoheads.log import read_json, read_rows
 from nanoheads.pruning import pack
 from nanoheads.sampling import until_stop, write
 from nanoheads.timing import take_turns
+from lab.heads.measuring import all_heads, cache_bytes, fixed_text, measure
+from lab.probes import quality as textquality
+from lab.study.costs import as_in_a_run
+from lab.study.variants import built
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # generated: samples of each prompt, tokens each
 ROUNDS = 9  # of timing, in alternation with the plain GPT of the same seed

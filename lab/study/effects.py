@@ -15,10 +15,10 @@ import math
 import numpy as np
 from scipy.optimize import brentq
 
-from lab.study import stats
 from nanoheads.common import number
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import BLOCK
+from lab.study import stats
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are computed anew when they are read
 NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
+from nanoheads.common import json_safe, number, plural, printable
 from lab.study import effects
 from lab.study.dynamic import FIGURES, means_over_seeds, shares
 from lab.study.follow_up import MOST_SEEDS, follow_up, is_near
 from lab.study.variants import times
-from nanoheads.common import json_safe, number, plural, printable
 
 # the verdicts, and what each means
 MEANING = {

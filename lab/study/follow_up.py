@@ -14,10 +14,10 @@ import re
 import shlex
 from pathlib import Path
 
-from lab.study.variants import MOST_PLAIN_SEEDS, StudyConfig
 from nanoheads import configurator
 from nanoheads.common import number, printable
 from nanoheads.folders import joined
+from lab.study.variants import MOST_PLAIN_SEEDS, StudyConfig
 
 PROGRAM = ["python", "compare.py"]
 MOST_SEEDS = 300  # of a variant; where it takes more, the two are too close for runs to tell them apart

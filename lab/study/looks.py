@@ -12,9 +12,9 @@ import hashlib
 import json
 from datetime import datetime
 
+from nanoheads.common import UserError, write_json
 from lab.study import effects, results, shape, trial
 from lab.study.runs import key_of, specs_in
-from nanoheads.common import UserError, write_json
 
 LOOKS = "looks"  # the folder in out/trials
 

@@ -11,11 +11,11 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from nanoheads.common import cut_short, number, printable
+from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
 from lab.study import effects
 from lab.study.findings import (INTERIM, MEANING, against_plain, but_not_at, is_interim, known, label_of,
                                 level, mean_of, not_shown_at, short)
-from nanoheads.common import cut_short, number, printable
-from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
 
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],

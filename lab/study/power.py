@@ -9,10 +9,10 @@ import zlib
 from typing import NamedTuple
 
 from model import MECHANISMS
+from nanoheads.common import ROOT, from_json, number
 from lab.study import effects, looks, shape, stats, trial
 from lab.study.runs import key_of, specs_in
 from lab.study.variants import RATES
-from nanoheads.common import ROOT, from_json, number
 
 ENOUGH = 10  # runs of the plain GPT in out/trials: the bound on the spread of fewer is far above it
 

@@ -19,9 +19,9 @@ from threading import Lock
 import torch
 from tqdm import tqdm
 
-from lab.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 from nanoheads.common import ROOT, UserError, from_json, pick_device, plural, printable, write_atomic
 from nanoheads.log import read_json
+from lab.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 
 
 def command_of(folder):

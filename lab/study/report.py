@@ -15,6 +15,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
+from nanoheads import drawing
+from nanoheads.common import no_link, printable, say, table, write_atomic
 from lab.study import effects, pictures
 from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, better_side, candidates_table,
                                 costs_table, dynamic_tables, equal_of, headline, interval, known, label_of,
@@ -23,8 +25,6 @@ from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, bet
                                 question_of, remarks, screened_table, sentence_of, settings_of, show,
                                 standing, steps_table, texts_table, tuned_table, verdict_of, verdicts_table,
                                 without)
-from nanoheads import drawing
-from nanoheads.common import no_link, printable, say, table, write_atomic
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 

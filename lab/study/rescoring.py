@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from model import GPTConfig
-from lab.labels.targets import sha256
-from lab.study import costs, queue, trial
-from lab.study.variants import BOOKKEEPING
 from nanoheads import checkpoint, replaced
 from nanoheads.common import UserError, json_safe, pick_device, write_atomic
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import digests_of
 from nanoheads.log import processor
+from lab.labels.targets import sha256
+from lab.study import costs, queue, trial
+from lab.study.variants import BOOKKEEPING
 
 ONE_IN = 10  # of the runs that are done, where --rescore gives no number
 # shares by which nats may differ: on the CPU of the run with its torch, where digits are the same but for the

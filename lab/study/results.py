@@ -25,8 +25,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lab.study import costs, dynamic, effects, queue, rescoring, shape, trial
-from lab.study.variants import StudyConfig, all_flags
 from nanoheads import checkpoint, configurator, replaced
 from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, plural,
                               read_whole, say, with_names_of_today, write_atomic)
@@ -34,6 +32,8 @@ from nanoheads.dataset import Dataset
 from nanoheads.scoring import bits, windows_of
 from nanoheads.timing import median_interval
 from nanoheads.traces import summaries
+from lab.study import costs, dynamic, effects, queue, rescoring, shape, trial
+from lab.study.variants import StudyConfig, all_flags
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
 

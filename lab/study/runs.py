@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from model import GPTConfig
-from lab.study import digest, queue, results, trial
-from lab.study.variants import BOOKKEEPING
 from nanoheads import checkpoint
 from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
 from nanoheads.scoring import scored_size, windows_of
+from lab.study import digest, queue, results, trial
+from lab.study.variants import BOOKKEEPING
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
 CODE = "code", "torch", "libraries", "environment"  # keys of trial.json that say what computed a run

@@ -12,11 +12,11 @@ import json
 import re
 from pathlib import Path
 
+from nanoheads.common import UserError, json_safe, plural, printable, read_whole, say, write_atomic
 from lab.study import effects, pictures, report
 from lab.study.findings import (MEANING, Table, against_plain, head_of_difference, in_full, interval, known,
                                 label_of, mean_of, own_interval, p_of, show, verdict_of)
 from lab.study.shape import LARGEST, is_finite
-from nanoheads.common import UserError, json_safe, plural, printable, read_whole, say, write_atomic
 
 NEEDED, OPTIONAL = ("variant", "seed", "score"), ("tokens", "bytes", "cost")
 FAILED = "failed"  # in the place of a score

@@ -9,8 +9,8 @@ None or missing.
 
 from typing import NamedTuple
 
-from lab.study import stats
 from nanoheads.common import plural
+from lab.study import stats
 
 LARGEST = 1e30  # of a score, a cost, a figure
 

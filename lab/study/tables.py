@@ -10,13 +10,13 @@ import html as escaping
 import re
 from pathlib import Path
 
+from nanoheads import drawing
+from nanoheads.common import ROOT, UserError, write_atomic
 from lab.study import effects, pictures, results
 from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
                                 interval, label_of, ladder_table, level, mean_alone, measured, on_each_text,
                                 others, others_table, plain_rates_table, score_of, screened_table,
                                 texts_table, tuned_table, verdict_of, verdicts_table, without, worth_of)
-from nanoheads import drawing
-from nanoheads.common import ROOT, UserError, write_atomic
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
 

@@ -30,9 +30,6 @@ import numpy as np
 import torch
 
 from model import GPT, GPTConfig
-from lab.heads import controller
-from lab.labels.targets import Targets, sha256
-from lab.study.digest import code_digest
 from nanoheads import checkpoint, lookahead, own_mechanism as own, replaced
 from nanoheads.checksums import stamp
 from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device, say,
@@ -43,6 +40,9 @@ from nanoheads.locks import only_writer
 from nanoheads.log import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from nanoheads.own_files import libraries_of, variables_of
 from nanoheads.scoring import BLOCK, bits, score_windows
+from lab.heads import controller
+from lab.labels.targets import Targets, sha256
+from lab.study.digest import code_digest
 
 TRIALS = Path("out/trials")
 TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU

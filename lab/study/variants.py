@@ -12,13 +12,13 @@ from typing import Literal, Optional
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.study import effects
 from nanoheads import checkpoint, configurator, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig, training_problems, with_log
 from nanoheads.configurator import Scale
 from nanoheads.dataset import Dataset
 from nanoheads.optim import block_matrices, of_mechanisms
+from lab.study import effects
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {

@@ -12,10 +12,10 @@ from dataclasses import fields
 import pytest
 
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
-from lab.study.variants import StudyConfig
 from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import choices
+from lab.study.variants import StudyConfig
 from train import main
 from conftest import ROOT
 
@@ -30,7 +30,8 @@ NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "base_t
 # a write-up's programs, in the table of what they are called here
 NOT_OURS |= {"train_novel.py", "evaluate_models_binary.py", "plot_training_curves.py",
              "sample_both_models.py"}
-SOURCES = (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py"))
+SOURCES = [path for place in ("*.py", "nanoheads/*.py", "lab/**/*.py", "data/**/*.py")
+           for path in ROOT.glob(place)]
 
 
 def name_of(page):
@@ -106,7 +107,7 @@ def test_advice_to_lower_or_raise_something_names_a_key():
     keys = configurator.keys_of((configurator.Presets, GPTConfig, TrainConfig, StudyConfig))
     # "lower is better", "lower than", "a lower val loss", a place in a picture
     found, words = set(), {"is", "than", "val", "center"}
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")):
+    for path in SOURCES:
         for text in texts_in(path):
             found |= set(re.findall(r"\b(?:lower|higher|raise) ([a-z]\w*)", text))
     assert found - words - set(keys) == set() and {"adamw_lr", "n_embd"} < found
@@ -115,8 +116,7 @@ def test_advice_to_lower_or_raise_something_names_a_key():
 # ---- the README ----
 
 def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]
-    sources = "".join(p.read_text(encoding="utf-8") for p in programs)
+    sources = "".join(p.read_text(encoding="utf-8") for p in SOURCES)
     named = set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) - {"standalone", "nproc_per_node", "dropot"}
     named -= {*other_names.NAMES}
     for flag in named:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from lab.probes.engagement import by_chance
-from lab.study import effects, findings, results, tables, trial
 from nanoheads.common import UserError
 from nanoheads.intervals import t_interval
+from lab.probes.engagement import by_chance
+from lab.study import effects, findings, results, tables, trial
 
 RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -71,7 +71,7 @@ def written_in_place(path):
 
 def test_files_are_written_by_what_follows_no_link():
     """write_atomic(), opened_anew() and in_place() of common.py; an export's folder is a new one."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/*.py"), *ROOT.glob("lab/**/*.py"), *ROOT.glob("data/**/*.py")]
     found = {place for path in files for place in written_in_place(path)}
     assert {place.split(":")[0] for place in found} == {"lab/hub/huggingface.py"}
 
@@ -115,7 +115,7 @@ def part_of(name):
 def imports_by_part():
     """{part: {part that it imports: whether only inside functions}}."""
     found = {}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/*.py"), *ROOT.glob("lab/**/*.py"), *ROOT.glob("data/**/*.py")]:
         place = path.relative_to(ROOT).with_suffix("").parts
         part = "data/" if place[0] == "data" else part_of(".".join(place))
         if part is None:

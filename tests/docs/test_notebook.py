@@ -17,8 +17,8 @@ import torch
 
 from lab import prune
 import sample
-from lab.heads import inspection as inspect_heads
 from nanoheads.dataset import Dataset
+from lab.heads import inspection as inspect_heads
 from conftest import ROOT
 from helpers import make_model
 

@@ -13,7 +13,7 @@ from tests.gpu.environment import TORCH
 
 RESULTS = ROOT / "results/gpu-compile.json"
 PAGE = ROOT / "docs/gpu.md"
-CODE = ("model.py", "train.py", "nanoheads")  # what is compiled
+CODE = ("model.py", "train.py", "nanoheads", "lab")  # what is compiled
 MARK = re.compile(rf"(<!-- table: (\w+) {RESULTS.name} -->\n).*?(<!-- end -->)", re.S)
 OF_NANOGPT = {"gpt2": 1.00, "plain": 1.25}  # bytes that the two recipes may move, in those of nanoGPT
 OF_PLAIN, OF_PLAIN_WITH_ACAG = 1.15, 1.50   # and a mechanism, in those of the plain GPT

@@ -16,17 +16,17 @@ import torch
 
 import train
 from model import GPT, Agency, GPTConfig
-from lab.heads import controller, measuring
-from lab.heads.gates import move_gates
-from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
-from lab.heads.rules import Rules
-from lab.heads.states import States, states_of
 from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Batches, Dataset
 from nanoheads.pruning import pack
 from nanoheads.ranks import Process
+from lab.heads import controller, measuring
+from lab.heads.gates import move_gates
+from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
+from lab.heads.rules import Rules
+from lab.heads.states import States, states_of
 from conftest import ROOT, TINY
 from helpers import same, weights
 from train import main

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, fixed_text, measure,
-                                 measure_pieces, nats_on)
-from lab.heads.surgery import insert_heads
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import prune_heads
+from lab.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, fixed_text, measure,
+                                 measure_pieces, nats_on)
+from lab.heads.surgery import insert_heads
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
 

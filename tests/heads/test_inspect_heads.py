@@ -10,11 +10,11 @@ import torch
 
 import sample
 from model import GPT, MECHANISMS, GPTConfig
-from lab.heads.inspection import folded, main
-from lab.heads.measuring import attentions
 from nanoheads import checkpoint, scoring
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
+from lab.heads.inspection import folded, main
+from lab.heads.measuring import attentions
 from conftest import ROOT
 from helpers import make_model
 

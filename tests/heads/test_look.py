@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import sample
 from model import GPT, MECHANISMS, GPTConfig, HeadNorm
-from lab.heads import look
 from nanoheads.common import UserError
 from nanoheads.pruning import prune_heads
 from nanoheads.sampling import model_and_tokenizer
 from nanoheads.traces import explain
+from lab.heads import look
 from helpers import make_checkpoint
 
 PROGRAM = "probe.py look"  # see the fixture refusal

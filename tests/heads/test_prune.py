@@ -12,13 +12,13 @@ import torch
 from lab import prune
 import train
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.heads.measuring import closed, fixed_text, measure, nats_on
-from lab.heads.surgery import stack_blocks
 from nanoheads import checkpoint
 from nanoheads.configurator import load as configure
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import evaluate, score
+from lab.heads.measuring import closed, fixed_text, measure, nats_on
+from lab.heads.surgery import stack_blocks
 from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main,
                        removal_order, unfit, without_blocks, without_heads)
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, Agency, ConstraintHeads, GPTConfig, Sentinel, Sink
+from nanoheads import checkpoint
+from nanoheads.common import UserError
+from nanoheads.traces import explain
 from lab.hub import dropin
 from lab.hub.dropin import FAMILIES, INSERTABLE, Gates, aux_losses, insert, load, mask_heads
 from lab.hub.inserted import Call
 from lab.hub.layers import AdaptiveContextualAttention, ConstraintAttention
-from nanoheads import checkpoint
-from nanoheads.common import UserError
-from nanoheads.traces import explain
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 APART = (Agency, ConstraintHeads)  # tests/hub/test_inserted.py has them

@@ -18,11 +18,11 @@ from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from lab.export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.hub import huggingface as hf
 from nanoheads import checkpoint, configurator, own_mechanism, pruning
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.tokenizer import Tokenizer, byte_symbols
+from lab.hub import huggingface as hf
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
 transformers.logging.set_verbosity_error()

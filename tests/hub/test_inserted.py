@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from model import GPT
+from nanoheads import checkpoint
+from nanoheads.common import UserError
 from lab.heads.states import find_violations, states_of
 from lab.hub import dropin
 from lab.hub.dropin import FAMILIES, Control, aux_losses, gates_of, insert, load, mask_heads, predictions
-from nanoheads import checkpoint
-from nanoheads.common import UserError
 from test_dropin import (REAL, T, V, hf, ids, logits, normal, scatter, told,  # noqa: F401 (hf is a fixture)
                          told_with_and_without_cache_and_padding)
 from test_dropin import tiny as of_two_layers

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from nanoheads import attention
+from nanoheads.common import UserError
 from lab.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention, AttentionLayer,
                             ConstraintAttention, MultiHeadAttentionWithConstraints,
                             TransformerBlockWithConstraint)
-from nanoheads import attention
-from nanoheads.common import UserError
 from oracle import agree, normal
 
 C, H, T = 32, 4, 7

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from nanoheads import checkpoint
+from nanoheads.common import UserError
 from lab.heads.loaded import DynamicHeads, measure_heads
 from lab.heads.measuring import METRICS, measure
 from lab.heads.states import states_of
 from lab.hub.dropin import FAMILIES, Control, gates_of, insert, places
-from nanoheads import checkpoint
-from nanoheads.common import UserError
 from test_dropin import V, hf, scatter  # noqa: F401 (hf is a fixture)
 from test_inserted import TOGETHER, logits, ours, tiny
 

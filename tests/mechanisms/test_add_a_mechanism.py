@@ -19,14 +19,14 @@ import compare
 import model
 from conftest import ROOT, without_own_mechanisms
 from helpers import CODE, EXAMPLES, PAGE
-from lab.hub import huggingface as hf
-from lab.probes import promises
-from lab.study import digest
-from lab.study.variants import StudyConfig
 from nanoheads import checkpoint, own_mechanism as own
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import keys_of
+from lab.hub import huggingface as hf
+from lab.probes import promises
+from lab.study import digest
+from lab.study.variants import StudyConfig
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
 PASS = "    def score_mod(self, attn, heads):"
@@ -329,16 +329,16 @@ def test_the_hash_of_other_runs_does_not_see_it(mine):
 
 def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
     """Also a file of ours that train.py does without."""
-    path = mine("import torch\n", "import torch\nfrom nanoheads.text import quality\n")
+    path = mine("import torch\n", "import torch\nfrom lab.probes import quality\n")
     own.add(path)
     reached, inner = [], digest.digest_of
     monkeypatch.setattr(digest, "digest_of", lambda root, programs, off: reached.extend(
         digest.files_of(root, programs)) or inner(root, programs, off))
     digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig(own_mechanism=str(path)))
-    assert {Path(path).resolve(), ROOT / "nanoheads" / "text" / "quality.py"} <= {*reached}
+    assert {Path(path).resolve(), ROOT / "lab" / "probes" / "quality.py"} <= {*reached}
     reached.clear()
     digest.code_digest(model.GPTConfig(**SIZES), TrainConfig())
-    assert ROOT / "nanoheads" / "text" / "quality.py" not in reached and ROOT / "model.py" in reached
+    assert ROOT / "lab" / "probes" / "quality.py" not in reached and ROOT / "model.py" in reached
 
 
 def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):

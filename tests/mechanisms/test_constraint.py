@@ -11,12 +11,12 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
-from lab.labels.targets import encode, label_file, sha256, write_meta
-from lab.study import digest, trial
 from nanoheads import attention, checkpoint
 from nanoheads.attention import attend
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
+from lab.labels.targets import encode, label_file, sha256, write_meta
+from lab.study import digest, trial
 from oracle import tokens
 from conftest import TINY
 from helpers import Largest

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
-from lab.hub.layers import ConstraintAttention
-from lab.study import results, runs, trial
 from nanoheads import attention, checkpoint, kernels, own_mechanism
 from nanoheads.common import UserError
+from lab.hub.layers import ConstraintAttention
+from lab.study import results, runs, trial
 from conftest import ROOT
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 

@@ -15,13 +15,13 @@ import oracle
 from conftest import pass_of
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C, Agency, ConstraintHeads,
                    GPTConfig, Roles, Routing, KVCache, Heads, Sentinel, UNetSkip, Window)
-from lab.heads.states import find_violations
 from nanoheads import optim
 from nanoheads.attention import attend, attend_lse, attend_selected, flex
 from nanoheads.config import TrainConfig
 from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.traces import explain, summaries
+from lab.heads.states import find_violations
 from oracle import (agree, close, constraint_loss, dense, equals_the_oracle, give_states, gradients, normal,
                     sigmoid, softmax, tokens)
 

@@ -20,20 +20,19 @@ import evaluate
 from lab import export_hf
 import model
 import nanoheads.traces
-from lab import probe
-from lab import prune
+from lab import probe, prune
 import sample
 import train
 from conftest import ROOT, forget_own_mechanisms
 from helpers import CODE
-from lab.hub import huggingface as hf
-from lab.study import digest, queue, results, trial
-from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads import checkpoint, lookahead, optim, own_files, own_mechanism as own, replaced, scoring
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import help_text, keys_of
 from nanoheads.dataset import Dataset
+from lab.hub import huggingface as hf
+from lab.study import digest, queue, results, trial
+from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
 MODE = """
@@ -539,7 +538,7 @@ LATER = """
 def test_a_mechanism_that_replaces_it_while_it_runs_has_no_score(bytes_data, restored, tmp_path):
     """A tenth of the nats less: such a run was 'better by 0.3'."""
     restored(scoring, "nats_of")
-    path = written(tmp_path / "mine.py", "from nanoheads.training import scoring\n",
+    path = written(tmp_path / "mine.py", "from nanoheads import scoring\n",
                    "fewer = lambda *a, f=scoring.nats_of: 0.9 * f(*a)\n",
                    MODE.format("Twice", "twice", TWICE, 2), LATER)
     own.add(path)

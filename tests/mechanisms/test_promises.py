@@ -21,12 +21,12 @@ import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
                    ConstraintHeads, GPTConfig, Routing, KVCache, Sentinel)
-from lab.heads.states import find_violations
 from nanoheads import checkpoint
 from nanoheads.checkpoint import make_neutral, mode_of
 from nanoheads.configurator import check, choices, keys_of
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import pack, prune_heads
+from lab.heads.states import find_violations
 from conftest import ROOT
 from oracle import give_states, plain, tokens
 

@@ -13,7 +13,12 @@ from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, ro
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
+from nanoheads import checkpoint, intervals, timing
+from nanoheads.common import UserError
+from nanoheads.dataset import Dataset
+from nanoheads.scoring import score as lm_score
 from lab.labels.targets import encode, label_file, write_meta
+from lab.probe import main as probe
 from lab.probes.constraints import explain, metrics, token_probes
 from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
 from lab.probes.constraints.explain import removal_sets, scores_without, window_changes
@@ -23,11 +28,6 @@ from lab.probes.constraints.score import PRIOR
 from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
 from lab.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
 from lab.probes.keys import gone, without_keys
-from nanoheads import checkpoint, intervals, timing
-from nanoheads.common import UserError
-from nanoheads.dataset import Dataset
-from nanoheads.scoring import score as lm_score
-from lab.probe import main as probe
 
 PROGRAM = "probe.py constraints"  # see the fixture refusal
 

@@ -12,14 +12,14 @@ import torch
 from torch.nn import functional as F
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Sink
-from lab.heads.measuring import all_heads, attentions, inputs_of
-from lab.hub import huggingface as hf
-from lab.probes.detectors import (PATTERNS, common_tokens, duplicate_token, induction, pattern_scores,
-                                  previous_token, repeats, share_on, typical_maps)
 from nanoheads.mechanism import Mechanism
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import load
+from lab.heads.measuring import all_heads, attentions, inputs_of
+from lab.hub import huggingface as hf
 from lab.probe import main
+from lab.probes.detectors import (PATTERNS, common_tokens, duplicate_token, induction, pattern_scores,
+                                  previous_token, repeats, share_on, typical_maps)
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)
 

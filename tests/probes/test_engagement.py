@@ -12,14 +12,14 @@ from scipy.stats import t as student
 from test_detectors import by_hand
 
 from model import GPT, GPTConfig, Roles
-from lab.heads.measuring import all_heads, attentions, measure, out_projections
-from lab.probes import engagement
-from lab.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads,
-                                         engagements, kept, last_nats, needle_texts, needles, overlaps,
-                                         pattern_texts, power_sent, result_of, texts_of, window_texts)
-from lab.probes.shared import Checkpoint
 from nanoheads.dataset import Dataset
+from lab.heads.measuring import all_heads, attentions, measure, out_projections
 from lab.probe import main
+from lab.probes import engagement
+from lab.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads, engagements,
+                                   kept, last_nats, needle_texts, needles, overlaps, pattern_texts,
+                                   power_sent, result_of, texts_of, window_texts)
+from lab.probes.shared import Checkpoint
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=2, n_head=4, n_embd=32)
 FLAGS = {"plain": {}, "states": dict(recipe="modern", agency=True, sentinel="sigmoid"),

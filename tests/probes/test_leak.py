@@ -9,9 +9,9 @@ import torch
 
 from conftest import ROOT
 from model import GPT, GPTConfig
-from lab.probes.leak import leaks
 from nanoheads.common import UserError
 from lab.probe import main
+from lab.probes.leak import leaks
 
 V, T = 37, 12
 FIRST = [None, None]  # of both_needed(): the tokens at 7 and 9 before they are changed

@@ -12,10 +12,10 @@ import torch
 import train
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.probes import promises
-from lab.study import results, trial
 from nanoheads import lookahead, own_mechanism as own
 from nanoheads.common import ROOT, UserError
+from lab.probes import promises
+from lab.study import results, trial
 from train import main
 
 TINY = dict(vocab_size=256, block_size=128, n_layer=2, n_head=4, n_embd=64, seed=1, recipe="modern")

@@ -17,7 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from model import GPT, MECHANISMS, GPTConfig
+from nanoheads import checkpoint
+from nanoheads.common import UserError
+from nanoheads.config import ControllerConfig
+from nanoheads.dataset import Dataset
+from nanoheads.intervals import over_windows
+from nanoheads.scoring import score, windows_of
 from lab.heads.measuring import measure
+from lab.probe import PROBES, main
 from lab.probes import keys
 from lab.probes.facts import DIGITS, names
 from lab.probes.heads import head_metrics, without_head
@@ -25,13 +32,6 @@ from lab.probes.keys import gone, gradient_times_input, nats_without, rankings, 
 from lab.probes.needle import answers, haystacks, recalled
 from lab.probes.shared import open_checkpoints, window_text
 from lab.probes.states import states_on
-from nanoheads import checkpoint
-from nanoheads.common import UserError
-from nanoheads.config import ControllerConfig
-from nanoheads.dataset import Dataset
-from nanoheads.intervals import over_windows
-from nanoheads.scoring import score, windows_of
-from lab.probe import PROBES, main
 
 prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")

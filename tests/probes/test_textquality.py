@@ -16,14 +16,14 @@ from scipy import stats
 from torch import nn
 
 from model import GPT, GPTConfig
-from lab.probes import continuations, quality as textquality
-from lab.probes.continuations import text_table
-from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
 from nanoheads import scoring
 from nanoheads.dataset import Dataset
 from nanoheads.intervals import jackknife
 from nanoheads.scoring import nats_after
 from lab.probe import main
+from lab.probes import continuations, quality as textquality
+from lab.probes.continuations import text_table
+from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
 
 PROGRAM = "probe.py text"  # see the fixture refusal
 

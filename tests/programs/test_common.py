@@ -10,13 +10,6 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from lab.heads import look
-from lab.heads.rules import Rules
-from lab.hub import huggingface
-from lab.labels import labellers
-from lab.labels.targets import Targets
-from lab.probes import continuations, fewshot
-from lab.study import queue, results, scores, trial
 from nanoheads import checkpoint, checksums, common, curves, log as runlog, own_files, sampling
 from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
@@ -24,6 +17,13 @@ from nanoheads.common import (UserError, from_json, in_place, last_folders, last
 from nanoheads.configurator import check
 from nanoheads.dataset import Dataset
 from nanoheads.tokenizer import Tokenizer
+from lab.heads import look
+from lab.heads.rules import Rules
+from lab.hub import huggingface
+from lab.labels import labellers
+from lab.labels.targets import Targets
+from lab.probes import continuations, fewshot
+from lab.study import queue, results, scores, trial
 
 
 @pytest.mark.parametrize("e, line", [

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.study.variants import StudyConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                               note_on_warmup)
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from lab.study.variants import StudyConfig
 from train import main
 from conftest import ROOT
 

@@ -19,13 +19,12 @@ import compare
 import evaluate
 from lab import export_hf
 import plot_curves
-from lab import probe
-from lab import prune
+from lab import probe, prune
 import sample
 import train
 from data import prepare_text
-from lab.study import trial
 from nanoheads.writing import run
+from lab.study import trial
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", *MOVED)),
@@ -113,7 +112,7 @@ def test_tables_lose_no_more_than_a_character(encoding, args, tmp_path, monkeypa
     ckpts = ["--ckpt", str(tmp_path / "run"), "--ckpt", str(tmp_path / "other.pt")]
     import_module("evaluate").main(ckpts)
     assert re.search(r"run +\d.* 3 .*\n.*other.pt +\d.* \? ", shown())
-    import_module("probe").main(["late", *ckpts, "--tokens=64"])
+    import_module("lab.probe").main(["late", *ckpts, "--tokens=64"])
     assert re.search(r"other.pt .*[+-]0.0000 [?±]0.0000", shown())
     (tmp_path / "scores.csv").write_text("variant,seed,score,tokens\n" + "".join(
         f"{variant},{seed},{3 + 0.01 * seed},{tokens}\n"

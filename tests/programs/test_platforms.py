@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 import sample
 import train
 from model import GPT, MECHANISMS, GPTConfig
-from lab.study import queue, trial
 from nanoheads import attention, common, kernels, locks, optim, ranks
 from nanoheads.common import UserError, in_float64, output_written, write_atomic
 from nanoheads.config import TrainConfig
 from nanoheads.ranks import Process
+from lab.study import queue, trial
 from conftest import ROOT
 
 

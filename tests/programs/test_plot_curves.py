@@ -13,11 +13,11 @@ from matplotlib.image import imread
 
 import plot_curves
 from labels import hidden_labels
-from lab.heads import pictures as plot_heads
 from nanoheads import curves
 from nanoheads.curves import curves_of, plot_runs, read_log
 from nanoheads.drawing import COLOURS
 from nanoheads.folders import LONGEST
+from lab.heads import pictures as plot_heads
 from plot_curves import main
 
 

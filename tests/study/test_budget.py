@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from nanoheads.common import UserError
 from lab.study.budget import fitted
 from lab.study.variants import StudyConfig
-from nanoheads.common import UserError
 
 STEPS = 960
 

@@ -25,12 +25,12 @@ from scipy.stats import ttest_ind
 import compare
 from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from lab.study import (costs, digest, effects, findings, pictures, queue, report, rescoring, results, tables,
-                       trial)
-from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 from nanoheads import checkpoint, checksums, configurator, own_files, own_mechanism
 from nanoheads.common import UserError, json_safe
 from nanoheads.dataset import missing
+from lab.study import (costs, digest, effects, findings, pictures, queue, report, rescoring, results, tables,
+                       trial)
+from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
 from conftest import ROOT, in_this_process, put_meta, small_plain, write_dataset
 from helpers import study_of, unread

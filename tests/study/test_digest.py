@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
-from lab.study import digest
 from nanoheads.common import ROOT, UserError
 from nanoheads.config import ControllerConfig, TrainConfig
+from lab.study import digest
 
 from conftest import forget_code as forget
 
@@ -39,7 +39,8 @@ class PositionGate(Mechanism):
 # ---- mechanisms outside the layers ----
 """
 PATHS = {name: ROOT / name for name in ("model.py", "train.py")}
-PATHS.update({path.name: path for path in ROOT.glob("nanoheads/**/*.py") if path.name != "__init__.py"})
+PATHS.update({path.name: path for folder in ("nanoheads", "lab") for path in ROOT.glob(f"{folder}/**/*.py")
+              if path.name != "__init__.py"})
 
 
 def digests(root):
@@ -58,7 +59,7 @@ def tree(tmp_path, as_they_are):
     """A copy of the code: tree(file, before, after) edits a file, tree.changed() names those of CONFIGS whose
     hash is another one since.
     """
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/*.py"), *ROOT.glob("lab/**/*.py")]:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)

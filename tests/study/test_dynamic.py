@@ -8,9 +8,9 @@ import torch
 from scipy import stats as scipy_stats
 
 from model import GPT, GPTConfig
+from nanoheads.pruning import pack
 from lab.heads.measuring import attentions, cache_bytes
 from lab.study import dynamic, findings
-from nanoheads.pruning import pack
 
 STATES = [("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"),
           ("active", "overloaded")]

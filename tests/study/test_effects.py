@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
+from nanoheads.common import ROOT
 from lab.study import effects, results, stats
 from lab.study.effects import at_equal_cost, parts_of, plain_at, worth
-from nanoheads.common import ROOT
 
 BUDGETS = {0.7: 4, 1.0: 14, 1.4: 4, 2.0: 4}  # seeds of the plain GPT
 

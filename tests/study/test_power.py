@@ -9,9 +9,9 @@ import pytest
 
 import compare
 from compare import plan_of
+from nanoheads.common import UserError
 from lab.study import findings, power, report, results, stats
 from lab.study.variants import SEEDS_OF_CHALLENGE, StudyConfig
-from nanoheads.common import UserError
 
 from conftest import ROOT
 from helpers import study_of

@@ -15,11 +15,11 @@ from scipy.special import stdtrit
 
 from browser import CHROMIUM
 from labels import hidden_labels
+from nanoheads import drawing
+from nanoheads.common import ROOT
 from lab.study import effects, findings, pictures, report, results, tables
 from lab.study.findings import headline
 from lab.study.report import page as html_of
-from nanoheads import drawing
-from nanoheads.common import ROOT
 
 
 def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):

@@ -10,11 +10,11 @@ import pytest
 from compare import main
 from conftest import ROOT, forget_own_mechanisms
 from helpers import study_of
+from nanoheads import own_mechanism
+from nanoheads.common import UserError
 from lab.study import effects, results, trial
 from lab.study.effects import BOTH
 from lab.study.runs import Reuse, key_of, runs_on_file
-from nanoheads import own_mechanism
-from nanoheads.common import UserError
 
 FILES = sorted((ROOT / "results").glob("*.json.gz"))
 

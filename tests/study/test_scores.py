@@ -10,8 +10,8 @@ import pytest
 from scipy import stats as scipy_stats
 
 from compare import main
-from lab.study import scores
 from nanoheads.common import ROOT, UserError
+from lab.study import scores
 
 
 def file(tmp_path, text, name="scores.csv"):

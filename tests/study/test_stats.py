@@ -7,10 +7,10 @@ import pytest
 from scipy import stats as scipy_stats
 from scipy.signal import lfilter
 
+from nanoheads.intervals import block_bootstrap
 from lab.study import stats
 from lab.study.stats import (Comparison, Difference, difference, findable, holm, in_words, judge, p_same,
                              seeds_to_find)
-from nanoheads.intervals import block_bootstrap
 from simulate import error_of_two_looks
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy

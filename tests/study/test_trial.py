@@ -22,11 +22,11 @@ import train
 import compare
 from conftest import put_meta, write_dataset
 from model import GPTConfig
-from lab.study import digest, queue, trial
 from nanoheads import log as runlog
 from nanoheads.checksums import sha256
 from nanoheads.common import ROOT, UserError
 from nanoheads.dataset import Dataset
+from lab.study import digest, queue, trial
 
 
 def spec_of(data, tokens=0, **keys):
@@ -679,7 +679,7 @@ def test_a_trial_on_a_shared_gpu_allocates_its_part_of_the_memory(monkeypatch):
     ("1", "trial: out of memory; lower batch_size"),
     ("4", "trial: out of memory with 4 trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, lower")])
 def test_memory_that_runs_out_on_a_shared_gpu_has_a_second_reason(at_once, words, spec, monkeypatch):
-    def runs_out(folder):
+    def runs_out(folder, train):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     monkeypatch.setenv(trial.TRIALS_ON_GPU, at_once)
     monkeypatch.setattr(trial, "limit_memory", lambda: None)

@@ -8,9 +8,9 @@ import pytest
 import compare
 from compare import main
 from helpers import ROOT
+from nanoheads.common import UserError
 from lab.study import effects, findings, follow_up, report, results, stats
 from lab.study.report import page as html_of
-from nanoheads.common import UserError
 
 BIG = {"big": dict(n_inner=96, max_iters=18)}  # better than the plain GPT, and of more parameters
 

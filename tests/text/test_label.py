@@ -8,11 +8,11 @@ import pytest
 
 from conftest import write_dataset
 from data.label import main
+from nanoheads.common import UserError
+from nanoheads.dataset import Dataset
 from lab.labels import labellers, weak
 from lab.labels.labellers import TASKS, Text, to_tokens, truth
 from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file
-from nanoheads.common import UserError
-from nanoheads.dataset import Dataset
 
 WIKI = """
  = Homarus = 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
 from nanoheads.common import UserError
 from nanoheads.dataset import Batches, Dataset
+from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
 
 
 @pytest.fixture

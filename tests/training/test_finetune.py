@@ -16,9 +16,6 @@ from scipy.stats import t as student
 
 from lab import probe
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNetSkip
-from lab.probes import fewshot
-from lab.probes.fewshot import TASKS, Item, choice_nats, contexts, graded, made_items, read_items, save_items
-from lab.study import digest
 from nanoheads import checkpoint, dataset
 from nanoheads.common import ROOT, UserError
 from nanoheads.config import TrainConfig
@@ -26,6 +23,9 @@ from nanoheads.dataset import Dataset, DocumentBatches
 from nanoheads.optim import make_optimizers, of_mechanisms
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
+from lab.probes import fewshot
+from lab.probes.fewshot import TASKS, Item, choice_nats, contexts, graded, made_items, read_items, save_items
+from lab.study import digest
 import train
 from train import main
 

@@ -8,15 +8,15 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
+from nanoheads.common import UserError, plural
+from nanoheads.dataset import TITLE, beginnings
+from nanoheads.intervals import by_draws
+from nanoheads.timing import progress_bar
 from lab.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
                                             over_documents)
 from lab.probes.constraints.setup import (about_setup, labels_of, layers_of, numbers_of_setup, open_setup,
                                           outputs, two_classes)
 from lab.probes.constraints.token_probes import takers_of
-from nanoheads.common import UserError, plural
-from nanoheads.dataset import TITLE, beginnings
-from nanoheads.intervals import by_draws
-from nanoheads.timing import progress_bar
 
 STATE = "mean hidden state"
 STRENGTHS = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # C of a passage's logistic regression

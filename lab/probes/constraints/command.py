@@ -23,11 +23,11 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 
 import argparse
 
+from nanoheads.common import ArgumentParser
+from nanoheads.scoring import add_arguments
 from lab.probes.constraints import adjudicate, explain, score, skip
 from lab.probes.constraints.adjudicate import TASKS
 from lab.probes.shared import answer, positive
-from nanoheads.common import ArgumentParser
-from nanoheads.scoring import add_arguments
 
 COMMANDS = dict(score=score, adjudicate=adjudicate, explain=explain, skip=skip)
 

@@ -6,12 +6,12 @@ probe.py keys, against those with the lowest, random ones, and their neighbours.
 import numpy as np
 import torch
 
-from lab.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
-from lab.probes.keys import without_keys
-from lab.probes.shared import plus_minus
 from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import over_windows
 from nanoheads.timing import progress_bar
+from lab.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
+from lab.probes.keys import without_keys
+from lab.probes.shared import plus_minus
 
 SETS = ("highest", "lowest", "neighbours", "random")
 

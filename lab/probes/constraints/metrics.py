@@ -9,11 +9,11 @@ import torch
 from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score, precision_recall_curve,
                              roc_auc_score)
 
-from lab.probes.constraints.setup import HEADS
-from lab.probes.shared import plus_minus
 from nanoheads.common import table
 from nanoheads.drawing import COLOURS, canvas
 from nanoheads.intervals import over_checkpoints
+from lab.probes.constraints.setup import HEADS
+from lab.probes.shared import plus_minus
 
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
 BINS = 15     # of equal width, for calibration

@@ -8,6 +8,11 @@ block of the plain GPT reads, --own: of the model itself, too.
 
 import numpy as np
 
+from nanoheads.common import writable, write_atomic
+from nanoheads.drawing import drawn
+from nanoheads.intervals import blocks_of, by_jackknife, t_interval
+from nanoheads.scoring import score_windows
+from nanoheads.timing import progress_bar
 from lab.labels.targets import UNKNOWN
 from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, comparison_table,
                                             over_text, pooled, reliability, sigmoid)
@@ -15,11 +20,6 @@ from lab.probes.constraints.setup import (HEADS, about_setup, branch_size, label
                                           open_setup, outputs, starts_of, two_classes)
 from lab.probes.constraints.token_probes import takers_of
 from lab.probes.shared import plus_minus
-from nanoheads.common import writable, write_atomic
-from nanoheads.drawing import drawn
-from nanoheads.intervals import blocks_of, by_jackknife, t_interval
-from nanoheads.scoring import score_windows
-from nanoheads.timing import progress_bar
 
 PRIOR = "prior"
 

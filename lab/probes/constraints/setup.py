@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from model import ConstraintHeads
-from lab.heads.measuring import attentions, inputs_of
-from lab.labels.targets import Targets, decode
-from lab.probes.shared import Checkpoint, open_checkpoints
 from nanoheads.common import ROOT, UserError
 from nanoheads.dataset import Dataset
 from nanoheads.timing import progress_bar
+from lab.heads.measuring import attentions, inputs_of
+from lab.labels.targets import Targets, decode
+from lab.probes.shared import Checkpoint, open_checkpoints
 
 HEADS = "constraint heads"  # as a scorer, beside prior and probes
 

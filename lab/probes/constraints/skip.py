@@ -9,11 +9,11 @@ import copy
 import numpy as np
 import torch
 
-from lab.heads.measuring import attentions
-from lab.probes.constraints.setup import Part, numbers_of_setup, open_setup, starts_of
 from nanoheads.common import UserError, in_float64, table
 from nanoheads.scoring import score_windows
 from nanoheads.timing import take_turns, time_rows
+from lab.heads.measuring import attentions
+from lab.probes.constraints.setup import Part, numbers_of_setup, open_setup, starts_of
 
 
 def at_threshold(model, below):

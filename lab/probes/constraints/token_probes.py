@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lab.probes.constraints.setup import (HEADS, branch_size, labels_of, layers_of, names_of, outputs,
-                                          starts_of)
 from nanoheads import checkpoint
 from nanoheads.checksums import sha256
 from nanoheads.common import UserError, no_link
 from nanoheads.timing import progress_bar
+from lab.probes.constraints.setup import (HEADS, branch_size, labels_of, layers_of, names_of, outputs,
+                                          starts_of)
 
 DECAYS = (1e-6, 1e-4, 1e-2)         # of a probe's weights; the best on val is taken
 STEPS, BATCH, LR = 6000, 512, 5e-3  # of an MLP probe by Adam, its rate falling to 0 in a straight line
