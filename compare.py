@@ -40,7 +40,7 @@ from nanoheads import answer_interrupts, configurator, own_mechanism
 from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
                               plural, say, table, without_lab, writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
-from nanoheads.folders import LONGEST, find, joined
+from nanoheads.files import LONGEST, find, joined
 
 try:
     from lab.probes import promises

@@ -26,7 +26,7 @@ from nanoheads import other_names
 from nanoheads.common import (ArgumentParser, as_program, from_lab, last_words, printable, say, writable,
                               writable_folder, write_json)
 from nanoheads.curves import AXES, plot_runs
-from nanoheads.folders import cleaned, joined
+from nanoheads.files import cleaned, joined
 
 
 def arguments(argv):

@@ -41,8 +41,8 @@ from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, f
 from nanoheads.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
                               note_on_warmup, trained_with)
 from nanoheads.dataset import Batches, Dataset, DocumentBatches
+from nanoheads.files import only_writer
 from nanoheads.kernels import allow_graphs
-from nanoheads.locks import only_writer
 from nanoheads.log import Log, write_config
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
                              lr_multiplier, make_optimizers, note_on_compile, of_mechanisms, precision,
@@ -606,8 +606,8 @@ def train_alone(model_config, config, given, process):
     if OWN_FILES and model.changes_scores:
         try_scores(model, process.device)
     if model.config.own and not config.eval_only:
-        from nanoheads import lookahead  # only here: of the mechanisms of model.py it is known
-        lookahead.refuse(lookahead.grown(model), config, "before training", step=0)
+        from nanoheads import causality  # only here: of the mechanisms of model.py it is known
+        causality.refuse(causality.grown(model), config, "before training", step=0)
     targets = None
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")

@@ -20,10 +20,9 @@ from nanoheads.common import ArgumentParser, UserError, write_atomic
 
 import numpy as np
 
-from nanoheads.checksums import sha256
-from nanoheads.sources import SPLITS, identity
+from nanoheads.corpus import SPLITS, Writer, identity, report, run
+from nanoheads.files import sha256
 from nanoheads.tokenizer import Tokenizer, count_chars
-from nanoheads.writing import Writer, report, run
 
 DTYPE, BLOCK = np.dtype("<u2"), 1 << 24  # of nanoGPT's files; tokens counted at a time
 NOTE = "nanoGPT has no third part: test is val over again, so a test figure here is a validation figure"

@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import ArgumentParser, UserError, without_lab
+from nanoheads.corpus import run
 from nanoheads.dataset import Dataset
-from nanoheads.writing import run
 
 try:
     from lab.labels.labellers import LABELLERS, NAME, Text

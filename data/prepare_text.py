@@ -23,11 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nanoheads.common import UserError, from_json, plural, text_of, unescaped
-from nanoheads.folders import cleaned
-from nanoheads.sources import (HOME, File, counted, cut, joined, marked, normalised, origin, read,
-                                    stray_bytes, utf16, wrong)
+from nanoheads.corpus import (HOME, File, already, arguments, build, counted, cut, joined, marked, normalised,
+                              origin, read, run, stray_bytes, utf16, wrong)
+from nanoheads.files import cleaned
 from nanoheads.tokenizer import ENDS, Tokenizer
-from nanoheads.writing import already, arguments, build, run
 
 
 def files_of(source, between):

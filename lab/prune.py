@@ -45,7 +45,7 @@ from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
-from nanoheads.locks import only_writer
+from nanoheads.files import only_writer
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.scoring import load, score_windows
 from nanoheads.timing import progress_bar, take_turns, time_rows

@@ -1,16 +1,36 @@
 """
-Does what a function computes of a token change with later tokens, or with other rows of the batch?
+Does what is computed of a token change with later tokens, or with other rows of the batch?
 
-The function is asked again with other tokens in some places, and what should have stayed is compared. So do
-`train.py --check` (promises.py: small models, in float64), each run of a study (lookahead.py: at the size of
-the run) and `probe.py leak` (leak.py: any function). They differ in what they ask, in the positions that they
-change, and in what may differ by rounding.
+The first half asks any function from token ids: the function is asked again with other tokens in some places,
+and what should have stayed is compared. The second half asks a GPT so, at the size at which it is trained and
+scored. train.py does with a mechanism in a file of one's own, before it trains it. A study does with each of
+its runs, with the new model and with the trained one before its score is used. `train.py --check`
+(lab/probes/promises.py: small models, in float64) and `lab/probe.py leak` (any function) ask the same. They
+differ in what they ask, in the positions that they change, and in what may differ by rounding.
+
+rows    the other rows of a batch become others: what is computed of a row stays
+causal  token p becomes another, alone and with all behind it, a position to a row: what is before p stays
+
+A GPT's batches have the run's block_size; in training mode its batch_size, in evaluation mode as many rows as
+are scored at once; the run's dtype, and float32, in which is scored. What is compared are the final hidden
+states, of which each token's logits are a function. All is asked twice to know the noise. Computed in the
+same shapes, on a CPU all mechanisms of model.py give what is to stay bit for bit, also in bfloat16. A GPU may
+round otherwise where shapes depend on the data, so the tolerance is four times the noise, or a part of the
+largest hidden state, whichever is more: 32 epsilon in float32 (4e-6), 4 epsilon in what has fewer digits
+(TF32 and float16 0.4 %, bfloat16 3 %).
 """
 
+import copy
 from typing import NamedTuple
 
 import torch
 
+from nanoheads.common import UserError
+from nanoheads.optim import precision, seed_step
+from nanoheads.scoring import rows_at_once
+
+
+# ---- any function ----
 
 def two_texts(vocab_size, shape, generator):
     """Random ids, and others that differ from them at every place, where there is a second token."""
@@ -97,3 +117,161 @@ class Perturbation:
             wrong = self.changed(torch.where(number == row, self.other, self.ids), number != row)
             pairs += [(each, row) for each in wrong.any(1).nonzero().flatten().tolist()]
         return (min(pairs)[0], f"row {min(pairs)[1]}") if pairs else None
+
+
+# ---- a GPT at its size ----
+
+BATCHES = 8  # of positions: so many are tried, or all that there are, or those that have to be
+
+
+class Mode(NamedTuple):
+    """One way in which a model is asked."""
+    training: bool
+    rows: int            # of a batch
+    dtype: str           # float32 | bfloat16 | float16
+    scores: bool = False  # whether constraint heads give their scores, as in training on labels
+
+    def __str__(self):
+        how = "in training" if self.training else "when evaluated"
+        return f"{how}, {self.rows} row{'s' * (self.rows > 1)}, {self.dtype}"
+
+
+# ---- asking ----
+
+class HiddenStates:
+    """A copy of a GPT that is asked in one Mode, each time with the same noise and the same buffers."""
+
+    def __init__(self, model, mode):
+        self.model, self.mode = model, mode
+        self.kind = next(model.parameters()).device.type
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def __call__(self, ids):
+        """The final hidden states of ids [B, T], in float32, [B, T, C]."""
+        with torch.no_grad():  # a forward pass in training may change what it keeps
+            for name, buffer in self.model.named_buffers():
+                if name in self.buffers:
+                    buffer.copy_(self.buffers[name])
+        mode, model = self.mode, self.model.train(self.mode.training)
+        seed_step(self.kind, "look ahead")
+        # in training as where gradients are made: elsewhere other kernels are used, and a mechanism may ask
+        with torch.set_grad_enabled(mode.training), precision(mode.dtype, self.kind)[1]:
+            scores = mode.training and mode.scores
+            x = model.run_blocks(ids, wants_losses=mode.training, wants_scores=scores)[0]
+        return x.detach().float()
+
+
+def tolerance_of(before, noise, dtype):
+    """What two results of the same may differ by, see above. dtype: of matrix products."""
+    eps = torch.finfo(torch.float32).eps * 32
+    if dtype != "float32" or before.is_cuda:  # there products in float32 are TF32's, of float16's digits
+        eps = 4 * torch.finfo(torch.float16 if dtype == "float32" else getattr(torch, dtype)).eps
+    return max(4 * noise, eps * before.abs().max().item())
+
+
+def positions_of(T, rows, generator):
+    """The tokens to change, in order: the second, the last, around powers of two, and random ones.
+
+    All of 1 to T - 1 where BATCHES of so many rows hold them. Before the first token there is nothing.
+    """
+    near = {2**k + d for k in range(T.bit_length()) for d in (-1, 0, 1)} | {T - 1}
+    named = sorted(p for p in near if 1 <= p < T)
+    others = [p for p in torch.randperm(T, generator=generator).tolist() if p and p not in near]
+    batches = max(BATCHES, -(-len(named) // rows))
+    return sorted(named + others[:batches * rows - len(named)])
+
+
+def perturbation_of(model, mode):
+    """(the Perturbation of a model in one Mode, on random tokens; the positions to change). UserError."""
+    c, device = model.config, next(model.parameters()).device
+    ask, generator = HiddenStates(model, mode), torch.Generator().manual_seed(1)
+    ids, other = two_texts(c.vocab_size, (mode.rows, c.block_size), generator)
+    positions = positions_of(c.block_size, mode.rows, generator)
+    ids, other = ids.to(device), other.to(device)
+    before = ask(ids)
+    noise = (ask(ids) - before).abs().max().item()
+    if not noise <= 0.01 * before.abs().max().item():
+        raise UserError(f"the same tokens give other results when they are read again ({mode}): they "
+                        f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be "
+                        "kept from one batch for the next")
+    return Perturbation(ask, ids, other, before, tolerance_of(before, noise, mode.dtype)), positions
+
+
+def wrong_in(perturbation, positions):
+    """A sentence about rows that are mixed, or about a position that looks ahead; None.
+
+    A batch changes a position in each of its rows.
+    """
+    if wrong := perturbation.rows():
+        return wrong
+    rows, T = perturbation.ids.shape
+    batches = [positions[i:i + rows] for i in range(0, len(positions), rows)]
+    batches = [batch + [T] * (rows - len(batch)) for batch in batches]
+    found = next(perturbation.ahead(batches), None)
+    return found and f"it looks ahead: {found}"
+
+
+# ---- a model ----
+
+@torch.no_grad()
+def grown(model):
+    """A copy of a model with noise on each of its parameters, so that nothing is hidden behind a zero.
+
+    As it is, where its results would not be finite.
+    """
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    for p in other.parameters():
+        size = 0.15 if p.dim() < 2 else p.size(-1) ** -0.5
+        p.add_((size * torch.randn(p.shape, generator=generator)).to(p))
+    ids = torch.arange(model.config.block_size, device=p.device)[None] % model.config.vocab_size
+    return other if other.eval().hidden(ids).isfinite().all() else copy.deepcopy(model)
+
+
+def modes_of(model, batch_size, dtype="float32", scores=False):
+    """The Modes in which a model is trained and evaluated. dtype: see precision()."""
+    device, c = next(model.parameters()).device, model.config
+    rows, _ = rows_at_once(device, c.block_size, c.vocab_size)
+    dtypes = dict.fromkeys((precision(dtype, device.type)[0], "float32"))
+    return [Mode(training, rows if not training else batch_size, each, scores)
+            for training in (True, False) for each in dtypes]
+
+
+def leak_in(model, modes, step=None):
+    """(what is wrong, in a sentence, or None; how many positions were changed in each of the modes).
+
+    step: the number of the training step whose settings hold in training; None: as they are. The model, its
+    mode, its gradients and PyTorch's generators stay as they are. UserError: it cannot be asked.
+    """
+    counts, device = [], next(model.parameters()).device
+    # generators are seeded within, and then are as before: PyTorch's on the CPU, and on this CUDA device
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        for mode in modes:
+            asked = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
+            if mode.training and step is not None:
+                asked.at_step(step)
+            perturbation, positions = perturbation_of(asked, mode)
+            if wrong := wrong_in(perturbation, positions):
+                return f"{wrong} ({mode}, a block of {model.config.block_size})", counts
+            counts.append(len(positions))
+    return None, counts
+
+
+def refuse(model, config, when, step=None):
+    """What was tried of a run's model, in words. UserError where it looks ahead or mixes rows.
+
+    config: the run's TrainConfig. when: before or after training, for the message. step: see leak_in().
+    """
+    modes = modes_of(model, config.batch_size, config.dtype, bool(config.labels or config.teacher))
+    wrong, counts = leak_in(model, modes, step)
+    if wrong:
+        raise UserError(f"{when} {wrong}: its score would mean nothing")
+    return described(model, modes, counts)
+
+
+def described(model, modes, counts):
+    """What was tried, in words: the modes in training have the same rows, and so have those in evaluation."""
+    of_mode = {mode.training: (count, mode.rows) for mode, count in zip(modes, counts)}
+    parts = ["{} positions in {} rows {}".format(*of_mode[training], how)
+             for training, how in ((True, "in training"), (False, "in evaluation"))]
+    dtypes = " and ".join(dict.fromkeys(mode.dtype for mode in modes))
+    return f"{', '.join(parts)}, of a block of {model.config.block_size}, in {dtypes}"

@@ -23,7 +23,7 @@ from nanoheads.common import (UserError, fault_of_own_file, from_json, from_lab,
 from nanoheads.config import TrainConfig, trained_with
 from nanoheads.configurator import keys_of, nearest, parse, print_once, set_by_hand, type_name, typed
 from nanoheads.dataset import digests_of
-from nanoheads.folders import find
+from nanoheads.files import find
 from nanoheads.other_names import ROUTING_PAIR
 from nanoheads.tokenizer import problem_of_meta
 

@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, Optional
 
 from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, number, say
-from nanoheads.folders import joined, setting_in_name
+from nanoheads.files import joined, setting_in_name
 
 COMMENT_WIDE = 70  # characters of a key's description in a line of --help
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads import checksums
+from nanoheads import files
 from nanoheads.common import ROOT, UserError, from_json
 from nanoheads.tokenizer import Tokenizer, problem_of_meta, token_sizes
 
@@ -39,7 +39,7 @@ class NotPrepared(UserError):
 class Dataset:
     """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged.
 
-    A split is compared with its sha256 in meta.json whenever it is opened; see checksums.check().
+    A split is compared with its sha256 in meta.json whenever it is opened; see files.check().
     """
 
     def __init__(self, name):
@@ -76,7 +76,7 @@ class Dataset:
         if size != tokens * self.dtype.itemsize or not tokens:
             raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
                             f"where meta.json says {tokens:,}; run its prepare script with --force")
-        checksums.check(path, self.sums[split], "meta.json", ANEW)
+        files.check(path, self.sums[split], "meta.json", ANEW)
         return np.memmap(path, self.dtype, "r")
 
     def sizes_beyond(self, split):
@@ -88,7 +88,7 @@ class Dataset:
             return np.empty((0, 3), np.int64)
         if not path.is_file():
             raise UserError(f"{path} is not there, which meta.json describes; {ANEW}")
-        checksums.check(path, expected, "meta.json", ANEW)
+        files.check(path, expected, "meta.json", ANEW)
         return np.memmap(path, "<i8", "r").reshape(-1, 3)
 
     def need(self, split, tokens, block_size):

@@ -254,7 +254,7 @@ def count_words(dataset, split, piece=1 << 20):
     Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
     pairs, where their spelling is not at hand.
     """
-    from nanoheads.sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
+    from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
     if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
         return None
     tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")

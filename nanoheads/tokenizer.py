@@ -401,7 +401,7 @@ def gpt2():
     """tiktoken's GPT-2 encoding, built from local files, so that nothing here needs the network twice."""
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from nanoheads.sources import GPT2_ENCODER, GPT2_MERGES, keep
+    from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, keep
     merges, encoder = keep(GPT2_MERGES), keep(GPT2_ENCODER)
     ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder),
                                             GPT2_MERGES.sha256, GPT2_ENCODER.sha256)

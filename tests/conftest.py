@@ -23,10 +23,10 @@ from browser import CHROMIUM, Browser  # noqa: E402
 from helpers import CODE, ROOT, SMALL, Here, NoThreads  # noqa: E402
 from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads import own_mechanism as own, replaced  # noqa: E402
-from nanoheads import lookahead  # noqa: E402
+from nanoheads import causality  # noqa: E402
 from lab.study import costs, digest, queue, results  # noqa: E402
-from nanoheads import sources  # noqa: E402
-from nanoheads.writing import Writer  # noqa: E402
+from nanoheads import corpus  # noqa: E402
+from nanoheads.corpus import Writer  # noqa: E402
 from nanoheads.tokenizer import Tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -122,12 +122,12 @@ def gpt2_files(tmp_path, monkeypatch):
     """The folder of GPT-2's byte pairs, data/ or $NANOHEADS_DATA; what is kept of them goes elsewhere."""
     folders = ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()
     found = [folder for folder in folders if all(
-        (folder / file.names[0]).is_file() for file in (sources.GPT2_MERGES, sources.GPT2_ENCODER))]
+        (folder / file.names[0]).is_file() for file in (corpus.GPT2_MERGES, corpus.GPT2_ENCODER))]
     if not found:
         pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
     (tmp_path / "kept").mkdir()
     monkeypatch.setenv("NANOHEADS_DATA", str(found[0]))
-    monkeypatch.setattr(sources, "HOME", tmp_path / "kept")
+    monkeypatch.setattr(corpus, "HOME", tmp_path / "kept")
     return found[0]
 
 
@@ -282,7 +282,7 @@ def in_this_process(monkeypatch):
     tests/probes/test_lookahead.py has runs that look, and takes most of a run's time for it.
     """
     monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
-    monkeypatch.setattr(lookahead, "refuse", lambda *args, **keys: "nowhere, in a test")
+    monkeypatch.setattr(causality, "refuse", lambda *args, **keys: "nowhere, in a test")
     monkeypatch.setattr(results, "SAMPLE_TOKENS", 20)
     row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
                processor="AMD EPYC", compiled=False, threads=1)

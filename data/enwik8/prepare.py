@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.sources import File, cut
-from nanoheads.writing import arguments, prepare, run
+from nanoheads.corpus import File, arguments, cut, prepare, run
 
 ENWIK8 = File(  # its md5 is a1fa5ffddb56f4953e226637dabbb36a
     ("enwik8/enwik8", "enwik8"),

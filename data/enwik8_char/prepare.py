@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.enwik8 import prepare
-from nanoheads.writing import run
+from nanoheads.corpus import run
 
 
 def main(argv=None, **more):

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.sources import File
-from nanoheads.writing import arguments, prepare, run
+from nanoheads.corpus import File, arguments, prepare, run
 
 FILES = {split: File((f"enwiki15/{name}.txt",), sha256, size) for split, name, size, sha256 in (
     ("train", "train", 123_191_546, "186cd7102cda263d5cc0e59eb2618f17e7ccb9f8a09d5984c7b03fdc62600c09"),

@@ -15,9 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError, without_lab
+from nanoheads.corpus import SPLITS, already, arguments, build, identity, run
 from nanoheads.dataset import Dataset
-from nanoheads.sources import SPLITS, identity
-from nanoheads.writing import already, arguments, build, run
 
 import numpy as np
 

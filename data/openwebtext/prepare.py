@@ -16,9 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.sources import SPLITS
+from nanoheads.corpus import SPLITS, Writer, already, arguments, report, run
 from nanoheads.tokenizer import END_OF_TEXT, Tokenizer, count_chars
-from nanoheads.writing import Writer, already, arguments, report, run
 
 import numpy as np
 

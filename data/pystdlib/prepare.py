@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.writing import already, arguments, build, run
+from nanoheads.corpus import already, arguments, build, run
 
 # not the library itself, or different on every machine, or (tests) full of broken text
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

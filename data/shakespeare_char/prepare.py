@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.sources import File
-from nanoheads.writing import arguments, prepare, run
+from nanoheads.corpus import File, arguments, prepare, run
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TEXT = File(("tinyshakespeare/input.txt",),

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.sources import File
-from nanoheads.writing import arguments, prepare, run
+from nanoheads.corpus import File, arguments, prepare, run
 
 ZIP = File(("wikitext-103/wikitext-103-v1.zip", "wikitext-103-v1.zip"),
            "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",

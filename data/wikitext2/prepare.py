@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.sources import File
-from nanoheads.writing import arguments, prepare, run
+from nanoheads.corpus import File, arguments, prepare, run
 
 URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/"
 FILES = {split: File((f"wikitext-2/{name}.txt",), sha, size, url=f"{URL}{name}.txt")

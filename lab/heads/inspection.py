@@ -20,7 +20,7 @@ from model import Agency
 from nanoheads import checkpoint, own_mechanism, scoring
 from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
                               write_json)
-from nanoheads.locks import only_writer
+from nanoheads.files import only_writer
 from nanoheads.pruning import prune_heads
 from lab.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from lab.heads.states import find_violations

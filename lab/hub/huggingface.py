@@ -27,7 +27,7 @@ import torch
 from model import MECHANISM_CLASSES, RECIPES
 from nanoheads import own_mechanism as own
 from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
-from nanoheads.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
+from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.tokenizer import Tokenizer, byte_symbols
 
 HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|([A-Za-z0-9][\w.-]*)/[\w.-]+")

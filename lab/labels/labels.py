@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads.common import UserError, say, table
-from nanoheads.locks import remove_abandoned, temporary
+from nanoheads.files import remove_abandoned, temporary
 from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads import checksums
-from nanoheads.checksums import sha256
+from nanoheads import files
 from nanoheads.common import UserError, from_json, number, write_json
 from nanoheads.dataset import folders_of
+from nanoheads.files import sha256
 from nanoheads.tokenizer import is_text, is_whole, shown
 
 UNKNOWN = 255
@@ -132,7 +132,7 @@ class Targets:
         if path.stat().st_size != tokens:
             raise UserError(f"{path} holds {path.stat().st_size:,} bytes for {tokens:,} tokens: "
                             f"label {name} anew")
-        checksums.check(path, row["names"][name]["sha256"], "labels.json", f"label {name} anew")
+        files.check(path, row["names"][name]["sha256"], "labels.json", f"label {name} anew")
         self.files[name, split] = np.memmap(path, np.uint8, "r")
         return self.files[name, split]
 

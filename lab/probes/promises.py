@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads import configurator, lookahead, own_mechanism as own
+from nanoheads import configurator, causality, own_mechanism as own
 from nanoheads.causality import Perturbation
 from nanoheads.checkpoint import make_neutral
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
@@ -355,8 +355,8 @@ def at_size(model_config, config):
     model_config = replace(model_config, vocab_size=256)  # bytes, whatever text a run reads
 
     def promise(new, plain):
-        return lookahead.leak_in(new, lookahead.modes_of(new, config.batch_size, config.dtype), step=0)[0]
-    return broken(promise, lambda: lookahead.grown(GPT(model_config).to(pick_device("auto"))))
+        return causality.leak_in(new, causality.modes_of(new, config.batch_size, config.dtype), step=0)[0]
+    return broken(promise, lambda: causality.grown(GPT(model_config).to(pick_device("auto"))))
 
 
 def asked(argv, doc):

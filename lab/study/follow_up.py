@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanoheads import configurator
 from nanoheads.common import number, printable
-from nanoheads.folders import joined
+from nanoheads.files import joined
 from lab.study.variants import MOST_PLAIN_SEEDS, StudyConfig
 
 PROGRAM = ["python", "compare.py"]

@@ -30,13 +30,12 @@ import numpy as np
 import torch
 
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, lookahead, own_mechanism as own, replaced
-from nanoheads.checksums import stamp
+from nanoheads import causality, checkpoint, own_mechanism as own, replaced
 from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device, say,
                               write_atomic)
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset, digests_of
-from nanoheads.locks import only_writer
+from nanoheads.files import only_writer, stamp
 from nanoheads.log import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from nanoheads.own_files import libraries_of, variables_of
 from nanoheads.scoring import BLOCK, bits, score_windows
@@ -195,7 +194,7 @@ def score_of(folder, spec, device):
                         "started again")
     model = checkpoint.build(state, folder, device)
     config = TrainConfig(**spec["train"])
-    tried = lookahead.refuse(model, config, "after training", step=max(0, state["step"] - 1))
+    tried = causality.refuse(model, config, "after training", step=max(0, state["step"] - 1))
     per_window, scored = score_as_planned(model, spec)
     return state, model, per_window, dict(**scored, checkpoint=digest, looked_for_leaks=tried)
 
@@ -221,7 +220,7 @@ def refuse_leak(model_config, config, device):
     model_config = controller.starting_config(model_config, config)
     vocab_size = model_config.vocab_size or Dataset(config.dataset).vocab_size
     model = GPT(replace(model_config, vocab_size=vocab_size)).to(device)
-    lookahead.refuse(lookahead.grown(model), config, "before training", step=0)
+    causality.refuse(causality.grown(model), config, "before training", step=0)
 
 
 def sums_of_blocks(per_window, block_size):

@@ -1,4 +1,4 @@
-"""Who may import whom: libraries import no program, text/ does not know the model, nothing runs back up."""
+"""The layout of the code: what docs/code.md says of it, and who may import whom."""
 
 import ast
 import os
@@ -7,52 +7,116 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-from helpers import CODE
+from helpers import CODE, ROOT
 
+CORE = ("model.py", "train.py", "sample.py", "evaluate.py", "plot_curves.py", "bench.py", "nanoheads/*.py")
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-ALLOWED = {"lab/study": {"train"}}  # a run of a study is a run of train.py
+# imports inside functions that lead down the page of the core, and why there is no other way
+DOWN = {"nanoheads/tokenizer.py -> nanoheads/corpus.py": "GPT-2's merges are a source file"}
 
 
 def imported(path):
-    """The dotted names of all imports of a file, those inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """{dotted name: whether only inside functions} of what a file imports; from_lab("lab.x") is an import."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef)
+              for node in ast.walk(function)}
+    found = {}
+    for node in ast.walk(tree):
+        names = []
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            found[name] = found.get(name, True) and node in inside
     return found
 
 
 def wrong_imports(root):
     """The imports that should not be, as "file -> module"."""
     found = []
-    for path in sorted([*root.glob("nanoheads/**/*.py"), root / "model.py"]):
-        folder = path.parent.relative_to(root).as_posix()
-        refused = PROGRAMS - ALLOWED.get(folder, set())
-        if folder == "nanoheads/text":
-            refused = refused | {"model"}
-        found += [f"{path.relative_to(root)} -> {name}" for name in sorted(imported(path) & refused)]
-    return found
+    for pattern in ("model.py", "nanoheads/*.py", "lab/**/*.py"):
+        found += [(path, PROGRAMS) for path in root.glob(pattern)]
+    for pattern in CORE:
+        found += [(path, {"lab"}) for path in root.glob(pattern)]
+    return [f"{path.relative_to(root)} -> {name}" for path, refused in sorted(found)
+            for name in sorted({name.split(".")[0] for name in imported(path)} & refused)]
 
 
-def test_libraries_import_no_program_and_text_no_model():
+def test_the_core_imports_no_lab_and_the_lab_no_program():
     assert wrong_imports(ROOT) == []
+    assert not [path for path in (ROOT / "nanoheads").iterdir() if path.is_dir() and path.name != "__pycache__"]
 
 
 @pytest.mark.parametrize("path, text, said", [
     ("lab/heads/gates.py", "from model import GPT", []),
-    ("lab/study/runs.py", "from train import train", []),
-    ("lab/study/runs.py", "from bench import main", ["lab/study/runs.py -> bench"]),
-    ("lab/heads/gates.py", "def f():\n    import train", ["lab/heads/gates.py -> train"]),
-    ("nanoheads/dataset.py", "from model import GPT", ["nanoheads/dataset.py -> model"]),
+    ("lab/study/runs.py", "from train import train", ["lab/study/runs.py -> train"]),
+    ("lab/heads/gates.py", "def f():\n    import bench", ["lab/heads/gates.py -> bench"]),
+    ("nanoheads/dataset.py", "from lab.labels import targets", ["nanoheads/dataset.py -> lab"]),
+    ("train.py", "def f():\n    from lab.heads import gates", ["train.py -> lab"]),
+    ("compare.py", "import train, lab", []),
     ("model.py", "import train", ["model.py -> train"])])
 def test_an_import_that_should_not_be_is_found(path, text, said, tmp_path):
-    (tmp_path / "model.py").write_text("import torch\n")
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)
     assert wrong_imports(tmp_path) == said
+
+
+# ---- docs/code.md ----
+
+def on_the_page(heading):
+    """The files and folders in the lists of a section of docs/code.md, in order."""
+    text = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```\n(.*?)^```$", section, re.M | re.S)
+    return [row.split()[0] for block in blocks for row in block.splitlines()]
+
+
+def test_the_page_names_every_file_of_the_core_and_every_room_of_the_lab():
+    files = {str(path.relative_to(ROOT)) for pattern in CORE for path in ROOT.glob(pattern)}
+    assert sorted(on_the_page("The core")) == sorted(files - {"nanoheads/__init__.py"})
+    rooms = {f"lab/{path.parent.name}/" for path in ROOT.glob("lab/*/__init__.py")}
+    programs = {f"lab/{path.name}" for path in ROOT.glob("lab/*.py")} - {"lab/__init__.py"}
+    assert sorted(on_the_page("The lab")) == sorted({*rooms, *programs, "compare.py"})
+
+
+def downward(order, imports):
+    """The imports that lead down in this order of files, as "file -> file".
+
+    imports: {file: {dotted name: whether only inside functions}}.
+    """
+    place = {name.removesuffix("/").removesuffix(".py").replace("/", "."): (i, name)
+             for i, name in enumerate(order)}
+    found = set()
+    for file, names in imports.items():
+        here = order.index(file)
+        for name in names:
+            parts = name.split(".")
+            known = [place[key] for n in range(1, len(parts) + 1) if (key := ".".join(parts[:n])) in place]
+            found |= {f"{file} -> {other}" for i, other in known if i > here}
+    return found
+
+
+def test_each_file_of_the_core_imports_from_those_above_it():
+    order = on_the_page("The core")
+    imports = {file: imported(ROOT / file) for file in order}
+    assert downward(order, imports) == DOWN.keys()
+    assert all(imports[line.split()[0]][line.split()[2].removesuffix(".py").replace("/", ".")] for line in DOWN)
+
+
+def test_each_room_of_the_lab_imports_from_those_above_it():
+    order = on_the_page("The lab")
+    imports = {}
+    for room in order:
+        for path in [ROOT / room] if room.endswith(".py") else (ROOT / room).glob("**/*.py"):
+            imports[room] = {**imports.get(room, {}), **imported(path)}
+    assert downward(order, imports) == set()
+
+
+def test_an_import_that_leads_down_is_found():
+    order = ["nanoheads/common.py", "nanoheads/config.py", "model.py"]
+    assert downward(order, {"nanoheads/config.py": {"nanoheads.common": False, "model.GPT": False}}) == {
+        "nanoheads/config.py -> model.py"}
 
 
 def written_in_place(path):
@@ -71,7 +135,8 @@ def written_in_place(path):
 
 def test_files_are_written_by_what_follows_no_link():
     """write_atomic(), opened_anew() and in_place() of common.py; an export's folder is a new one."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/*.py"), *ROOT.glob("lab/**/*.py"), *ROOT.glob("data/**/*.py")]
+    files = [path for pattern in ("*.py", "nanoheads/*.py", "lab/**/*.py", "data/**/*.py")
+             for path in ROOT.glob(pattern)]
     found = {place for path in files for place in written_in_place(path)}
     assert {place.split(":")[0] for place in found} == {"lab/hub/huggingface.py"}
 
@@ -95,77 +160,7 @@ def test_every_slow_test_is_there():
     assert gone == []
 
 
-# ---- the map in README.md ----
-
-BESIDE_MODEL = {"own_mechanism", "own_files"}  # files of nanoheads/ that know the model
-
-
-def part_of(name):
-    """The part of the project that a module is in, as README.md's map calls it; None: it is none of ours."""
-    first, *rest = name.split(".")
-    if first != "nanoheads":
-        return f"{first}.py" if (ROOT / f"{first}.py").is_file() else None
-    if rest and (ROOT / "nanoheads" / rest[0]).is_dir():
-        return f"{rest[0]}/"
-    if rest and rest[0] in BESIDE_MODEL:
-        return "own_mechanism.py"
-    return "nanoheads/*.py" if rest and (ROOT / "nanoheads" / f"{rest[0]}.py").is_file() else None
-
-
-def imports_by_part():
-    """{part: {part that it imports: whether only inside functions}}."""
-    found = {}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/*.py"), *ROOT.glob("lab/**/*.py"), *ROOT.glob("data/**/*.py")]:
-        place = path.relative_to(ROOT).with_suffix("").parts
-        part = "data/" if place[0] == "data" else part_of(".".join(place))
-        if part is None:
-            continue  # an empty __init__.py
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        inside = {node for function in functions for node in ast.walk(function)}
-        row = found.setdefault(part, {})
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            for other in {part_of(name) for name in names} - {None, part}:
-                row[other] = row.get(other, True) and node in inside
-    return found
-
-
-def parts_on_the_map():
-    """{part: {part that it imports: whether a * follows it}} of README.md's map, in its order."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block, = re.findall(r"\*\*Who imports whom.*?^```\n(.*?)^```$", text, re.M | re.S)
-    found = {}
-    for row in block.splitlines():
-        part, _, others = row.partition("->")
-        found[part.strip()] = {other.removesuffix("*"): other.endswith("*") for other in others.split()}
-    return found
-
-
-def test_the_map_names_who_imports_whom():
-    assert parts_on_the_map() == imports_by_part()
-
-
-def upward(order, imports):
-    """The imports {part: parts} that lead up in this order of parts."""
-    return [f"{part} -> {other}" for part, others in imports.items() for other in others
-            if order.index(other) < order.index(part)]
-
-
-def test_no_part_imports_one_that_stands_above_it():
-    assert upward(list(parts_on_the_map()), imports_by_part()) == []
-
-
-def test_an_import_that_leads_up_is_found():
-    order = list(parts_on_the_map())
-    assert upward(order, {"training/": ["hub/", "study/"], "study/": ["train.py"]}) == ["training/ -> study/"]
-    for part in ("compare.py", "study/", "probes/", "heads/"):
-        assert upward(order, {"training/": [part]})
-
+# ---- what `import train` loads ----
 
 LOADED = {  # by `import train` -> why every run needs it
     "train": "the run itself",
@@ -180,12 +175,10 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.threads": "must set how threads wait before torch is loaded",
     "nanoheads.configurator": "reads the command line and config files",
     "nanoheads.other_names": "nanoGPT's names of keys, which any command line may have",
-    "nanoheads.folders": "the name of a run's folder",
-    "nanoheads.locks": "one writer for each folder",
+    "nanoheads.files": "the name of a run's folder, its one writer, checksums of splits",
     "nanoheads.timing": "mfu, in each row of a GPU's log",
     "nanoheads.dataset": "batches",
     "nanoheads.tokenizer": "bytes of a token, for bits per byte",
-    "nanoheads.checksums": "each split is compared with its checksum before it is read",
     "nanoheads.config": "the keys of training",
     "nanoheads.checkpoint": "what a run starts from, and its saves",
     "nanoheads.optim": "AdamW, Muon, precision",

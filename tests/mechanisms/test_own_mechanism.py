@@ -25,7 +25,7 @@ import sample
 import train
 from conftest import ROOT, forget_own_mechanisms
 from helpers import CODE
-from nanoheads import checkpoint, lookahead, optim, own_files, own_mechanism as own, replaced, scoring
+from nanoheads import checkpoint, causality, optim, own_files, own_mechanism as own, replaced, scoring
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import help_text, keys_of
@@ -473,7 +473,7 @@ PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it
     "scoring.BLOCK = 1": (scoring, "BLOCK", f"{SCORING}.BLOCK"),
     f"sys.modules['{SCORING}'] = types.ModuleType('scoring')": (sys.modules, SCORING, SCORING),
     "trial.score_windows = None": (trial, "score_windows", "lab.study.trial.score_windows"),
-    "lookahead.refuse = lambda *a, **k: 'all'": (lookahead, "refuse", "nanoheads.lookahead.refuse"),
+    "causality.refuse = lambda *a, **k: 'all'": (causality, "refuse", "nanoheads.causality.refuse"),
     "Dataset.tokens = lambda self, split: []": (Dataset, "tokens", "nanoheads.dataset.Dataset.tokens"),
     "GPT.hidden = None": (model.GPT, "hidden", "model.GPT.hidden"),
     "GPT.__call__ = lambda self, *a: None": (model.GPT, "__call__", "model.GPT.__call__"),
@@ -489,7 +489,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from model import GPT, GPTConfig
-from nanoheads import lookahead
+from nanoheads import causality
 from lab.study import trial
 from nanoheads.dataset import Dataset
 from nanoheads import scoring

@@ -12,7 +12,7 @@ import torch
 import train
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from nanoheads import lookahead, own_mechanism as own
+from nanoheads import causality, own_mechanism as own
 from nanoheads.common import ROOT, UserError
 from lab.probes import promises
 from lab.study import results, trial
@@ -30,11 +30,11 @@ def leaks(own_mechanisms_go):
 
 def gpt(mechanism=None, **keys):
     """A GPT of the tiny scale, with noise on each weight."""
-    return lookahead.grown(GPT(GPTConfig(**{**TINY, **(MECHANISMS[mechanism] if mechanism else {}), **keys})))
+    return causality.grown(GPT(GPTConfig(**{**TINY, **(MECHANISMS[mechanism] if mechanism else {}), **keys})))
 
 
 def wrong(model, dtype="float32", batch_size=16):
-    return lookahead.leak_in(model, lookahead.modes_of(model, batch_size, dtype))[0]
+    return causality.leak_in(model, causality.modes_of(model, batch_size, dtype))[0]
 
 
 # ---- what is refused ----
@@ -87,15 +87,15 @@ def test_no_mechanism_of_the_repository_is_refused(name, recipe):
     flags = {"plain": {}, "all_on": ALL_ON, **MECHANISMS}[name]
     config = GPTConfig(**{**TINY, "recipe": recipe, "dropout": 0.1, **flags})
     config = replace(config, dropout=0.0, attn_dropout=0.0) if config.problems() else config
-    model = lookahead.grown(GPT(config))
-    modes = lookahead.modes_of(model, 16, "bfloat16", scores=True)
-    found = lookahead.leak_in(model, [mode._replace(rows=4) for mode in modes], step=3)
+    model = causality.grown(GPT(config))
+    modes = causality.modes_of(model, 16, "bfloat16", scores=True)
+    found = causality.leak_in(model, [mode._replace(rows=4) for mode in modes], step=3)
     assert found == (None, [32] * 4)
 
 
 def test_what_is_to_stay_stays_bit_for_bit(monkeypatch):
     """So that the tolerance, a part of the largest state, need not be near what a small leak changes."""
-    monkeypatch.setattr(lookahead, "tolerance_of", lambda *args: 0.0)
+    monkeypatch.setattr(causality, "tolerance_of", lambda *args: 0.0)
     for name in ("routing_moh", "acag", "fox", "constraint_a", "diff", "window"):
         assert wrong(gpt(name), "bfloat16", 4) is None
 
@@ -108,15 +108,15 @@ def test_a_small_leak_is_found(monkeypatch):
             x, found = INNER(self, *args, **wanted)
             return x + size * x.roll(-1, 1), found
         monkeypatch.setattr(GPT, "run_blocks", run_blocks)
-        modes = [mode for mode in lookahead.modes_of(model, 16, dtype) if mode.dtype == dtype]
-        assert "looks ahead" in lookahead.leak_in(model, modes)[0]
+        modes = [mode for mode in causality.modes_of(model, 16, dtype) if mode.dtype == dtype]
+        assert "looks ahead" in causality.leak_in(model, modes)[0]
 
 
 # ---- what is tried ----
 
 def test_positions_are_all_or_those_around_powers_of_two_and_random_ones():
     def positions(T, rows):
-        return lookahead.positions_of(T, rows, torch.Generator().manual_seed(0))
+        return causality.positions_of(T, rows, torch.Generator().manual_seed(0))
     assert positions(128, 16) == [*range(1, 128)]
     assert positions(2, 4) == [1] and positions(1, 4) == []
     few = positions(1024, 1)
@@ -157,7 +157,7 @@ def test_a_buffer_that_training_moves_is_no_leak(monkeypatch):
 
 
 def test_evaluation_is_tried_in_as_many_rows_as_are_scored_at_once():
-    modes = lookahead.modes_of(gpt(), 16, "bfloat16")
+    modes = causality.modes_of(gpt(), 16, "bfloat16")
     assert [(mode.training, mode.rows, mode.dtype) for mode in modes] == [
         (True, 16, "bfloat16"), (True, 16, "float32"), (False, 32, "bfloat16"), (False, 32, "float32")]
 
@@ -180,7 +180,7 @@ def test_check_finds_what_thirteen_tokens_do_not_show(own_mechanisms_go, capsys)
 
 def test_check_takes_a_scale(monkeypatch, fails):
     seen = []
-    monkeypatch.setattr(lookahead, "leak_in", lambda model, modes, step: seen.append(
+    monkeypatch.setattr(causality, "leak_in", lambda model, modes, step: seen.append(
         (model.config.n_embd, model.config.block_size, modes[0].rows)) or (None, []))
     for words in ((), ("--scale=nano",), ("--scale", "nano"), ("config/nano.py",), ("--n_embd", "32")):
         main(["--check", "--mechanism", "xsa", *words])
@@ -254,7 +254,7 @@ def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, mo
     found = []
     for check in (True, False):
         if not check:
-            monkeypatch.setattr(lookahead, "refuse", lambda *args, **kwargs: "nothing")
+            monkeypatch.setattr(causality, "refuse", lambda *args, **kwargs: "nothing")
         spec = dict(model=dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, seed=1,
                                recipe="modern", dropout=0.2),
                     train=dict(dataset=str(bytes_data), device="cpu", batch_size=4, max_iters=6,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from nanoheads import checkpoint, checksums, common, curves, log as runlog, own_files, sampling
+from nanoheads import checkpoint, files, common, curves, log as runlog, own_files, sampling
 from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
                               write_atomic)
@@ -138,7 +138,7 @@ def set_aside(read, path):
     ("config.json", lambda path: curves.dataset_name(path.parent) == "?"),
     ("config.json", lambda path: refused(lambda: huggingface.config_of(path.parent))),
     ("labels.jsonl", lambda path: refused(lambda: labellers.read_spans(path, dict(tokens=9)))),
-    ("x.checked", lambda path: checksums.confirmed(path.with_name("x"), "0" * 64) is None),
+    ("x.checked", lambda path: files.confirmed(path.with_name("x"), "0" * 64) is None),
 ])
 def test_every_reader_takes_deeply_nested_json_for_a_damaged_file(tmp_path, name, is_told, levels):
     (tmp_path / "x").touch()

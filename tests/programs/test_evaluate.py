@@ -20,7 +20,7 @@ from conftest import ROOT, put_meta, put_split, write_dataset
 from helpers import byte_pairs
 from evaluate import main, score_table
 from model import GPT, CausalSelfAttention, GPTConfig, Output
-from nanoheads import checkpoint, dataset, scoring, sources
+from nanoheads import checkpoint, dataset, scoring, corpus
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import nats_of, nats_of_last, score, windows
@@ -316,7 +316,7 @@ def test_the_perplexity_of_a_word_is_that_of_the_splits_words(tmp_path, capsys):
 
 
 def test_words_of_gpt2_tokens_are_not_counted_where_that_needs_a_download(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "HOME", tmp_path)
+    monkeypatch.setattr(corpus, "HOME", tmp_path)
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     data = write_data(tmp_path / "bpe", "gpt2", n=17)
     run = scoring.evaluate(write_checkpoint(tmp_path / "a.pt", make_model(50257), data), "test", 0, "cpu",

@@ -12,7 +12,7 @@ import train
 from conftest import TINY, without_own_mechanisms
 from helpers import CODE, torchrun
 from nanoheads import checkpoint
-from nanoheads.folders import LONGEST, differences, find, joined, setting_in_name
+from nanoheads.files import LONGEST, differences, find, joined, setting_in_name
 
 
 # ---- names ----

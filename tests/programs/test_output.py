@@ -23,7 +23,7 @@ from lab import probe, prune
 import sample
 import train
 from data import prepare_text
-from nanoheads.writing import run
+from nanoheads.corpus import run
 from lab.study import trial
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

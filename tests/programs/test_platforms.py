@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import sample
 import train
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads import attention, common, kernels, locks, optim, ranks
+from nanoheads import attention, common, kernels, files, optim, ranks
 from nanoheads.common import UserError, in_float64, output_written, write_atomic
 from nanoheads.config import TrainConfig
 from nanoheads.ranks import Process
@@ -220,9 +220,9 @@ def test_an_empty_folders_lock_is_closed_before_it_is_removed(windows, tmp_path,
         opened.append(builtins.open(*args, **more))
         return opened[-1]
     monkeypatch.setattr(Path, "unlink", unlink)
-    monkeypatch.setattr(locks, "open", open_file, raising=False)
-    monkeypatch.setattr(locks, "same_file", lambda *args: False)  # numbers of files may not agree there
-    with locks.only_writer(tmp_path / "new"):
+    monkeypatch.setattr(files, "open", open_file, raising=False)
+    monkeypatch.setattr(files, "same_file", lambda *args: False)  # numbers of files may not agree there
+    with files.only_writer(tmp_path / "new"):
         pass
     assert opened and not (tmp_path / "new").exists()
 

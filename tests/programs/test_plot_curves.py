@@ -16,7 +16,7 @@ from labels import hidden_labels
 from nanoheads import curves
 from nanoheads.curves import curves_of, plot_runs, read_log
 from nanoheads.drawing import COLOURS
-from nanoheads.folders import LONGEST
+from nanoheads.files import LONGEST
 from lab.heads import pictures as plot_heads
 from plot_curves import main
 

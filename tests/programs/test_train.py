@@ -22,7 +22,7 @@ import torch
 import model as model_py
 import train
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, locks, scoring
+from nanoheads import checkpoint, files, scoring
 from nanoheads.common import UserError
 from nanoheads.config import WANDB_MODES
 from nanoheads.dataset import Batches, Dataset
@@ -583,7 +583,7 @@ def writer(tmp_path):
     started = []
 
     def start(folder):
-        code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.locks import only_writer\n"
+        code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.files import only_writer\n"
                 f"with only_writer({str(folder)!r}): print('has it', flush=True); sys.stdin.read()")
         process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE)
@@ -626,7 +626,7 @@ def test_a_refused_run_leaves_no_folder(args, fails, tmp_path):
 
 def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_path):
     """A trial does, and prune.py starts train.py in the folder that it holds."""
-    with locks.only_writer(tmp_path / "run"):
+    with files.only_writer(tmp_path / "run"):
         main(args())
         assert subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=8), "--resume"],
                               stdout=subprocess.DEVNULL).returncode == 0

@@ -25,7 +25,7 @@ from scipy.stats import ttest_ind
 import compare
 from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from nanoheads import checkpoint, checksums, configurator, own_files, own_mechanism
+from nanoheads import checkpoint, files, configurator, own_files, own_mechanism
 from nanoheads.common import UserError, json_safe
 from nanoheads.dataset import missing
 from lab.study import (costs, digest, effects, findings, pictures, queue, report, rescoring, results, tables,
@@ -1076,7 +1076,7 @@ def checkpoint_damaged(folder):
     path = folder / "best.pt"
     path.write_bytes(path.read_bytes()[:-100])
     found = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps({**found, "checkpoint": checksums.sha256(path)}))
+    (folder / "result.json").write_text(json.dumps({**found, "checkpoint": files.sha256(path)}))
 
 
 def taken_from(other, folder):

@@ -23,9 +23,9 @@ import compare
 from conftest import put_meta, write_dataset
 from model import GPTConfig
 from nanoheads import log as runlog
-from nanoheads.checksums import sha256
 from nanoheads.common import ROOT, UserError
 from nanoheads.dataset import Dataset
+from nanoheads.files import sha256
 from lab.study import digest, queue, trial
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from data import from_nanogpt, prepare_text
-from nanoheads import sources, writing
+from nanoheads import corpus
 from nanoheads.common import UserError
+from nanoheads.corpus import File
 from nanoheads.dataset import Dataset
-from nanoheads.locks import temporary
-from nanoheads.sources import File
+from nanoheads.files import temporary
 from nanoheads.tokenizer import Tokenizer
 from conftest import ROOT
 from helpers import byte_pairs
@@ -38,12 +38,11 @@ def elsewhere(tmp_path, monkeypatch):
     """No script sees this machine's data: downloads go to a temporary folder, $NANOHEADS_DATA is unset."""
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     (tmp_path / "home").mkdir()
-    for module in (sources, writing):
-        monkeypatch.setattr(module, "HOME", tmp_path / "home")
+    monkeypatch.setattr(corpus, "HOME", tmp_path / "home")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    sources.digest.cache_clear()
+    corpus.digest.cache_clear()
     yield
-    sources.digest.cache_clear()
+    corpus.digest.cache_clear()
 
 
 def corpora(*names):
@@ -63,7 +62,7 @@ def load(out):
     assert sorted(p.name for p in out.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
     for split, ids in bins.items():
         assert len(ids) == meta["splits"][split]["tokens"] and ids.max() < meta["vocab_size"]
-        assert sources.digest.__wrapped__(out / f"{split}.bin")["sha256"] == meta["splits"][split]["sha256"]
+        assert corpus.digest.__wrapped__(out / f"{split}.bin")["sha256"] == meta["splits"][split]["sha256"]
     return meta, bins
 
 
@@ -156,13 +155,13 @@ TEXT8 = ("<page> naïve — 日本語 text\n" * 1000).encode()
 def as_enwik8(tmp_path, data=TEXT8):
     """A file, and the File that says it is enwik8."""
     path = text_file(tmp_path / "enwik8", data)
-    return path, replace(SCRIPTS["enwik8"].ENWIK8, sha256=sources.digest(path)["sha256"], bytes=len(data))
+    return path, replace(SCRIPTS["enwik8"].ENWIK8, sha256=corpus.digest(path)["sha256"], bytes=len(data))
 
 
 @pytest.mark.parametrize("form", ["plain", "gz", "xz", "zip", "folder"])
 def test_enwik8_is_cut_in_bytes_from_any_form(tmp_path, form, monkeypatch):
     path, file = as_enwik8(tmp_path)
-    monkeypatch.setattr(sources, "BLOCK", 1000)  # many blocks, none at the cuts
+    monkeypatch.setattr(corpus, "BLOCK", 1000)  # many blocks, none at the cuts
     if form in ("gz", "xz"):
         path = tmp_path / f"copy.{form}"
         path.write_bytes({"gz": gzip, "xz": lzma}[form].compress(TEXT8))
@@ -184,7 +183,7 @@ def test_enwik8_is_cut_in_bytes_from_any_form(tmp_path, form, monkeypatch):
 
 
 def test_enwik8_char_is_cut_in_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 1000)  # blocks end inside characters
+    monkeypatch.setattr(corpus, "BLOCK", 1000)  # blocks end inside characters
     path, file = as_enwik8(tmp_path)
     total = len(TEXT8.decode())
     SCRIPTS["enwik8"].main([f"--source={path}", f"--out={tmp_path / 'out'}"], "enwik8_char", "char",
@@ -201,7 +200,7 @@ def test_a_foreign_source_never_passes_for_enwik8(tmp_path):
     same_size = replace(SCRIPTS["enwik8"].ENWIK8, bytes=path.stat().st_size)
     refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], file=same_size),
             str(path), "sha256", "replace it")
-    of_this = replace(same_size, sha256=sources.digest(path)["sha256"])
+    of_this = replace(same_size, sha256=corpus.digest(path)["sha256"])
     for sizes in ((4000, 200, 99), (4000, 200, 101)):  # 4,300 bytes
         refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], sizes=sizes, file=of_this),
                 "test")
@@ -260,7 +259,7 @@ def test_wikitext103_takes_a_folder_or_its_zip_and_counts_lines(tmp_path, monkey
     a, b = load(tmp_path / "a")[0], load(tmp_path / "b")[0]
     assert a == b and counts(a) == (750, 105, 135) and a["name"] == "wikitext103_byte"
     text_file(folder / "wiki.valid.tokens", "too\nfew\n")
-    sources.digest.cache_clear()
+    corpus.digest.cache_clear()
     refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'c'}"]),
             "wiki.valid.tokens", "7 are expected")
 
@@ -311,7 +310,7 @@ def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
         text_file(out / "meta.json", text.replace('"vocab_size": 256', '"vocab_size": "256"'))
     if change == "source":
         text_file(source, source.read_text() + "More.\n")
-        sources.digest.cache_clear()
+        corpus.digest.cache_clear()
     more += {"share": ["--val=0.1"], "encoding": ["--encoding=char"],
              "errors": ["--encoding=char", "--errors=replace"]}.get(change, [])
     capsys.readouterr()
@@ -326,7 +325,7 @@ def test_an_interrupted_run_leaves_no_half_folder(tmp_path, monkeypatch, capsys,
     source = text_file(tmp_path / "a.txt")
     good, _ = mine(tmp_path, source)
     text_file(source, "Another text.\n" * 500)
-    sources.digest.cache_clear()
+    corpus.digest.cache_clear()
     calls = []
 
     def fail(*args, **kwargs):
@@ -375,7 +374,7 @@ import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from nanoheads.tokenizer import Tokenizer
-from nanoheads.writing import Writer
+from nanoheads.corpus import Writer
 with Writer(SimpleNamespace(out=Path(sys.argv[1]), name="mine"), Tokenizer("byte"), {"file": "x"}) as writer:
     for split in writer.files:
         writer.add_pieces(split, [b"x" * 1_000_000])
@@ -457,30 +456,30 @@ def remote(server, tmp_path, path):
 
 
 def test_a_download_removes_what_a_killed_one_left(server, tmp_path):
-    folder = sources.HOME / "enwik8"
+    folder = corpus.HOME / "enwik8"
     folder.mkdir(parents=True)
     text_file(folder / "enwik8.1.tmp")
     text_file(folder / "another.1.tmp")
     with temporary(folder / "enwik8") as alive:
         os.rename(alive.name, folder / "enwik8.2.tmp")  # as of another process
-        sources.find(remote(server, tmp_path, "/good"))
+        corpus.find(remote(server, tmp_path, "/good"))
     assert sorted(path.name for path in folder.iterdir()) == ["another.1.tmp", "enwik8", "enwik8.2.tmp"]
 
 
 def test_download_is_kept_and_asked_for_once(server, tmp_path):
     file = remote(server, tmp_path, "/good")
-    path, _ = sources.find(file)
-    assert path == sources.HOME / "enwik8/enwik8" and path.read_bytes() == TEXT8
-    assert sources.find(file)[0] == path and Server.asked == ["/good"]
+    path, _ = corpus.find(file)
+    assert path == corpus.HOME / "enwik8/enwik8" and path.read_bytes() == TEXT8
+    assert corpus.find(file)[0] == path and Server.asked == ["/good"]
 
 
 def test_download_is_tried_again_after_a_server_error(server, tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "failures", 2)
-    assert sources.find(remote(server, tmp_path, "/good"))[0].read_bytes() == TEXT8 and len(Server.asked) == 3
+    assert corpus.find(remote(server, tmp_path, "/good"))[0].read_bytes() == TEXT8 and len(Server.asked) == 3
 
 
 def test_a_download_that_was_cut_off_is_tried_again(server, tmp_path):
-    assert sources.find(remote(server, tmp_path, "/cut_once"))[0].read_bytes() == TEXT8
+    assert corpus.find(remote(server, tmp_path, "/cut_once"))[0].read_bytes() == TEXT8
     assert Server.asked == ["/cut_once"] * 2
 
 
@@ -488,12 +487,12 @@ def test_a_download_that_was_cut_off_is_tried_again(server, tmp_path):
     ("/missing", ["HTTP 404", "NANOHEADS_DATA"], 1), ("/cut", ["download failed", "NANOHEADS_DATA"], 3),
     ("/wrong", ["sha256"], 1), ("/empty", ["is empty"], 1)])
 def test_a_bad_download_is_refused_and_leaves_nothing(server, tmp_path, path, words, asked):
-    refused(lambda: sources.find(remote(server, tmp_path, path)), server + path, *words)
-    assert len(Server.asked) == asked and not [p for p in sources.HOME.rglob("*") if p.is_file()]
+    refused(lambda: corpus.find(remote(server, tmp_path, path)), server + path, *words)
+    assert len(Server.asked) == asked and not [p for p in corpus.HOME.rglob("*") if p.is_file()]
 
 
 def test_a_server_that_is_down_is_one_line(tmp_path):
-    refused(lambda: sources.find(remote("http://127.0.0.1:9", tmp_path, "/x")),
+    refused(lambda: corpus.find(remote("http://127.0.0.1:9", tmp_path, "/x")),
             "http://127.0.0.1:9/x", "by hand")
 
 
@@ -502,29 +501,29 @@ def test_a_download_in_a_zip_is_unpacked(server, tmp_path, monkeypatch):
         z.writestr("enwik8", TEXT8)
     monkeypatch.setattr(Server, "data", (tmp_path / "a.zip").read_bytes())
     _, file = as_enwik8(tmp_path)
-    packed = sources.digest.__wrapped__(text_file(tmp_path / "b", Server.data))
+    packed = corpus.digest.__wrapped__(text_file(tmp_path / "b", Server.data))
     file = replace(file, archive=File(("enwik8/enwik8.zip",),
                                       packed["sha256"], packed["bytes"], url=server + "/good"))
     SCRIPTS["enwik8"].main([f"--out={tmp_path / 'out'}"], sizes=(len(TEXT8) - 20, 10, 10), file=file)
     assert sum(counts(load(tmp_path / "out")[0])) == len(TEXT8)
-    assert (sources.HOME / "enwik8/enwik8.zip").is_file()
+    assert (corpus.HOME / "enwik8/enwik8.zip").is_file()
 
 
 def test_gpt2_files_are_kept_so_that_later_runs_need_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOHEADS_DATA", str(corpora("gpt2_bpe")))
-    kept = sources.keep(sources.GPT2_MERGES)
-    assert kept == sources.HOME / "gpt2_bpe/vocab.bpe"
+    kept = corpus.keep(corpus.GPT2_MERGES)
+    assert kept == corpus.HOME / "gpt2_bpe/vocab.bpe"
     monkeypatch.setenv("NANOHEADS_DATA", "/nowhere")
-    assert sources.keep(sources.GPT2_MERGES) == kept
+    assert corpus.keep(corpus.GPT2_MERGES) == kept
     kept.write_bytes(b"rotten")
-    sources.digest.cache_clear()
+    corpus.digest.cache_clear()
     monkeypatch.setenv("NANOHEADS_DATA", str(corpora("gpt2_bpe")))
-    assert sources.keep(sources.GPT2_MERGES).stat().st_size == 456_318  # mended
+    assert corpus.keep(corpus.GPT2_MERGES).stat().st_size == 456_318  # mended
 
 
 def test_every_download_names_a_public_https_or_http_address_and_a_checksum():
     files = [SCRIPTS["shakespeare_char"].TEXT, SCRIPTS["enwik8"].ENWIK8.archive, SCRIPTS["wikitext103"].ZIP,
-             *SCRIPTS["wikitext2"].FILES.values(), sources.GPT2_MERGES, sources.GPT2_ENCODER]
+             *SCRIPTS["wikitext2"].FILES.values(), corpus.GPT2_MERGES, corpus.GPT2_ENCODER]
     for file in files:
         assert file.url.startswith("http") and len(file.sha256) == 64, file
 
@@ -602,9 +601,9 @@ def test_bytes_need_not_be_text(tmp_path):
 
 def test_unusable_texts_are_refused_in_one_line(tmp_path, monkeypatch):
     def run(source, *more):
-        sources.digest.cache_clear()
+        corpus.digest.cache_clear()
         return refused(lambda: mine(tmp_path, source, *more))
-    monkeypatch.setattr(sources, "BLOCK", 1000)
+    monkeypatch.setattr(corpus, "BLOCK", 1000)
     assert "is empty" in run(text_file(tmp_path / "empty.txt", ""))
     assert "no such file" in run(tmp_path / "nothing.txt")
     assert "no .txt" in run(tmp_path / "home")
@@ -650,7 +649,7 @@ def test_a_text_of_ones_own_goes_into_data_under_its_name(tmp_path, monkeypatch,
 def test_what_is_not_utf8_is_replaced_and_counted(tmp_path, encoding, block, request, monkeypatch, capsys):
     if encoding == "gpt2":
         request.getfixturevalue("gpt2_files")
-    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside characters
+    monkeypatch.setattr(corpus, "BLOCK", block)  # blocks end inside characters
     folder = tmp_path / "texts"
     folder.mkdir()
     text_file(folder / "a.txt", "naïve — 日本語 \ufffd\n" * 50)  # whole, and U+FFFD of its own is not counted
@@ -713,7 +712,7 @@ def test_a_folder_says_what_it_took_what_it_skipped_and_what_stands_between(tmp_
 @pytest.mark.parametrize("block", [1, 3, 1 << 22])
 def test_line_ends_and_byte_order_marks_are_named_and_normalised_on_request(tmp_path, encoding, block,
                                                                             monkeypatch, capsys):
-    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside them
+    monkeypatch.setattr(corpus, "BLOCK", block)  # blocks end inside them
     folder = tmp_path / "texts"
     folder.mkdir()
     lines = "\ufeffone\r\ntwo\n\r\n\rthr\ufeffée\r" * 10
@@ -770,7 +769,7 @@ def test_documents_are_cut_where_the_separator_is(tmp_path, encoding, block, req
     """All 135 of them, and not at their blank lines; the separator is a token, or stays text in bytes."""
     if encoding == "gpt2":
         request.getfixturevalue("gpt2_files")
-    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside separators
+    monkeypatch.setattr(corpus, "BLOCK", block)  # blocks end inside separators
     mark, more = "<|endoftext|>", []
     if encoding == "hf":
         more = [f"--tokenizer={text_file(tmp_path / 'tokenizer.json', byte_pairs(STORIES[0]))}"]
@@ -874,7 +873,7 @@ def test_a_corpus_script_does_not_name_an_option_it_lacks(tmp_path):
 # ---- openwebtext ----
 
 def arguments(tmp_path):
-    return writing.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
+    return corpus.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
 
 
 def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):

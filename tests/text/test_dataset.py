@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from conftest import ROOT, put_meta, put_split
-from nanoheads import checksums, dataset, sources
-from nanoheads.checksums import sha256
+from nanoheads import corpus, dataset, files
 from nanoheads.common import UserError
 from nanoheads.dataset import Batches, Dataset
+from nanoheads.files import sha256
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_what_nothing_reads_of_meta_json_is_not_in_its_digest(field, value, copy
 
 
 def test_one_error_class_covers_all_data():
-    assert UserError is sources.UserError
+    assert UserError is corpus.UserError
 
 
 def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch):
@@ -167,14 +167,14 @@ def test_a_wrong_vocabulary_of_characters_is_one_line(chars_data, tmp_path, voca
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the files that were hashed, as it happens; this process knows no file at the start."""
-    names, hashed = [], checksums.sha256_of
+    names, hashed = [], files.sha256_of
 
     def counted(file):
         names.append(Path(file.name).name)
         return hashed(file)
-    monkeypatch.setattr(checksums, "sha256_of", counted)
-    monkeypatch.setattr(checksums, "KNOWN", {})
-    monkeypatch.setattr(checksums, "SETTLED", -1e18)  # the files were written a moment ago
+    monkeypatch.setattr(files, "sha256_of", counted)
+    monkeypatch.setattr(files, "KNOWN", {})
+    monkeypatch.setattr(files, "SETTLED", -1e18)  # the files were written a moment ago
     return names
 
 
@@ -205,7 +205,7 @@ def test_a_split_without_a_checksum_is_refused(copy):
 
 def test_a_split_is_read_once_until_it_changes(copy, reads, monkeypatch):
     def start():
-        monkeypatch.setattr(checksums, "KNOWN", {})  # another process
+        monkeypatch.setattr(files, "KNOWN", {})  # another process
         Dataset(copy).tokens("train")
         Dataset(copy).tokens("train")
     start()
@@ -221,7 +221,7 @@ def test_a_split_is_read_once_until_it_changes(copy, reads, monkeypatch):
 
 def test_a_file_that_was_just_written_is_not_relied_on(copy, reads, monkeypatch):
     """Two changes within a tick of the file system's clock leave the same time."""
-    monkeypatch.setattr(checksums, "SETTLED", 1e18)
+    monkeypatch.setattr(files, "SETTLED", 1e18)
     for _ in range(2):
         Dataset(copy).tokens("val")
     assert reads == ["val.bin"] * 2 and not (copy / "val.bin.checked").exists()
@@ -236,7 +236,7 @@ def test_a_damaged_memory_of_a_checksum_is_made_anew(copy, reads, monkeypatch, d
     if damage == "other":
         damage = json.dumps({**json.loads(good), "sha256": "0" * 64}).encode()
     memory.write_bytes(damage)
-    monkeypatch.setattr(checksums, "KNOWN", {})
+    monkeypatch.setattr(files, "KNOWN", {})
     data.tokens("val")
     assert reads == ["val.bin"] * 2 and memory.read_bytes() == good
 
@@ -244,10 +244,10 @@ def test_a_damaged_memory_of_a_checksum_is_made_anew(copy, reads, monkeypatch, d
 def test_a_memory_that_cannot_be_kept_is_no_error(copy, reads, monkeypatch):
     def refuse(*names):
         raise PermissionError(13, "read-only")
-    monkeypatch.setattr(checksums.os, "replace", refuse)
+    monkeypatch.setattr(files.os, "replace", refuse)
     for _ in range(2):
         Dataset(copy).tokens("val")
-        monkeypatch.setattr(checksums, "KNOWN", {})
+        monkeypatch.setattr(files, "KNOWN", {})
     assert reads == ["val.bin"] * 2
     assert sorted(path.name for path in copy.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
 
@@ -257,10 +257,10 @@ def test_of_processes_that_start_together_one_reads(copy, tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from nanoheads import checksums
+from nanoheads import files
 from nanoheads.dataset import Dataset
-hashed, checksums.SETTLED = checksums.sha256_of, -1e18
-checksums.sha256_of = lambda file: print("read", flush=True) or hashed(file)
+hashed, files.SETTLED = files.sha256_of, -1e18
+files.sha256_of = lambda file: print("read", flush=True) or hashed(file)
 Dataset({str(copy)!r}).tokens("train")
 """
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -351,9 +351,9 @@ def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
     code = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
-from nanoheads import checksums
+from nanoheads import files
 from nanoheads.dataset import Batches, Dataset
-checksums.SETTLED = -1e18  # as if the file were not from a moment ago
+files.SETTLED = -1e18  # as if the file were not from a moment ago
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import ROOT, write_dataset
 from helpers import byte_pairs, meta_of
-from nanoheads import sources, tokenizer, writing
+from nanoheads import corpus, tokenizer
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.tokenizer import (AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces,
@@ -35,7 +35,7 @@ def gpt2(monkeypatch, tmp_path):
     if not (folder / "gpt2_bpe").is_dir():
         pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
     monkeypatch.setenv("NANOHEADS_DATA", str(folder))
-    monkeypatch.setattr(sources, "HOME", tmp_path)
+    monkeypatch.setattr(corpus, "HOME", tmp_path)
     return Tokenizer("gpt2")
 
 
@@ -192,8 +192,8 @@ def test_a_long_text_has_the_tokens_of_the_whole(name, tmp_path, monkeypatch):
 
 
 def test_a_text_that_is_too_long_to_encode_whole_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(writing, "memory_of_machine", lambda: 1 << 30)
-    monkeypatch.setattr(writing, "WHOLE", 1 << 30)
+    monkeypatch.setattr(corpus, "memory_of_machine", lambda: 1 << 30)
+    monkeypatch.setattr(corpus, "WHOLE", 1 << 30)
     split = {split: "aa bb\n" for split in ("train", "val", "test")}
     with pytest.raises(UserError, match="1.0 GiB of memory, not 6.0 GiB; take a smaller source, or --sep"):
         write_dataset(tmp_path / "x", split, "hf", byte_pairs("aa bb\n" * 9))

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from nanoheads import checkpoint
-from nanoheads.checksums import sha256
 from nanoheads.common import UserError, no_link
+from nanoheads.files import sha256
 from nanoheads.timing import progress_bar
 from lab.probes.constraints.setup import (HEADS, branch_size, labels_of, layers_of, names_of, outputs,
                                           starts_of)
