@@ -1,13 +1,16 @@
 """What tests of several folders need: models, checkpoints, runs on two ranks, studies without processes."""
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +19,13 @@ from compare import Study
 from model import GPT, GPTConfig
 from nanoheads.study import trial
 from nanoheads.study.variants import StudyConfig
+from nanoheads.text import writing
 from nanoheads.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 # ---- runs of train.py ----
-
 
 def weights(path):
     return checkpoint.read(path)["model"]
@@ -60,7 +63,6 @@ def unread():
 
 # ---- models and checkpoints ----
 
-
 VOCAB = ["\n", " ", *"abcdefghij", "é"]
 
 
@@ -96,7 +98,6 @@ def make_model(seed=1, **flags):
 
 # ---- tokenizers of others ----
 
-
 def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
     """The text of a tokenizer.json of GPT-2's kind, its merges learnt from a text.
 
@@ -122,14 +123,12 @@ def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
 
 # ---- a mechanism of one's own: the file of docs/add-a-mechanism.md ----
 
-
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 CODE, = (text for text in EXAMPLES if "class Forgetting" in text)  # the one with a parameter
 
 
 # ---- studies ----
-
 
 SMALL = """
 n_layer = 1
@@ -188,3 +187,53 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 self.size = max(self.size, t.numel())
         return out
+
+
+# ---- what is refused: tests/programs/test_refusals_core.py and test_refusals_lab.py ----
+
+def under(command, *rows):
+    """Rows of a table of refusals: (more of this command line, words of its answer, ...) each."""
+    for more, *words in rows:
+        yield pytest.param(f"{command} {more}", words, id=f"{command.split()[0]} {more}")
+
+
+def answer(command, capsys):
+    """The one line, between ^ and $, with which the program of a command line refuses it.
+
+    It exits with 1, or with 2 as argparse does, without a traceback and with nothing on standard output, but
+    for what train.py and the scripts of data/ say of what they have read.
+    """
+    program, *argv = shlex.split(command)
+    main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
+    with pytest.raises(SystemExit) as e, mock.patch("sys.argv", [program, *argv]):
+        writing.run(lambda: main(argv)) if program.startswith("data/") else main(argv)
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err and (shown.out == "" or program.startswith(("train", "data/"))), shown
+    line = e.value.code
+    if line == 2:  # after how the program is used
+        line = shown.err.removesuffix("\n").split("\n")[-1]
+    assert "\n" not in line, line
+    return f"^{line}$"
+
+
+def files_in(folder):
+    """{path: when it was written} of a folder, but for locks and notes of what was checked; folders: None."""
+    return {path: path.stat().st_mtime_ns if path.is_file() else None for path in Path(folder).rglob("*")
+            if path.name != "lock" and path.suffix != ".checked"}
+
+
+def check_refusal(command, words, home, capsys):
+    """A program's answer begins with its name and holds the words, and nothing in `home` has changed."""
+    before = files_in(home)
+    line, program = answer(command, capsys), command.split()[0]
+    name = "error" if program.startswith("data/") else Path(program).stem
+    assert re.match(rf"\^{name}(\.py( \w+)?)?: ", line) and all(word in line for word in words), line
+    assert files_in(home) == before
+
+
+def save_model(path, model, data, dataset=None):
+    """A checkpoint of a model that was trained on a Dataset, which `dataset` names (None: by its folder)."""
+    name = dataset or str(data.dir)
+    torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
+                    train=dict(dataset=name), dataset=name), path)
+    return str(path)
