@@ -1,6 +1,7 @@
 """What tests of several folders need: models, checkpoints, runs on two ranks, studies without processes."""
 
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,12 +22,14 @@ from model import GPT, GPTConfig
 from nanoheads.study import trial
 from nanoheads.study.variants import StudyConfig
 from nanoheads.text import writing
+from nanoheads.text.targets import encode, label_file, write_meta
 from nanoheads.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 # ---- runs of train.py ----
+
 
 def weights(path):
     return checkpoint.read(path)["model"]
@@ -63,6 +67,7 @@ def unread():
 
 # ---- models and checkpoints ----
 
+
 VOCAB = ["\n", " ", *"abcdefghij", "é"]
 
 
@@ -98,6 +103,7 @@ def make_model(seed=1, **flags):
 
 # ---- tokenizers of others ----
 
+
 def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
     """The text of a tokenizer.json of GPT-2's kind, its merges learnt from a text.
 
@@ -123,12 +129,14 @@ def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
 
 # ---- a mechanism of one's own: the file of docs/add-a-mechanism.md ----
 
+
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 CODE, = (text for text in EXAMPLES if "class Forgetting" in text)  # the one with a parameter
 
 
 # ---- studies ----
+
 
 SMALL = """
 n_layer = 1
@@ -189,26 +197,52 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
+# ---- labels ----
+
+
+def write_labels(folder, data, shift=0, splits=("train", "val", "test"), digit=None):
+    """Make the label set of a byte dataset.
+
+    digit: the token is one (some unknown, some 1/2), and for `shift` tokens earlier; noise: by chance.
+    """
+    folder.mkdir()
+    for split in splits:
+        tokens = np.asarray(data.tokens(split))
+        is_digit = np.roll((tokens >= 48) & (tokens < 58), -shift).astype(float)
+        is_digit[::7], is_digit[::11] = np.nan, 0.5
+        noise = np.random.default_rng(len(tokens)).random(len(tokens))
+        encode(is_digit if digit is None else np.full(len(tokens), digit)).tofile(
+            label_file(folder, "digit", split))
+        encode(noise).tofile(label_file(folder, "noise", split))
+    write_meta(folder, data, ["digit", "noise"], splits, weak=True, note="made up")
+    return str(folder)
+
+
 # ---- what is refused: tests/programs/test_refusals_core.py and test_refusals_lab.py ----
+
 
 def under(command, *rows):
     """Rows of a table of refusals: (more of this command line, words of its answer, ...) each."""
     for more, *words in rows:
-        yield pytest.param(f"{command} {more}", words, id=f"{command.split()[0]} {more}")
+        program = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), command.split()))
+        yield pytest.param(f"{command} {more}", words, id=f"{program} {more}")
+
+
+SPEAK_FIRST = "train.py", "bench.py", "data/"
 
 
 def answer(command, capsys):
     """The one line, between ^ and $, with which the program of a command line refuses it.
 
     It exits with 1, or with 2 as argparse does, without a traceback and with nothing on standard output, but
-    for what train.py and the scripts of data/ say of what they have read.
+    for what SPEAK_FIRST say of what they have read.
     """
     program, *argv = shlex.split(command)
     main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
     with pytest.raises(SystemExit) as e, mock.patch("sys.argv", [program, *argv]):
         writing.run(lambda: main(argv)) if program.startswith("data/") else main(argv)
     shown = capsys.readouterr()
-    assert "Traceback" not in shown.err and (shown.out == "" or program.startswith(("train", "data/"))), shown
+    assert "Traceback" not in shown.err and (shown.out == "" or program.startswith(SPEAK_FIRST)), shown
     line = e.value.code
     if line == 2:  # after how the program is used
         line = shown.err.removesuffix("\n").split("\n")[-1]

@@ -44,8 +44,14 @@ def nanogpt(path, vocab_size=len(VOCAB), **config):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, bytes_data, chars_data):
     """Data sets, checkpoints sound and damaged, runs, texts: what the rows below name."""
-    home, before = tmp_path_factory.mktemp("home"), os.getcwd()
-    os.chdir(home)
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as typed:
+        typed.chdir(home)
+        furnish(home, bytes_data, chars_data)
+    return home
+
+
+def furnish(home, bytes_data, chars_data):
     shutil.copytree(bytes_data, "sums", ignore=shutil.ignore_patterns("labels"))
     shutil.copytree(chars_data, "letters")
     write_dataset(home / "toy", dict.fromkeys(("train", "val", "test"), "".join(VOCAB)), "char", VOCAB)
@@ -97,8 +103,6 @@ def home(tmp_path_factory, bytes_data, chars_data):
     (home / "occupied/file/figures").write_text("a file")
     shutil.copytree("curves/a", "occupied/link")
     (home / "occupied/link/figures").symlink_to(home / "corpora")
-    os.chdir(before)
-    return home
 
 
 # ---- configs ----
@@ -429,6 +433,9 @@ COMMANDS = [
         ("--source=whole.txt", "one file")),
     *under("data/enwik8/prepare.py --out=mine", ("--source=whole.txt", "whole.txt", "100,000,000")),
     *under("data/pystdlib/prepare.py --out=mine", ("--source=corpora", "corpora", "no .py")),
+    *under("data/needle/prepare.py --out=mine",
+        ("--source=letters", "is char, not byte"), ("--source=sums --per-kib=0", "--per-kib=0"),
+        ("--source=none", "no dataset")),
     *under("data/openwebtext/prepare.py --out=mine", ("--source=corpora", "corpora", ".parquet")),
 ]
 

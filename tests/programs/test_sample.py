@@ -370,14 +370,6 @@ def test_a_reader_that_has_enough_causes_no_traceback(ckpt, tmp_path, samples):
     assert p.stderr.read() == b"" and p.wait(20) == 0
 
 
-def test_the_page_of_an_audit_is_not_written_through_a_link(ckpt, tmp_path, refusal):
-    """Its name is made of the one that was typed."""
-    (tmp_path / "precious.txt").write_text("precious")
-    (tmp_path / "a.html").symlink_to(tmp_path / "precious.txt")
-    said = refusal(["--ckpt", ckpt, "--audit", str(tmp_path / "a.jsonl"), "--max_new_tokens", "3"])
-    assert f"{tmp_path}/a.html is a link to" in said and (tmp_path / "precious.txt").read_text() == "precious"
-
-
 def test_ctrl_c_while_generating_leaves_one_line(ckpt):
     p = start("--ckpt", ckpt, "--max_new_tokens", 10 ** 6)
     assert len(p.stdout.read(20)) == 20  # long before generation ends

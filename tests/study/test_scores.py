@@ -258,16 +258,6 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
     assert not re.search(r"NaN|Infinity", (tmp_path / "verdicts.json").read_text())
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--scores=none.csv"], "compare: cannot read none.csv"),
-    (["--baseline=plain", "--higher_is_better", "--mechanisms=xsa"], "baseline, higher_is_better: these go")])
-def test_what_is_wrong_with_the_command_is_one_line(tmp_path, monkeypatch, argv, words):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as e:
-        main(argv)
-    assert words in str(e.value.code) and "\n" not in str(e.value.code)
-
-
 # ---- the page of the docs ----
 
 DOC = (ROOT / "docs/scores.md").read_text(encoding="utf-8")
