@@ -561,6 +561,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, words", COMMANDS)
 def test_a_command_that_cannot_be_is_one_line(command, words, home, monkeypatch, capsys):
     monkeypatch.chdir(home)
