@@ -67,8 +67,8 @@ def test_the_table_of_scorers_has_figures_and_differences():
 
 
 def test_the_table_of_tasks_is_paired_by_seed():
-    models = [dict(variant=name, seed=seed, accuracy=accuracy, nats=2 * accuracy) for name, seed, accuracy in (
-        ("plain", 1, 0.5), ("plain", 2, 0.7), ("plain", 3, 0.9), ("xsa", 2, 0.6), ("xsa", 1, 0.6))]
+    scores = ("plain", 1, 0.5), ("plain", 2, 0.7), ("plain", 3, 0.9), ("xsa", 2, 0.6), ("xsa", 1, 0.6)
+    models = [dict(variant=name, seed=seed, accuracy=share, nats=2 * share) for name, seed, share in scores]
     head, _, *rows = rows_of(tables.tasks(dict(size="1M", models=models)))
     half = 12.7062 * 0.1 * 2**0.5 / 2**0.5  # t of one degree of freedom; the differences are +0.1 and -0.1
     assert rows == [["plain", "0.700", "–", "–"],
