@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sample
 import train
 from conftest import TINY, write_dataset
 from helpers import VOCAB, check_refusal, make_checkpoint, make_model, save_model, under
@@ -449,3 +450,22 @@ def test_a_command_that_cannot_be_is_one_line(command, words, home, monkeypatch,
         monkeypatch.setattr(module, "HOME", home / "corpora")
     sources.digest.cache_clear()
     check_refusal(command, words, home, capsys)
+
+
+@pytest.mark.parametrize("command, words, changes", [
+    ("sample.py --ckpt=chars.pt --top_k=0", ["top_p=0"], False),
+    ("sample.py --ckpt=chars.pt --top_k=0", ["^top_k=0"], False),
+    ("sample.py --ckpt=chars.pt --start=ab --max_new_tokens=1", ["ab"], False),
+    ("sample.py --ckpt=chars.pt --top_k=0", ["top_k=0"], True)])
+def test_what_is_no_such_refusal_is_found(command, words, changes, tmp_path, monkeypatch, capsys):
+    """Controls: other words, words elsewhere in the line, a command that goes through, a file left behind."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint("chars.pt")
+    if changes:
+        monkeypatch.setattr(sample, "check", lambda args: Path("left").touch() or top_k_is_wrong())
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check_refusal(command, words, tmp_path, capsys)
+
+
+def top_k_is_wrong():
+    raise ValueError("top_k=0")
