@@ -1050,14 +1050,3 @@ def test_one_rule_needs_no_list_around_it(tmp_path):
     rules = Rules.read(path)
     assert not rules.allow("policy", 0, 0, "withdrawn") and rules.allow("policy", 0, 0, "active")
     assert rules.allow("config", 0, 0, "withdrawn")
-
-
-@pytest.mark.parametrize("text, words", [
-    ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
-    ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")])
-def test_a_wrong_rule_file_is_one_line(tmp_path, text, words):
-    path = tmp_path / "rules.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=words) as e:
-        Rules.read(path)
-    assert "\n" not in str(e.value)

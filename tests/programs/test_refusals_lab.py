@@ -47,6 +47,18 @@ NO_RESULTS = {  # files that are no results of a study, and what is said of them
     "binary": (bytes(range(256)), "is not JSON"), "deep": (b"[" * 100_000, "is not JSON"),
     "list": (b"[3]", "it holds [3], not a dict"), "null": (b"null", "it holds None"),
     "no_keys": (b"{}", "name is missing")}
+RULES = [
+    ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
+    ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
+ITEM = '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n\n'
+ITEMS = [  # lines that are no items of probe.py fewshot
+    ("{", "line 3"), ("[1]", "line 3"), ('{"prompt": "a", "choices": ["b", "c"]}', "answer"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer"),
+    ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "texts"),
+    ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
+    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
+    ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")]
 
 
 def gpt(**flags):
@@ -160,6 +172,10 @@ def furnish(home, bytes_data, chars_data):
     (home / "no_span.jsonl").write_text("")
     (home / "plain.py").write_text(f"{SMALL}dataset = 'sums'\n")
     (home / "theirs.py").write_text(FUNCTIONS)
+    for i, (text, _) in enumerate(RULES):
+        (home / f"rules{i}.json").write_text(text)
+    for i, (line, _) in enumerate(ITEMS):
+        (home / f"items{i}.jsonl").write_text(ITEM + line)
     for name, (content, _) in NO_RESULTS.items():
         (home / f"{name}.json.gz").write_bytes(content)
     (home / "figures_taken").mkdir()
@@ -202,6 +218,7 @@ COMMANDS = [
         ("--policy --agency --policy_no_consent=[5.1]", "must be layer.head"),
         ("--policy --agency --policy_no_consent=0.7", "block 0 has no head 7"),
         ("--policy --agency --policy_rules=nowhere.json", "cannot read nowhere.json"),
+        *((f"--policy --agency --policy_rules=rules{i}.json", words) for i, (_, words) in enumerate(RULES)),
         ("--policy --agency --policy_no_consent=1", "must be layer.head"),
         (f"{MLPS} --policy_no_consent=0.1", "'0.1' must be a layer, with agency_scope='mlp'"),
         (f"{MLPS} --policy_no_consent=9", "'9' must be a layer, with"),
@@ -407,7 +424,10 @@ COMMANDS = [
 
     # ---- probe.py fewshot ----
     *under("probe.py fewshot --ckpt=plain.pt --device=cpu",
-        ("--file=x --split=val", "--split val"), ("--shots -1", "--shots -1"), ("--file=x", "x")),
+        ("--file=x --split=val", "--split val"), ("--shots -1", "--shots -1"), ("--file=x", "x"),
+        ("--file=blank.txt", "blank.txt holds no item"), ("--file=nowhere", "nowhere"),
+        *((f"--file=items{i}.jsonl", f"items{i}.jsonl, line 3", words)
+          for i, (_, words) in enumerate(ITEMS))),
 
     # ---- prune.py ----
     *under("prune.py --ckpt=run",

@@ -586,29 +586,7 @@ def test_who_knows_the_rules_is_right_and_who_does_not_is_at_chance(monkeypatch)
     assert accuracy(lambda before, after: 1.0) == 0.0
 
 
-@pytest.mark.parametrize("line,words", [
-    ("{", "line 3"), ("[1]", "line 3"), ('{"prompt": "a", "choices": ["b", "c"]}', "answer"),
-    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer"),
-    ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer"),
-    ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "texts"),
-    ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
-    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
-    ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")])
-def test_what_is_no_item_is_one_line(line, words, tmp_path):
-    path = tmp_path / "items.jsonl"
-    path.write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n\n' + line)
-    with pytest.raises(UserError) as e:
-        read_items(path)
-    assert f"{path}, line 3" in str(e.value) and words in str(e.value)
-    assert "\n" not in str(e.value)
-
-
-def test_files_without_items_are_one_line(tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(UserError, match="empty"):
-        read_items(tmp_path / "empty")
-    with pytest.raises(UserError, match="nowhere"):
-        read_items(tmp_path / "nowhere")
+def test_a_text_of_too_few_words_is_one_line():
     with pytest.raises(UserError, match="too few words"):
         made_items("a b c", 5, 0)
 
