@@ -59,6 +59,23 @@ ITEMS = [  # lines that are no items of probe.py fewshot
     ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
     ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
     ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")]
+# tables of another program's scores: the first line, one that is wrong, and what is said of it
+SCORES = [("variant,seed,score", line, f"line 5: {words}") for line, words in (
+    ("a,9", "2 cells, where the first line has 3"), ("a,9,1,1", "4 cells, where the first line has 3"),
+    (",9,1", "no variant"), ("a,,1", "no seed"), (",,1", "no variant and no seed"), ("a,9,", "no score"),
+    ("a,9,nan", "score 'nan' is not a finite number"), ("a,9,inf", "score 'inf' is not a finite number"),
+    ("a,9,two", "score 'two' is not a finite number"), ("a,9,1e400", "score '1e400' is not a finite number"),
+    ("a,9,1e308", "score '1e308' is not a finite number up to 1e+30, nor 'failed'"),
+    ("a,9,-1e308", "score '-1e308' is not"), ("a,9,1.0001e30", "score '1.0001e30' is not"),
+    *((f"a,{seed},1.5", "a with seed 2 is on line 4 already") for seed in ("2", "02", "2.0", "002.00")))]
+SCORES += [(f"variant,seed,score,{column}", f"a,9,2.0,{value}",
+            f"line 5: {column} '{value}' is not a number above 0")
+           for column in ("tokens", "bytes", "cost") for value in ("0", "-1", "many", "nan", "1e308")]
+NO_SCORES = [
+    ("", "line 1: no column variant, seed, score; it must name variant, seed and score, and has nothing"),
+    ("variant,score\na,1\n", "line 1: no column seed"),
+    ("variant,seed,score,score\n", "score is there twice"), ("variant,seed,score\n", "has no runs"),
+    ("x" * 200_000, "line 1: field larger than field limit")]
 
 
 def gpt(**flags):
@@ -176,6 +193,12 @@ def furnish(home, bytes_data, chars_data):
         (home / f"rules{i}.json").write_text(text)
     for i, (line, _) in enumerate(ITEMS):
         (home / f"items{i}.jsonl").write_text(ITEM + line)
+    for i, (head, line, _) in enumerate(SCORES):
+        more = "," * (head.count(",") - 2)
+        before = "".join(f"{row}{more}\n" for row in ("plain,1,2.0", "plain,2,2.1", "a,2,1.9"))
+        (home / f"scores{i}.csv").write_text(f"{head}\n{before}{line}\n")
+    for i, (text, _) in enumerate(NO_SCORES):
+        (home / f"no_scores{i}.csv").write_text(text)
     for name, (content, _) in NO_RESULTS.items():
         (home / f"{name}.json.gz").write_bytes(content)
     (home / "figures_taken").mkdir()
@@ -573,7 +596,11 @@ COMMANDS = [
          "spending='pocock' is how the error is spent on two looks: add --looks=2"),
         ("--spending=pocok", "spending='pocok' is not obrien_fleming or pocock; did you mean pocock?")),
     *under("compare.py",
-        ("--scores=none.csv", "compare: cannot read none.csv"),
+        ("--scores=none.csv", "compare: cannot read none.csv: No such file"),
+        ("--scores=utf16.txt", "cannot read utf16.txt: not UTF-8 text"),
+        *((f"--scores=scores{i}.csv", f"^compare: scores{i}.csv, {words}")
+          for i, (*_, words) in enumerate(SCORES)),
+        *((f"--scores=no_scores{i}.csv", words) for i, (_, words) in enumerate(NO_SCORES)),
         ("--baseline=plain --higher_is_better --mechanisms=xsa", "baseline, higher_is_better: these go"),
         *((f"{key}={name}.json.gz{more}", words) for name, (_, words) in NO_RESULTS.items()
           for key, more in (("--from_results", ""), ("--recheck", ""),
