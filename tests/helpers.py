@@ -1,21 +1,27 @@
 """What tests of several folders need: models, checkpoints, runs on two ranks, studies without processes."""
 
+import importlib
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import train
 from compare import Study
 from model import GPT, GPTConfig
-from nanoheads import checkpoint
+from nanoheads import checkpoint, corpus
+from lab.labels.targets import encode, label_file, write_meta
 from lab.study import trial
 from lab.study.variants import StudyConfig
 
@@ -190,3 +196,79 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 self.size = max(self.size, t.numel())
         return out
+
+
+# ---- labels ----
+
+
+def write_labels(folder, data, shift=0, splits=("train", "val", "test"), digit=None):
+    """Make the label set of a byte dataset.
+
+    digit: the token is one (some unknown, some 1/2), and for `shift` tokens earlier; noise: by chance.
+    """
+    folder.mkdir()
+    for split in splits:
+        tokens = np.asarray(data.tokens(split))
+        is_digit = np.roll((tokens >= 48) & (tokens < 58), -shift).astype(float)
+        is_digit[::7], is_digit[::11] = np.nan, 0.5
+        noise = np.random.default_rng(len(tokens)).random(len(tokens))
+        encode(is_digit if digit is None else np.full(len(tokens), digit)).tofile(
+            label_file(folder, "digit", split))
+        encode(noise).tofile(label_file(folder, "noise", split))
+    write_meta(folder, data, ["digit", "noise"], splits, weak=True, note="made up")
+    return str(folder)
+
+
+# ---- what is refused: tests/programs/test_refusals_core.py and test_refusals_lab.py ----
+
+
+def under(command, *rows):
+    """Rows of a table of refusals: (more of this command line, words of its answer, ...) each."""
+    for more, *words in rows:
+        program = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), command.split()))
+        yield pytest.param(f"{command} {more}", words, id=f"{program} {more}")
+
+
+SPEAK_FIRST = "train.py", "bench.py", "data/"
+
+
+def answer(command, capsys):
+    """The one line, between ^ and $, with which the program of a command line refuses it.
+
+    It exits with 1, or with 2 as argparse does, without a traceback and with nothing on standard output, but
+    for what SPEAK_FIRST say of what they have read.
+    """
+    program, *argv = shlex.split(command)
+    main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
+    with pytest.raises(SystemExit) as e, mock.patch("sys.argv", [program, *argv]):
+        corpus.run(lambda: main(argv)) if program.startswith("data/") else main(argv)
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err and (shown.out == "" or program.startswith(SPEAK_FIRST)), shown
+    line = e.value.code
+    if line == 2:  # after how the program is used
+        line = shown.err.removesuffix("\n").split("\n")[-1]
+    assert "\n" not in line, line
+    return f"^{line}$"
+
+
+def files_in(folder):
+    """{path: when it was written} of a folder, but for locks and notes of what was checked; folders: None."""
+    return {path: path.stat().st_mtime_ns if path.is_file() else None for path in Path(folder).rglob("*")
+            if path.name != "lock" and path.suffix != ".checked"}
+
+
+def check_refusal(command, words, home, capsys):
+    """A program's answer begins with its name and holds the words, and nothing in `home` has changed."""
+    before = files_in(home)
+    line, program = answer(command, capsys), command.split()[0]
+    name = "error" if program.startswith("data/") else Path(program).stem
+    assert re.match(rf"\^{name}(\.py( \w+)?)?: ", line) and all(word in line for word in words), line
+    assert files_in(home) == before
+
+
+def save_model(path, model, data, dataset=None):
+    """A checkpoint of a model that was trained on a Dataset, which `dataset` names (None: by its folder)."""
+    name = dataset or str(data.dir)
+    torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
+                    train=dict(dataset=name), dataset=name), path)
+    return str(path)

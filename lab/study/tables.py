@@ -7,11 +7,14 @@ PICTURES names each picture of a study, its differences or what it finds at each
 """
 
 import html as escaping
+import json
 import re
+import statistics
 from pathlib import Path
 
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
+from nanoheads.intervals import t_interval
 from lab.study import effects, pictures, results
 from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
                                 interval, label_of, ladder_table, level, mean_alone, measured, on_each_text,
@@ -34,7 +37,9 @@ IN_WORDS = {
     "routing_published": "the router as its write-up prints it, whose gates act in training only",
 }
 
-MARK = re.compile(r"(<!-- table: (\w+) (\S+\.gz)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
+# gpu-compile.json has tables of its own: tests/gpu/report.py
+MARK = re.compile(r"(<!-- table: (\w+) (?!gpu-compile)(\S+\.json(?:\.gz)?)(?: ([^>]*?))? -->\n)"
+                  r".*?(<!-- end -->)", re.S)
 
 
 # ---- a table as Markdown ----
@@ -142,6 +147,83 @@ TABLES = {
 }
 
 
+# ---- results of other programs ----
+
+def pruned(found, only=None):
+    """prune.py's bits per byte: the mean over checkpoints and the range, for each number of heads kept."""
+    scores, heads = {}, max(row["heads"] for row in found["rows"])
+    for row in found["rows"]:
+        scores.setdefault(row["by"], {}).setdefault(row["kept"], []).append(row["bpb"])
+    kept = sorted({n for of in scores.values() for n in of} - {heads}, reverse=True)
+    rows = [(by, *(f"{statistics.mean(of[n]):.3f} [{min(of[n]):.3f}, {max(of[n]):.3f}]" if n in of else "–"
+                   for n in kept)) for by, of in scores.items()]
+    whole = statistics.mean(row["bpb_before"] for row in found["rows"])
+    head = f"removed by (nothing: {whole:.3f})", *(f"{n} of {heads} heads kept" for n in kept)
+    return in_markdown(head, rows, (0,))
+
+
+def with_half(mean, low, high, sign=""):
+    """A mean and half of its interval, where that is above 0."""
+    return f"{mean:{sign}.3f}" + (f" ±{(high - low) / 2:.3f}" if high > low else "")
+
+
+def scorers(found, only=None):
+    """AUROC on each label: of constraint heads, and of the plain GPT's probes where they were fitted."""
+    rows = []
+    for key in only or found:
+        names = found[key]["names"]
+        for kind, words, sign in (("figures", "", ""), ("heads_less", "constraint heads less ", "+")):
+            rows += [(f"{key}: {words}{scorer}",
+                      *(with_half(*each[kind][scorer]["auroc"], sign) for each in names))
+                     for scorer in names[0][kind] if scorer != "prior"]
+    first = next(iter(found.values()))["names"]
+    head = "run: what scores", *(f"{each['name']} ({each['positive']:.1%} positive)" for each in first)
+    return in_markdown(head, rows, (0,))
+
+
+def tasks(found, only=None):
+    """How often each variant's models choose the right word, less the plain GPT of the same seed."""
+    of = {}
+    for each in found["models"]:
+        of.setdefault(each["variant"], {})[each["seed"]] = each
+    rows = []
+    for name, models in of.items():
+        cells = [f"{statistics.mean(each['accuracy'] for each in models.values()):.3f}"]
+        for key in ("accuracy", "nats"):
+            mean, low, high = t_interval([each[key] - of["plain"][seed][key]
+                                          for seed, each in models.items()])
+            cells.append("–" if name == "plain" else f"{mean:+.4f} ±{(high - low) / 2:.4f}")
+        rows.append((name, *cells))
+    head = f"variant, at {found['size']}", "accuracy", "less plain GPT", "nats, less plain GPT"
+    return in_markdown(head, rows, (0,))
+
+
+def recipe(found, only=None):
+    """What each change of the recipe does to bits per byte, at the same seeds, and its standard error."""
+    scores = {}
+    for row in found["rows"]:
+        scores.setdefault((row["size"], row["name"]), {})[row["seed"]] = row.get("bpb")
+    for one, other in (("B", "h8std1e30"), ("N", "C nor")):  # one trial under two names
+        for size in ("0.1", "0.33"):
+            both = {**scores.get((size, one), {}), **scores.get((size, other), {})}
+            scores[size, one] = scores[size, other] = both
+
+    def cell(size, name, to):
+        own, base = scores.get((size, name), {}), scores.get((size, to), {})
+        d = [own[seed] - base[seed] for seed in sorted(own) if None not in (own[seed], base.get(seed))]
+        if len(d) < 2:
+            return f"{d[0]:+.4f}" if d else "–"
+        return f"{statistics.mean(d):+.4f}±{statistics.stdev(d) / len(d)**.5:.4f}"
+
+    rows = [(label.replace("*", ""), cell("0.1", name, to), cell("0.33", name, to))
+            for label, name, to in found["labels"]]
+    return in_markdown(("change", "0.1 M", "0.33 M"), rows, (0,))
+
+
+# kind -> text(what the JSON file holds, its rows or None: all)
+OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
+
+
 # ---- the pages ----
 
 def pages():
@@ -153,11 +235,15 @@ def filled(text, where):
     """A page's text, every table in it as results/ has it now. UserError: an unknown kind, or no file."""
     def fill(match):
         head, kind, file, only, end = match.groups()
-        if kind not in TABLES:
-            raise UserError(f"{where}: no table is called {kind}; there are {', '.join(TABLES)}")
-        found = results.read(ROOT / "results" / file)
-        names = re.split(r",\s*", only) if only else None
-        return f"{head}{TABLES[kind](found, names)}\n{end}"
+        if kind not in {**TABLES, **OTHER_TABLES}:
+            raise UserError(f"{where}: no table is called {kind}; there are "
+                            f"{', '.join([*TABLES, *OTHER_TABLES])}")
+        path, names = ROOT / "results" / file, re.split(r",\s*", only) if only else None
+        if kind in OTHER_TABLES:
+            text = OTHER_TABLES[kind](json.loads(path.read_text(encoding="utf-8")), names)
+        else:
+            text = TABLES[kind](results.read(path), names)
+        return f"{head}{text}\n{end}"
 
     return MARK.sub(fill, text)
 

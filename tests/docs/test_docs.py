@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import shlex
-import statistics
 from dataclasses import fields
 
 import pytest
@@ -188,31 +187,6 @@ def test_every_entry_of_mechanisms_is_described(name):
     for key, value in NEUTRAL.get(name, {}).items():
         if isinstance(value, float) and value:
             assert f"{value:g}" in neutral, key
-
-
-def test_the_table_of_the_recipe_is_what_its_trials_gave():
-    """Every cell: the mean difference to the same seeds without the change, its standard error."""
-    found, scores = json.loads((ROOT / "results" / "recipe.json").read_text(encoding="utf-8")), {}
-    for row in found["rows"]:
-        scores.setdefault((row["size"], row["name"]), {})[row["seed"]] = row.get("bpb")
-    for one, other in (("B", "h8std1e30"), ("N", "C nor")):  # one trial under two names
-        for size in ("0.1", "0.33"):
-            both = {**scores.get((size, one), {}), **scores.get((size, other), {})}
-            scores[size, one] = scores[size, other] = both
-
-    def cell(size, name, to):
-        own, base = scores.get((size, name), {}), scores.get((size, to), {})
-        d = [own[seed] - base[seed] for seed in sorted(own) if None not in (own[seed], base.get(seed))]
-        if len(d) < 2:
-            return f"{d[0]:+.4f}" if d else "–"
-        return f"{statistics.mean(d):+.4f}±{statistics.stdev(d) / len(d)**.5:.4f}"
-
-    page = (ROOT / "docs" / "results" / "recipe.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(found["labels"]) > 10
-    for line, (label, name, to) in zip(rows, found["labels"]):
-        assert label.endswith(", with NorMuon") == (to != "base")
-        assert line == f"| {label} | {cell('0.1', name, to)} | {cell('0.33', name, to)} |"
 
 
 # ---- commands ----

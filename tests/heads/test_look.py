@@ -20,9 +20,6 @@ from nanoheads.traces import explain
 from lab.heads import look
 from helpers import make_checkpoint
 
-PROGRAM = "probe.py look"  # see the fixture refusal
-main = look.main
-
 NAMES = ["fair", "clear"]
 FLAGS = {
     "one head": dict(constraint_names=NAMES),
@@ -556,75 +553,11 @@ def test_a_sample_ends_before_its_stop_token(make, tmp_path, capsys, monkeypatch
     assert ["".join(line["tokens"]) for line in lines_of(out)] == ["xab", "x"]
 
 
-# ---- bad input: one line ----
+# ---- what fails on the way ----
 
-@pytest.fixture
-def files(tmp_path, monkeypatch, make):
+def test_an_old_audit_stays_when_the_new_one_fails(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("t.txt").write_text("abc\n")
-    Path("empty.txt").write_text("")
-    Path("latin1.txt").write_bytes(b"caf\xe9")
-    Path("other.txt").write_text("abcZ")
-    Path("folder.html").mkdir()
     make("char")
-    make("byte", "bytes.pt")
-    state = torch.load("a.pt", weights_only=True)
-    state["model"]["transformer.h.0.attn.constraint.w2"].fill_(3e38)
-    torch.save(state, "large.pt")
-    return tmp_path
-
-
-@pytest.mark.parametrize("args, line", [
-    (["--text", "nowhere.txt"], "--text: nowhere.txt cannot be read: No such file"),
-    (["--text", "."], "--text: . cannot be read: Is a directory"),
-    (["--text", "empty.txt"], "--text: empty.txt is empty"),
-    (["--text", "latin1.txt"], "--text: latin1.txt is not UTF-8 text: unexpected end of data at byte 3"),
-    (["--text", "other.txt"], "other.txt: 'Z' (U+005A) at position 3 is not among the 13 symbols"),
-    (["--ckpt", "large.pt"], "large.pt: its scores are not numbers: its weights are damaged"),
-    (["--out", "no/such/folder.jsonl"], "--out: cannot write into"),
-    (["--out", "."], "--out: "),
-    (["--out", "folder.jsonl"], "folder.html is not a file"),
-    (["--out", "o.html"], "o.html is the name of the page; the JSON lines need another, such as o.jsonl"),
-    (["--ckpt", "a.pt", "--ckpt", "a.pt", "--ckpt", "a.pt"], "--ckpt: one, or two side by side, not 3"),
-    (["--ckpt", "a.pt", "--ckpt", "bytes.pt"], "a.pt and bytes.pt have different vocabularies"),
-    (["--text", "t.txt", "--out", "t.txt"], "--out: t.txt is the text itself, and would be lost"),
-    (["--text", "t.html", "--out", "t.jsonl"], "--out: t.html is the text itself, and would be lost"),
-    (["--json", "look.html"], "--json: look.html is the text, the JSON lines or the page"),
-    (["--json", "t.txt"], "--json: t.txt is the text, the JSON lines or the page"),
-    (["--json", "no/such.json"], "--json: cannot write into"),
-])
-def test_bad_input_is_one_clear_line(files, refusal, args, line):
-    before = set(files.iterdir())
-    more = [] if "--text" in args else ["--text", "t.txt"]
-    more += ["--ckpt", "a.pt"] if "--ckpt" not in args else []
-    assert line in refusal([*more, *args])
-    assert set(files.iterdir()) == before  # nothing is left behind
-
-
-@pytest.mark.parametrize("args, line", [
-    (["--ckpt", "a.pt", "--text", "nowhere.txt"], "probe.py look: --text: nowhere.txt cannot be read"),
-    (["--ckpt", "a.pt", "--start", "Z"], "probe.py look: --start, for a.pt: 'Z' (U+005A) at position 0"),
-    (["--ckpt", "a.pt", "--start", "FILE:no"], "probe.py look: --start: no cannot be read"),
-])
-def test_the_program_refuses_in_one_line(files, args, line):
-    with pytest.raises(SystemExit) as e:
-        look.main(args)
-    assert e.value.code.startswith(line) and "\n" not in e.value.code
-
-
-@pytest.mark.parametrize("args, line", [
-    (["--ckpt", "a.pt", "--ckpt", "a.pt"], "sample: --audit takes one checkpoint"),
-    (["--ckpt", "a.pt", "--audit", "no/such/s.jsonl"], "sample: --audit: cannot write into"),
-    (["--ckpt", "a.pt", "--audit", "s.html"], "sample: --audit: s.html is the name of the page"),
-])
-def test_a_sample_that_cannot_be_audited_is_not_made(files, capsys, monkeypatch, args, line):
-    monkeypatch.setattr(sample, "generate", lambda *a, **k: pytest.fail("generated"))
-    with pytest.raises(SystemExit) as e:
-        sample.main(["--audit", "s.jsonl", *args])
-    assert e.value.code.startswith(line) and "\n" not in e.value.code and capsys.readouterr().out == ""
-
-
-def test_an_old_audit_stays_when_the_new_one_fails(files, monkeypatch):
     Path("t.txt").write_text("abc" * T)
     Path("o.jsonl").write_text("old")
     calls = []
@@ -637,10 +570,10 @@ def test_an_old_audit_stays_when_the_new_one_fails(files, monkeypatch):
 
     real = look.look
     monkeypatch.setattr(look, "look", broken)
-    before = set(files.iterdir())
+    before = set(tmp_path.iterdir())
     with pytest.raises(SystemExit, match="no more"):
         look.main(["--ckpt", "a.pt", "--text", "t.txt", "--out", "o.jsonl"])
-    assert Path("o.jsonl").read_text() == "old" and set(files.iterdir()) == before
+    assert Path("o.jsonl").read_text() == "old" and set(tmp_path.iterdir()) == before
 
 
 # ---- the page ----

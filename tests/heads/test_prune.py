@@ -441,59 +441,6 @@ def test_blocks_that_flags_name_by_number_are_not_removed(flags):
 
 # ---- what is refused, each in one line ----
 
-@pytest.mark.parametrize("argv, words", [
-    (["--by", "importanse"], "importance?"),
-    (["--by", "charm"], "random, gate"),
-    (["--to", "0"], "--to 0 "),
-    (["--to", "0.5", "1.5"], "--to 1.5"),
-    (["--to", "nan"], "--to nan"),
-    (["--floor", "5"], "--floor 5"),
-    (["--floor", "-1"], "--floor -1"),
-    (["--floor", "3"], "--floor 3"),
-    (["--by", "gate"], "gate"),
-    (["--by", "blocks"], "block"),
-    (["--recover", "5"], "--out_dir"),
-    (["--split", "dev"], "'dev'"),
-    (["--json", "/nowhere/x.json"], "/nowhere"),
-    (["--text", "900000"], "20,000 tokens of train"),
-    (["--text", "0"], "--text 0 must be at least 1"),
-    (["--text", "-5"], "--text -5 must be at least 1"),
-    (["--seed", "9" * 30], "must be at most 9,223,372,036,854,775,807"),
-    (["--recover", "9" * 30], "must be at most 9,223,372,036,854,775,807"),
-    (["--out_dir", "/proc/x"], "--out_dir: cannot write into /proc; name another folder"),
-    (["--out_dir", __file__], "is a file, not a folder; name another one"),
-    (["--out_dir", __file__ + "/x"], "is a file, not a folder; name another one"),
-    (["--json", "/proc/x"], "--json: cannot write into /proc"),
-    (["--device", "meta"], "device=meta cannot be used"),
-])
-def test_bad_input_is_one_line(argv, words, run, refusal):
-    given = {"--ckpt": [str(run)], "--to": ["0.5"], "--by": ["random"], argv[0]: argv[1:]}
-    assert words in refusal([text for key, values in given.items() for text in (key, *values)])
-
-
-@pytest.mark.parametrize("name", ["best.pt", "ckpt.pt", "pruned.pt"])
-def test_a_folder_with_a_run_is_left_alone(name, run, tmp_path, refusal):
-    (tmp_path / name).write_text("here")
-    said = refusal(["--ckpt", str(run), "--to", "0.5", "--by", "random", "--out_dir", str(tmp_path)])
-    assert str(tmp_path) in said
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_a_checkpoint_that_does_not_fit_is_named(run, data, tmp_path, refusal):
-    other = saved(tmp_path / "other.pt", alive(), data)
-    unet = saved(tmp_path / "unet.pt", alive(**MECHANISMS["unet_add"]), data)
-    assert f"{other} and {run}" in refusal(
-        ["--ckpt", str(run), "--ckpt", other, "--to", "0.5", "--by", "random"])
-    assert other in refusal(
-        ["--ckpt", other, "--to", "0.5", "--by", "random", "--recover", "5", f"--out_dir={tmp_path / 'y'}"])
-    assert f"{unet} has U-Net" in refusal(["--ckpt", unet, "--to", "0.5", "--by", "blocks"])
-
-
-def test_bad_checkpoints_are_refused(bad_checkpoint, refusal):
-    path, words = bad_checkpoint
-    assert words in refusal(["--ckpt", path, "--to", "0.5", "--by", "random"])
-
-
 @pytest.mark.parametrize("flag", ["value_residual", "value_embedding", "stream_scalars", "diff_v1", "mudd",
                                   "depth_attention"])
 def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):

@@ -536,31 +536,6 @@ def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_pa
     assert not (tmp_path / "alone_on").exists()
 
 
-def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
-    def refused(words, **keys):
-        with pytest.raises(SystemExit) as e:
-            run("no", **keys)
-        assert words in str(e.value.code) and not (tmp_path / "no").exists(), e.value.code
-
-    refused("truth", constraint_names=["digit", "truth"])
-    refused("'lies'", labels="lies")
-    refused("labels='truth'", constraint_names=None,
-            constraint_layers=None)
-    refused("constraint_focal=2.0", labels=None, constraint_focal=2.0)
-    refused("constraint_warmup=3", labels=None, constraint_warmup=3)
-    refused("constraint_match", constraint_match="kl")
-    refused("teacher", teacher=tmp_path)
-    run("small", max_iters=3, constraint_heads=2)
-    refused(str(tmp_path / "small"), teacher=tmp_path / "small",
-            constraint_match="huber")
-    run("other", max_iters=3, constraint_names=["even"])
-    refused("constraint_names", teacher=tmp_path / "other", constraint_match="kl")
-    refused("constraint_features=None", teacher=tmp_path / "mine.py", labels=None, constraint_match="kl")
-    refused("constraint_features=2", teacher=tmp_path / "other", labels=None, constraint_match="kl",
-            constraint_features=2)
-    refused("needs constraint_match", constraint_features=2)
-
-
 def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
     model = alive(constraint_mode="published")
     config = {key: value for key, value in asdict(model.config).items()

@@ -249,18 +249,6 @@ def test_a_kernel_on_the_cpu_gets_no_zeros():
 
 # ---- refusals ----
 
-@pytest.mark.parametrize("more, words", [
-    (dict(constraint_heads=50), "constraint_variant='B' leaves 64 / 154 heads, less than 1 wide each"),
-    (dict(constraint_round=16), "constraint_variant='B' leaves 64 / 7 heads, less than 16 wide each"),
-    (dict(constraint_heads=6, key_offset=True),
-     "key_offset moves a part of each key: the head size of 2 that constraint_variant='B' leaves is below 4"),
-    (dict(constraint_variant="A", constraint_round=8), "constraint_round=8 needs constraint_variant='B': "
-     "heads of 'A' are as wide as the layer's others"),
-])
-def test_a_size_that_cannot_be_is_refused_in_one_line(more, words):
-    assert config_of((64, 4, 3), **more).problems() == [words]
-
-
 @recipes
 def test_heads_may_be_one_wide(recipe):
     config = config_of((36, 4, 3), constraint_heads=10, recipe=recipe)

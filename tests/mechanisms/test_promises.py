@@ -880,74 +880,9 @@ def test_heads_that_are_not_there_are_refused():
 # ---- 13. what is refused ----
 
 CONSTRAINED = dict(constraint_names=CONSTRAINTS)
-NEEDS_ITS_PARENT = dict(routing=dict(routing_top_k=2),
-                        sentinel=dict(sentinel_coef=1.0),
-                        agency=dict(agency_enforce=False),
-                        unet=dict(unet_skips=False),
-                        constraint_names=dict(constraint_heads=2),
-                        a2c=dict(a2c_value_coef=1.0),
-                        roles=dict(roles_strength=1.0),
-                        acag=dict(acag_detach=True),
-                        window=dict(window_global=1))
 
 
 # flags of one model, and the key that is named with its value
-REFUSALS = [
-    (dict(n_embd=30, n_head=4), "n_embd"),
-    (dict(n_layer=0), "n_layer"),
-    (dict(dropout=1.5), "dropout"),
-    (dict(recipe="mamba"), "recipe"),
-    (dict(recipe="llama", rope_scaling=[8.0, 4.0, 1.0, 32.0]), "rope_scaling"),
-    (dict(recipe="llama", rope_scaling=[8.0]), "rope_scaling"),
-    (dict(rope_scaling=[8.0, 1.0, 4.0, 32.0]), "rope_scaling"),
-    (dict(recipe="llama", qk_scale=True), "qk_scale"),
-    (dict(softcap=-1.0), "softcap"),
-    (dict(loss_chunks=0), "loss_chunks"),
-    (dict(seed=-1), "seed"),
-    (dict(rope_share=0.0), "rope_share"),
-    (dict(qk_max=12.0), "qk_max"),
-    (dict(routing="best"), "routing"),
-    (dict(routing="published", routing_mask="inf", routing_top_k=1), "routing_top_k"),
-    (dict(routing="moh", routing_top_k=1), "routing_top_k"),
-    (dict(routing="moh", routing_top_k=2, routing_shared=1), "routing_top_k"),
-    (dict(routing="moh", routing_top_k=7), "routing_top_k"),
-    (dict(routing="moh", routing_shared=3, routing_top_k=3), "routing_shared"),
-    (dict(routing="published", routing_shared=1), "routing_shared"),
-    (dict(routing="moh", routing_mask="zero"), "routing_mask"),
-    (dict(unet="concat", n_layer=1), "unet"),
-    (dict(unet="add", unet_init=1.5), "unet_init"),
-    (dict(CONSTRAINED, constraint_variant="B", constraint_heads=15), "constraint_variant"),
-    (dict(CONSTRAINED, constraint_variant="B", constraint_round=8), "constraint_variant"),
-    (dict(CONSTRAINED, constraint_variant="B", constraint_round=0), "constraint_round"),
-    (dict(CONSTRAINED, constraint_round=8), "constraint_round"),
-    (dict(CONSTRAINED, constraint_variant="B", a2c="published"), "a2c"),
-    (dict(CONSTRAINED, constraint_layers=[2]), "constraint_layers"),
-    (dict(CONSTRAINED, constraint_layers=[-1]), "constraint_layers"),
-    (dict(CONSTRAINED, constraint_layers=[]), "constraint_layers"),
-    (dict(CONSTRAINED, constraint_loss_layers=[0]), "constraint_loss_layers"),
-    (dict(CONSTRAINED, constraint_name_coef=[1.0]), "constraint_name_coef"),
-    (dict(CONSTRAINED, constraint_name_coef=[1.0, -1.0, 1.0]), "constraint_name_coef"),
-    (dict(CONSTRAINED, constraint_heads=0), "constraint_heads"),
-    (dict(CONSTRAINED, constraint_skip=0.1, constraint_gate="value"), "constraint_skip"),
-    (dict(constraint_names=["a", "a"]), "constraint_names"),
-    (dict(constraint_names=["a.b"]), "constraint_names"),
-    (dict(a2c="temperature", a2c_gamma=1.0), "a2c_gamma"),
-    (dict(roles=["near"]), "roles"),
-    (dict(roles=[]), "roles"),
-    (dict(roles=["free"] * 7), "roles"),
-    (dict(roles=["long"], roles_strength=-1.0), "roles_strength"),
-    (dict(roles=["long"], roles_waves=0), "roles_waves"),
-    (dict(agency_learned=True), "agency_learned"),
-    (dict(window=4, window_layers=[2]), "window_layers"),
-    (dict(output_gate="headwise", output_gate_width=49), "output_gate_width"),
-    (dict(head_ids=[[0, 1]]), "head_ids"),
-    (dict(n_kv_head=3, head_ids=[[0], [0, 1]]), "head_ids"),
-    (dict(n_kv_head=4), "n_kv_head"),
-    (dict(n_kv_head=0), "n_kv_head"),
-    (dict(n_kv_head=3, a2c="published"), "n_kv_head"),
-    (dict(short_conv="qkv", short_conv_width=1), "short_conv_width"),
-    (dict(value_residual=True, n_layer=1), "value_residual"),
-    *((flags, key) for flags in NEEDS_ITS_PARENT.values() for key in flags)]
 
 
 VALUES = [None, False, True, *range(18), *(i / 20 for i in range(41)), 0.001, 0.01, 1e9]
@@ -971,30 +906,6 @@ def test_a_detail_is_refused_while_its_mechanism_is_off(key, flag):
         assert out_of_range or problem == f"{key}={value!r} means nothing while {flag} is off"
         tried += not out_of_range
     assert tried
-
-
-@pytest.mark.parametrize("flags, key", REFUSALS, ids=lambda v: "+".join(v) if isinstance(v, dict) else v)
-def test_a_refusal_names_the_flag_and_its_value(flags, key):
-    config = GPTConfig(**{**TINY, **flags})
-    problem, = config.problems()
-    assert f"{key}={getattr(config, key)!r}" in problem and "\n" not in problem
-    with pytest.raises(ValueError) as e:
-        GPT(config)
-    assert str(e.value) == problem
-
-
-@pytest.mark.parametrize("flags, named", [
-    (dict(acag="headwise", dropout=0.1), ("acag", "attn_dropout")),
-    (dict(window=0, dropout=0.1), ("window", "attn_dropout")),
-    (dict(window=4, attn_dropout=0.1), ("window", "attn_dropout")),
-    (dict(n_embd=18, key_offset=True), ("key_offset", "head size")),
-    (dict(CONSTRAINED, constraint_variant="B", constraint_heads=4, key_offset=True),
-     ("key_offset", "head size", "constraint_variant='B'")),
-    (dict(a2c="published", head_dim=4), ("a2c='published'", "head_dim=4")),
-], ids=lambda v: "+".join(v))
-def test_a_refusal_names_both_flags_that_do_not_go_together(flags, named):
-    problem, = GPTConfig(**{**TINY, **flags}).problems()
-    assert all(name in problem for name in named) and "\n" not in problem
 
 
 def test_an_impossible_config_names_every_problem():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_dataset
+from helpers import write_labels
 from sklearn.calibration import calibration_curve
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, roc_auc_score
@@ -17,7 +18,6 @@ from nanoheads import checkpoint, intervals, timing
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score as lm_score
-from lab.labels.targets import encode, label_file, write_meta
 from lab.probe import main as probe
 from lab.probes.constraints import explain, metrics, token_probes
 from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
@@ -37,21 +37,6 @@ SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)
 
 def symbols(n, seed):
     return np.random.default_rng(seed).choice(SYMBOLS, n).tobytes()
-
-
-def write_labels(folder, data, shift=0, splits=("train", "val", "test"), digit=None):
-    """digit: the token is one (some unknown, some 1/2), and for `shift` tokens earlier; noise: by chance."""
-    folder.mkdir()
-    for split in splits:
-        tokens = np.asarray(data.tokens(split))
-        is_digit = np.roll((tokens >= 48) & (tokens < 58), -shift).astype(float)
-        is_digit[::7], is_digit[::11] = np.nan, 0.5
-        noise = np.random.default_rng(len(tokens)).random(len(tokens))
-        encode(is_digit if digit is None else np.full(len(tokens), digit)).tofile(
-            label_file(folder, "digit", split))
-        encode(noise).tofile(label_file(folder, "noise", split))
-    write_meta(folder, data, NAMES, splits, weak=True, note="made up")
-    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -623,50 +608,6 @@ def test_explain_reports_every_run(models, saved, tmp_path, capsys):
     less = [r for r in found["rows"] if r["removed"] == "highest less random"][-1]
     high, chance = ([r for r in found["rows"] if r["removed"] == s][-1] for s in ("highest", "random"))
     assert less["mean"][0] == pytest.approx(high["mean"][0] - chance["mean"][0]) and less["mean"][0] != 0
-
-
-# ---- refusals ----
-
-def test_what_cannot_be_compared_is_one_line(models, saved, labels, data, bytes_data, tmp_path, refusal):
-    heads, plain = models[1], models[3]
-    base = ["score", "--ckpt", heads, "--labels", labels]
-    assert "has no constraint heads" in refusal(["score", "--ckpt", plain, "--labels", labels])
-    assert "has no constraint heads" in refusal(["explain", "--ckpt", plain])
-    assert "no labels 'none'" in refusal(["score", "--ckpt", heads, "--labels=none"])
-    foreign = write_labels(tmp_path / "foreign", Dataset(bytes_data))
-    assert "made for another" in refusal(["score", "--ckpt", heads, "--labels", foreign])
-    half = write_labels(tmp_path / "half", data, splits=("train", "val"))
-    assert "labels no split 'test'" in refusal(["adjudicate", "--ckpt", heads, "--labels", half])
-    assert "has constraint heads itself" in refusal([*base, "--plain", heads])
-    for flags in (dict(n_embd=64), dict(n_layer=2)):
-        assert "reads block 2 of 32" in refusal([*base, "--plain", saved("wide", make_model(**flags))])
-    other = saved("other", make_model(), Dataset(bytes_data))
-    assert "trained on different data" in refusal([*base, "--plain", other])
-    assert "2 --plain for 1 --ckpt" in refusal([*base, "--plain", plain, "--plain", plain])
-    wide = saved("three", with_heads(constraint_heads=2))
-    assert "other constraint heads" in refusal([*base, "--ckpt", wide])
-    named = saved("named", with_heads(constraint_names=["truth"]))
-    assert "heads for truth, and" in refusal(["score", "--ckpt", named, "--labels", labels])
-    same = write_labels(tmp_path / "same", data, digit=1.0)
-    for command in (["score"], ["adjudicate", "--passage=32"]):
-        message = refusal([*command, "--ckpt", heads, "--labels", same])
-        assert "digit" in message and "train is of one class only" in message
-    assert "is about testifiability" in refusal(["adjudicate", "--ckpt", heads, "--labels", labels,
-                                                 "--task=cited"])
-    assert "no passage of 3,200 tokens" in refusal(["adjudicate", "--ckpt", heads, "--labels", labels,
-                                                    "--passage=3200"])
-    assert "--k 16: highest and lowest" in refusal(["explain", "--ckpt", heads, "--k=16"])
-    assert "--below=0.5 nan must be" in refusal(["skip", "--ckpt", heads, "--below", "0.5", "nan"])
-    assert "--split train" in refusal([*base, "--split=train"])
-    assert "no split 'dev'" in refusal([*base, "--split=dev"])
-    assert "--tokens=-1 must not be negative" in refusal([*base, "--tokens=-1"])
-    assert "--picture:" in refusal([*base, f"--picture={tmp_path}"])
-    broken = with_heads()
-    with torch.no_grad():
-        broken.transformer.h[2].attn.constraint.b2.fill_(torch.nan)
-    message = refusal(["score", "--ckpt", saved("broken", broken), "--labels", labels])
-    assert "transformer.h.2.attn.constraint.b2 holds NaN or infinities" in message
-    assert "its weights are damaged" in refusal(["explain", "--ckpt", saved("broken", broken)])
 
 
 # ---- skip ----

@@ -268,18 +268,6 @@ def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tm
     assert numbers["typical"]["previous token"][1] == pytest.approx(16 / 17)
 
 
-def test_what_detectors_cannot_do_is_one_line(checkpoint_of, refusal, request):
-    request.module.main = main
-    path = checkpoint_of("m", bytes_model())
-    for options, said in ((["--length=16"], "more than a context of 32"), (["--split=dev"], "no split 'dev'"),
-                          (["--seed=-1"], "must not be negative")):
-        assert said in refusal(["detectors", "--ckpt", path, "--device=cpu", *options])
-    damaged = bytes_model()
-    with torch.no_grad():
-        damaged.lm_head.weight.fill_(torch.nan)
-    assert "damaged" in refusal(["detectors", "--ckpt", checkpoint_of("nan", damaged), "--device=cpu"])
-
-
 # ---- TransformerLens ----
 
 @pytest.fixture(scope="module")

@@ -306,16 +306,3 @@ def test_the_command_says_which_critical_heads_are_kept(checkpoint_of, bytes_dat
     stars = len(re.findall(r"\d\*", out))
     assert stars == sum(len(each["critical"][name]) for each in (plain, other) for name in kinds) > 0
     assert "6 texts of each kind" in out and out.count("withdrawn") == 6
-
-
-def test_what_engagement_cannot_do_is_one_line(checkpoint_of, refusal):
-    path = checkpoint_of("m", small())
-    for options, words in ((["--samples=1"], "must be at least 2"), (["--context=8"], "at least 16"),
-                           (["--samples=99"], "are more than val"), (["--split=dev"], "no split 'dev'"),
-                           (["--period=13", "--samples=6"], "at most 12, half of")):
-        assert words in refusal(["engagement", "--ckpt", path, "--device=cpu", *options])
-    damaged = small()
-    with torch.no_grad():
-        damaged.lm_head.weight.fill_(torch.nan)
-    assert "damaged" in refusal(["engagement", "--ckpt", checkpoint_of("nan", damaged), "--samples=6",
-                                 "--device=cpu"])

@@ -230,21 +230,7 @@ def test_json_names_the_leak_or_null(file, tmp_path, capsys):
     assert found["leak"] == "position 17 changes with the token at 23" and found["module"] == f"{file}:late"
 
 
-@pytest.mark.parametrize("name, words", [
-    ("none", "has no function none; it has causal, late,"), ("number", "has no function number"),
-    ("flat", "returns [3, 32] for ids of [3, 32], which must be [B, T, V]"),
-    ("nan", "the logits are NaN at row 0, position 0"), ("whole", "is no tensor of logits"),
-    ("noisy", "turn dropout and sampling off"), ("fails", "fails on ids of [3, 32]: IndexError"),
-])
-def test_what_cannot_be_probed_is_one_line(file, name, words, refusal):
-    assert words in refusal(["leak", "--module", f"{file}:{name}", "--vocab=37"])
-
-
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path, refusal):
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, refusal):
     broken = tmp_path / "broken.py"
     broken.write_text("import torch\nimport nothing_of_this_name\n")
     assert "line 2: ModuleNotFoundError" in refusal(["leak", f"--module={broken}:f"])
-    assert "there is no file" in refusal(["leak", f"--module={tmp_path}/none.py:f"])
-    assert "name a file and a function" in refusal(["leak", "--module=model.py"])
-    with pytest.raises(UserError, match="at least 2"):
-        leaks(causal, vocab=1)

@@ -130,12 +130,7 @@ def test_names_of_the_test_are_never_trained_on(facts):
     assert sum(map(len, pools)) == len(set().union(*pools)) == 26 ** 3
 
 
-def test_what_cannot_be_planted_is_refused(source, chars_data, tmp_path, monkeypatch):
-    for args, said in (([f"--source={chars_data}"], "is char, not byte"),
-                       ([f"--source={source}", "--per-kib=0"], "--per-kib=0"),
-                       ([f"--source={tmp_path / 'none'}"], "no dataset")):
-        with pytest.raises(UserError, match=said):
-            prepare.main([*args, f"--out={tmp_path / 'out'}"])
+def test_what_cannot_be_planted_is_refused(source, tmp_path, monkeypatch):
     damaged = write_dataset(tmp_path / "damaged", {s: words(2000, 1) for s in ("train", "val", "test")})
     (damaged / "val.bin").write_bytes(b"x" * 2000)
     with pytest.raises(UserError, match="val.bin is not the file that meta.json describes"):
@@ -529,14 +524,6 @@ def test_help_lists_every_probe_in_a_line(capsys):
         assert sum(bool(re.match(rf"    {word} +\S.*\.$", line)) for line in lines) == 1, word
 
 
-@pytest.mark.parametrize("word, meant", [("neddle", "needle"), ("constraint", "constraints"),
-                                         ("few-shot", "fewshot"), ("Keys", "keys")])
-def test_a_wrong_word_names_the_nearest(word, meant, refusal):
-    assert refusal([word, "--ckpt", "x"]) == f"probe: no probe {word!r}; did you mean {meant}?"
-    message = refusal(["xyz"])
-    assert all(known in message for known in PROBES)
-
-
 @pytest.mark.parametrize("word", PROBES)
 def test_a_probe_gets_what_follows_its_word(word, capsys):
     with pytest.raises(SystemExit) as e:
@@ -545,29 +532,3 @@ def test_a_probe_gets_what_follows_its_word(word, capsys):
 
 
 # ---- refusals ----
-
-def test_what_cannot_be_probed_is_one_line(checkpoint_of, facts, source, chars_data, tmp_path, refusal):
-    rope, learned = checkpoint_of("rope", recipe="modern"), checkpoint_of("learned")
-    other = checkpoint_of("other", data=Dataset(source))
-    chars = checkpoint_of("chars", data=Dataset(chars_data), recipe="modern")
-    assert "no checkpoint" in refusal(["late", "--ckpt", str(tmp_path / "none")])
-    message = refusal(["late", "--ckpt", rope, "--context=99999"])
-    assert "a context of 99,999 is longer than the test split" in message
-    for args in (["late", "--context=64"], ["needle", "--contexts", "64", "128"],
-                 ["heads", "--context=33"], ["keys", "--context=64"]):
-        assert "learned positions, which end at 32" in refusal([*args, "--ckpt", learned])
-    assert "trained on different data" in refusal(["late", "--ckpt", rope, "--ckpt", other])
-    assert "not byte" in refusal(["needle", "--ckpt", chars, "--contexts", "64"])
-    assert "too short for a fact" in refusal(["needle", "--ckpt", rope, "--contexts", "32"])
-    message = refusal(["needle", "--ckpt", rope, "--depths", "0.5", "1.5"])
-    assert "must be from 0 (the beginning) to 1" in message
-    assert "--seed=-1 must not be negative" in refusal(["keys", "--ckpt", rope, "--seed=-1"])
-    assert "leaves 5 keys to remove 8 of" in refusal(["keys", "--ckpt", rope, "--nearest=20"])
-    assert "--pieces 2 (at least 3)" in refusal(["states", "--ckpt", rope, "--pieces=2"])
-    assert "no split 'dev'" in refusal(["late", "--ckpt", rope, "--split=dev"])
-    assert "is not a file" in refusal(["late", "--ckpt", rope, f"--json={tmp_path}"])
-    broken = make_model(recipe="modern")
-    with torch.no_grad():
-        broken.lm_head.weight[0, 0] = math.nan
-    message = refusal(["late", "--ckpt", save(tmp_path / "broken.pt", broken, facts)])
-    assert "its weights are damaged" in message

@@ -509,54 +509,6 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
 
 # ---- bad input: one line ----
 
-@pytest.mark.parametrize("args, line", [
-    (["--samples", "0"], "samples=0 must be at least 1"),
-    (["--tokens", "0"], "tokens=0 must be at least 1"),
-    (["--num_prompts", "1"], "num_prompts=1 must be at least 2"),
-    (["--prompt_tokens", "0"], "prompt_tokens=0 must be at least 1"),
-    (["--seed", "-1"], "seed=-1 must be from 0"),
-    (["--temperature", "nan"], "temperature=nan must be"),
-    (["--temperature", "-1"], "temperature=-1.0 must be"),
-    (["--top_k", "0"], "top_k=0 must be at least 1"),
-    (["--top_p", "2"], "top_p=2.0 must be in (0, 1]"),
-    (["--repetition_penalty", "inf"], "repetition_penalty=inf must be positive"),
-    (["--num_prompts", "90"], "90 prompts of 6 tokens, each with the 24 after it, need 2,700 tokens; "
-                              "the test split of "),
-    (["--split", "dev"], "no split 'dev'"),
-    (["--judge", "nowhere.pt"], "no checkpoint nowhere.pt"),
-    (["--judge", "chars.pt"], "its 18 characters cannot spell all that "),
-    (["--judge", "large.pt"], "--judge large.pt gives nan nats"),
-    (["--ckpt", "large.pt"], "large.pt: the probabilities are not numbers"),
-    (["--ckpt", "letters.pt"], "prompt 1, for letters.pt: 'p' (U+0070) at position 1 is not among the 10"),
-    (["--json", "no/such/folder.json"], "cannot write into"),
-])
-def test_bad_input_is_one_clear_line(tmp_path, ckpt, refusal, monkeypatch, bytes_data, sums_as_chars,
-                                     chars_data, args, line):
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint("large.pt", tiny(spread=1e38), bytes_data)
-    write_checkpoint("chars.pt", tiny(len(SUMS)), sums_as_chars)
-    write_checkpoint("letters.pt", tiny(10), chars_data)
-    assert line in refusal(["text", "--ckpt", ckpt, *SHORT, *args])
-
-
-@pytest.mark.parametrize("content, line", [
-    (None, "cannot be read: No such file or directory"),
-    (b"\n\n", "holds no prompt; it takes one a line"),
-    (b"\xff\xfe", "cannot be read: it is not UTF-8 text"),
-    ("1 plus\n12 é".encode(), "p.txt, line 2: 'é' (U+00E9) at position 3 is not among the 18 symbols"),
-])
-def test_a_bad_file_of_prompts_is_one_clear_line(tmp_path, refusal, sums_as_chars, content, line):
-    path = write_checkpoint(tmp_path / "c.pt", tiny(len(SUMS)), sums_as_chars)
-    if content is not None:
-        (tmp_path / "p.txt").write_bytes(content)
-    assert line in refusal(["text", "--ckpt", path, "--prompts", str(tmp_path / "p.txt")])
-
-
-def test_flags_that_mean_nothing_are_refused(ckpt, refusal):
-    message = refusal(["text", "--ckpt", ckpt, "--prompts", "p.txt", "--num_prompts", "4"])
-    assert "--num_prompts means nothing with --prompts" in message
-
-
 def test_a_mistake_in_the_judge_is_found_before_anything_is_written(ckpt, refusal, monkeypatch):
     monkeypatch.setattr(continuations, "continuations", lambda *a, **k: pytest.fail("written"))
     assert "no checkpoint" in refusal(["text", "--ckpt", ckpt, *SHORT, "--judge", "nowhere.pt"])

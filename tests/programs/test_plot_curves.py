@@ -310,12 +310,6 @@ def test_runs_beyond_the_palette_are_told_apart(home, capsys):
     assert all(f"{i + 1}: $run{i}" in words for i in range(9)) and "1: +0.100" in words
 
 
-def test_bad_axis_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["--x", "epochs"])
-    assert "invalid choice: 'epochs'" in capsys.readouterr().err
-
-
 def test_runs_on_different_datasets_are_named_and_said_not_to_compare(tmp_path, capsys):
     rows = [dict(step=s, tokens=s, train_loss=2.0, val_loss=2.0 - s / 100,
                  val_bpb=3.0 - s / 100, elapsed_s=1.0) for s in (0, 10, 20)]
@@ -540,12 +534,6 @@ def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
     assert capsys.readouterr().err == "nothing to plot: no measured runs under out\n"
 
 
-def test_heads_are_drawn_over_steps_alone(home, capsys):
-    with pytest.raises(SystemExit):
-        main(["--heads", "--x", "tokens"])
-    assert "--heads knows steps alone" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("steps", [0, 20, 60])
 def test_every_entry_of_the_legend_is_drawn(home, monkeypatch, steps):
     """A line through one point is invisible without a marker: as after the first evaluation."""
@@ -561,31 +549,6 @@ def test_every_entry_of_the_legend_is_drawn(home, monkeypatch, steps):
 
 
 # ---- what cannot be written, and damaged logs of heads ----
-
-@pytest.mark.parametrize("out, words", [
-    ("/proc/x", "--out: cannot write into /proc; name another folder"),
-    (__file__, "is a file, not a folder; name another one"),
-    (__file__ + "/x", "is a file, not a folder; name another one")])
-def test_a_folder_that_cannot_be_written_is_one_line(home, refusal, out, words):
-    runs = [str(write(home / name, rows(4, 2))) for name in ("a", "b")]
-    assert words in refusal([*runs, "--out", out])
-
-
-@pytest.mark.parametrize("more", [[], ["--heads"]])
-def test_a_run_whose_figures_cannot_be_written_is_one_line(home, refusal, more):
-    run = write_heads(home / "run")
-    (run / "figures").write_text("a file")
-    assert f"cannot make the folder {run / 'figures'} (File exists)" in refusal([str(run), *more])
-
-
-@pytest.mark.parametrize("more", [[], ["--heads"]])
-def test_figures_are_not_written_into_a_folder_that_is_a_link(home, refusal, more):
-    run = write_heads(home / "run")
-    (home / "mine").mkdir()
-    (run / "figures").symlink_to(home / "mine")
-    assert "figures is a link to" in refusal([str(run), *more])
-    assert not list((home / "mine").iterdir())
-
 
 @pytest.mark.parametrize("damage", [
     dict(heads=[["a"], [1]]), dict(heads=[[1.5], [1]]), dict(heads=[[-5], [1]]), dict(heads=[[None], [1]]),

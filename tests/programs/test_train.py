@@ -244,24 +244,6 @@ def test_20_steps_equal_10_and_10(args, rows, tmp_path, keys):
         assert all(same(a["state"][p], b["state"][p]) for p in a["state"])
 
 
-def test_resuming_with_changed_model_flags_is_refused_by_name(args, fails, tmp_path):
-    main(args())
-    before = (tmp_path / "run/ckpt.pt").read_bytes()
-    said, = fails([*args(n_layer=2, recipe="modern", max_iters=12), "--resume"])
-    changed = ["n_layer=2", "recipe='modern'", "pos='rope'", "norm='rmsnorm'", "act='relu2'", "qk_norm=True",
-               "embed_norm=True", "tied=False", "zero_init=True"]
-    assert f"{tmp_path}/run/ckpt.pt" in said and all(name in said for name in changed)
-    assert (tmp_path / "run/ckpt.pt").read_bytes() == before
-
-
-def test_resuming_as_another_run_is_refused_by_name(args, fails, chars_data, tmp_path):
-    main(args())
-    said, = fails([*args(optimizer="muon", batch_size=8, max_iters=12), "--resume"])
-    assert all(name in said for name in ("optimizer='muon'", "batch_size * grad_accum=8", "--init_from"))
-    message, = fails([*args(dataset=chars_data, max_iters=12), "--resume"])
-    assert "vocabulary" in message and "letters" in message
-
-
 def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path, capsys):
     main(args(weight_decay=0.1, warmup_iters=0))
     capsys.readouterr()
@@ -309,11 +291,6 @@ def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
     assert "no checkpoint is yet: starting anew" in capsys.readouterr().out
 
 
-def test_a_negative_seed_is_refused(args, fails):
-    line, = fails(args(seed=-1))
-    assert "seed=-1" in line
-
-
 def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
     main(args())
     def files():
@@ -330,16 +307,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
 def test_resume_without_a_save_starts_at_the_beginning(args, rows, tmp_path):
     main([*args(), "--resume"])
     assert [r["step"] for r in rows(tmp_path / "run")[1]] == [0, 3, 6]
-
-
-def test_a_folder_that_holds_a_run_is_never_written_over(args, fails, tmp_path):
-    main(args())
-    assert fails(args()) == [
-        f"{tmp_path}/run already holds a run; go on with --resume, start over with --overwrite, "
-                             "or choose another --out_dir"]
-    (tmp_path / "run/ckpt.pt").unlink()
-    for resume in ([], ["--resume"]):
-        assert f"take its weights with --init_from={tmp_path}/run/best.pt" in fails([*args(), *resume])[0]
 
 
 def test_overwrite_starts_over(args, rows, tmp_path):
@@ -375,13 +342,6 @@ def test_fine_tuning_a_nanogpt_checkpoint(args, rows, tmp_path):
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["config"].items() >= sizes.items()
 
 
-def test_flags_that_contradict_the_checkpoint_are_refused(args, fails, tmp_path):
-    main(args("base"))
-    said, = fails(args("tuned", n_layer=2, init_from=tmp_path / "base", block_size=32))
-    assert said == (f"{tmp_path}/base holds another model: block_size=32 here is 16 there; "
-                    "n_layer=2 here is 1 there")
-
-
 def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_path):
     main(args("a", max_iters=60, eval_interval=60, lr_decay_iters=60))
     main(args("b", init_from=tmp_path / "a", adamw_lr=0.5, min_lr=0.5,
@@ -391,7 +351,7 @@ def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_p
     assert same(weights(tmp_path / "b" / "best.pt"), weights(tmp_path / "a" / "best.pt"))
 
 
-def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp_path, capsys, fails):
+def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp_path, capsys):
     main(args())
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
     capsys.readouterr()
@@ -403,8 +363,6 @@ def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp
     assert line in capsys.readouterr().out
     main([*argv, f"--init_from={tmp_path}/run/ckpt.pt"])
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()} == before
-    assert fails([*argv, "--n_layer=7"]) == [f"{tmp_path}/run holds another model: n_layer=7 here is 1 there"]
-    assert fails([*argv, f"--out_dir={tmp_path}/nowhere"])[0].startswith(f"no checkpoint {tmp_path}/nowhere")
 
 
 # ---- stops, kills and full disks ----
@@ -557,11 +515,6 @@ def test_a_finished_run_with_fewer_steps_asked_for_says_so(args, capsys, tmp_pat
     assert f"{tmp_path}/run is finished: 6 of 3 steps" in capsys.readouterr().out
 
 
-def test_cuda_graphs_without_a_gpu_are_refused(args, fails):
-    line, = fails(args(device="cpu", compile_mode="reduce-overhead"))
-    assert "replays CUDA graphs, and this run is on cpu" in line
-
-
 @pytest.mark.parametrize("flags", [dict(loss_chunks=3), dict(loss_chunks=3, mechanism="a2c_temperature"),
                                    dict(loss_chunks=3, mechanism="sentinel", controller="rules",
                                         controller_interval=2, controller_tokens=256,
@@ -619,11 +572,6 @@ def test_an_evaluation_beside_a_living_run_goes_on(args, tmp_path, writer):
     main([*args(), "--eval_only"])
 
 
-def test_a_refused_run_leaves_no_folder(args, fails, tmp_path):
-    fails(args(init_from=tmp_path / "nowhere.pt"))
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_path):
     """A trial does, and prune.py starts train.py in the folder that it holds."""
     with files.only_writer(tmp_path / "run"):
@@ -642,25 +590,6 @@ def test_without_locks_a_run_goes_on(args, tmp_path, monkeypatch):
 
 
 # ---- what no run can be ----
-
-@pytest.mark.parametrize("keys, words", [
-    (dict(out_dir=""), ["out_dir is empty", "variable of the shell"]),
-    (dict(init_from=""), ["init_from is empty"]),
-    (dict(out_dir="a\0b"), ["out_dir='a\\x00b' holds a NUL"]),
-    (dict(rope_base=0, pos="rope"), ["rope_base=0.0 must be above 0"]),
-    (dict(rope_base=-1.0), ["rope_base=-1.0 must be above 0"]),
-    (dict(batch_size=99999999999999999999), ["batch_size='99999999999999999999' is beyond 64 bits"]),
-    (dict(batch_size=10**15), ["batch_size=1000000000000000", "lower batch_size or block_size"]),
-    (dict(grad_accum=10**15), ["grad_accum=1000000000000000", "lower batch_size or grad_accum"]),
-    (dict(n_embd=10**9), ["n_embd=1000000000", "lower n_layer or n_head or n_embd or n_inner"]),
-    (dict(n_layer=10**12), ["n_layer=1000000000000", "at most"]),
-    (dict(vocab_size=10**15), ["vocab_size=1000000000000000", "lower vocab_size or n_embd"]),
-    (dict(device="meta"), ["device=meta cannot be used: it holds shapes and no numbers"]),
-], ids=lambda each: "-".join(each) if isinstance(each, dict) else "")
-def test_what_no_run_can_be_is_one_line(args, fails, keys, words):
-    said, = fails(args(**keys))
-    assert all(word in said for word in words) and ("n_embd" not in keys or "batch_size" not in said)
-
 
 def test_memory_that_a_model_takes_is_not_that_of_the_batch(args, fails, monkeypatch):
     def out_of_memory(config):
@@ -818,12 +747,6 @@ def test_a_full_disk_under_the_log_is_one_line(args, fails, rows, tmp_path, at_s
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == [1, 2, 3, 4, 5, 6], "the half row is gone"
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(args, fails, tmp_path):
-    (tmp_path / "file").touch()
-    assert fails(args("file/run")) == [f"{tmp_path}/file/run: Not a directory"]
-    assert fails(args("file")) == [f"{tmp_path}/file: File exists"]
-
-
 # ---- a folder that somebody else made ----
 
 MEASURED = dict(block_size=8, agency=True, controller_log=True, controller_interval=2, controller_tokens=64,
@@ -910,27 +833,6 @@ def test_other_errors_are_not_hidden(args, at_step):
     at_step(2, lambda out: exec("raise RuntimeError('a bug')"))
     with pytest.raises(RuntimeError, match="a bug"):
         main(args())
-
-
-def test_what_is_missing_or_damaged_is_one_line(args, fails, tmp_path):
-    (tmp_path / "damaged.pt").write_bytes(b"PK\3\4 nothing")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/ckpt.pt").write_text("hello")
-    assert fails(args("x", dataset="enwik9")) == ["no dataset enwik9; did you mean enwik8?"]
-    assert fails(args("x", init_from=tmp_path / "no.pt")) == [f"no checkpoint {tmp_path}/no.pt"]
-    message, = fails(args("x", init_from=tmp_path / "damaged.pt"))
-    assert message.startswith(f"{tmp_path}/damaged.pt cannot be read as a checkpoint")
-    message, = fails([*args(), "--resume"])
-    assert message.startswith(f"{tmp_path}/run/ckpt.pt cannot be read as a checkpoint")
-    assert fails(args("x", device="cuda:77"))[0].startswith("device=cuda:77 cannot be used")
-    data, (message,) = args()[0].split("=")[1], fails(args("x", block_size=3000))
-    assert message == f"block_size=3000 needs at least 3,000 tokens of val; {data} has 2,000"
-
-
-def test_resuming_from_a_best_checkpoint_is_explained(args, fails, tmp_path):
-    main(args())
-    os.replace(tmp_path / "run/best.pt", tmp_path / "run/ckpt.pt")
-    assert "holds no state to go on from" in fails([*args(max_iters=9), "--resume"])[0]
 
 
 def inductor_errors():

@@ -36,30 +36,6 @@ PLAIN, GOOD = [2.00, 2.01, 1.99, 2.005], [1.90, 1.91, 1.895, 1.905]
 
 # ---- the file ----
 
-@pytest.mark.parametrize("line, words", [
-    ("a,9", "2 cells, where the first line has 3"), ("a,9,1,1", "4 cells, where the first line has 3"),
-    (",9,1", "no variant"), ("a,,1", "no seed"), (",,1", "no variant and no seed"), ("a,9,", "no score"),
-    ("a,9,nan", "score 'nan' is not a finite number"), ("a,9,inf", "score 'inf' is not a finite number"),
-    ("a,9,two", "score 'two' is not a finite number"), ("a,9,1e400", "not a finite number"),
-    ("a,9,1e308", "score '1e308' is not a finite number up to 1e+30, nor 'failed'"),
-    ("a,9,-1e308", "score '-1e308' is not"), ("a,9,1.0001e30", "score '1.0001e30' is not"),
-    ("a,2,1.5", "a with seed 2 is on line 7 already"), ("a,02,1.5", "a with seed 2 is on line 7 already"),
-    ("a,2.0,1.5", "a with seed 2 is on line 7 already"), ("a,002.00,1.5", "a with seed 2 is on line 7 al")])
-def test_a_bad_row_is_named_by_its_line(tmp_path, line, words):
-    text = csv_of(plain=PLAIN, a=GOOD)
-    assert len(scores.read(file(tmp_path, text))) == 8  # control
-    path = file(tmp_path, f"{text}{line}\n")
-    with pytest.raises(UserError) as e:
-        scores.read(path)
-    assert str(e.value).startswith(f"{path}, line 10: ") and words in str(e.value)
-
-
-def test_a_first_line_that_is_no_csv_is_one_line(tmp_path):
-    path = file(tmp_path, "x" * 200_000)
-    with pytest.raises(UserError, match="line 1: field larger than field limit"):
-        scores.read(path)
-
-
 def test_where_the_baseline_failed_a_variant_is_not_called_unfinished(tmp_path):
     text = "variant,seed,score\nplain,1,failed\nplain,2,failed\na,1,1.9\na,2,1.8\nb,1,1.9\nb,2,1.8\n"
     assert "2 failed" in scores.headline(found_in(tmp_path, text))
@@ -77,23 +53,9 @@ def test_every_bad_row_is_named_up_to_twenty(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["tokens", "bytes", "cost"])
-@pytest.mark.parametrize("value", ["0", "-1", "many", "nan", "1e308"])
-def test_what_a_run_took_must_be_a_number_above_0(tmp_path, column, value):
-    path = file(tmp_path, f"variant,seed,score,{column}\na,1,2.0,{value}\n")
-    with pytest.raises(UserError, match=f"line 2: {column} '{value}' is not a number above 0"):
-        scores.read(path)
+def test_what_a_run_took_need_not_be_known(tmp_path, column):
     row, = scores.read(file(tmp_path, f"variant,seed,score,{column}\na,1,2.0,\n"))
     assert row[column] is None
-
-
-@pytest.mark.parametrize("text, words", [
-    ("", "line 1: no column variant, seed, score; it must name variant, seed and score, and has nothing"),
-    ("variant,score\na,1\n", "line 1: no column seed"),
-    ("variant,seed,score,score\n", "score is there twice"),
-    ("variant,seed,score\n", "has no runs")])
-def test_a_file_without_its_columns_or_rows_is_one_line(tmp_path, text, words):
-    with pytest.raises(UserError, match=re.escape(words)):
-        scores.read(file(tmp_path, text))
 
 
 def test_columns_may_stand_in_any_order_with_others_quoted_and_marked(tmp_path):
@@ -130,14 +92,6 @@ def test_the_largest_and_the_smallest_scores_have_a_page_and_a_picture(tmp_path,
     scores.write(found, tmp_path / "report", tmp_path / "verdicts.json")
     assert (tmp_path / "report/forest.png").is_file()
     assert json.loads((tmp_path / "verdicts.json").read_text())["comparisons"][0]["verdict"] == "undecided"
-
-
-def test_what_cannot_be_read_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="cannot read .*: No such file"):
-        scores.read(tmp_path / "none.csv")
-    (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot read .*: not UTF-8 text"):
-        scores.read(tmp_path / "x.csv")
 
 
 # ---- the verdicts ----
@@ -256,16 +210,6 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
     assert good["mean"] == pytest.approx(np.mean(GOOD) - np.mean(PLAIN))
     assert good["low"] < good["mean"] < good["high"] and good["cost_ratio"] is None
     assert not re.search(r"NaN|Infinity", (tmp_path / "verdicts.json").read_text())
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["--scores=none.csv"], "compare: cannot read none.csv"),
-    (["--baseline=plain", "--higher_is_better", "--mechanisms=xsa"], "baseline, higher_is_better: these go")])
-def test_what_is_wrong_with_the_command_is_one_line(tmp_path, monkeypatch, argv, words):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as e:
-        main(argv)
-    assert words in str(e.value.code) and "\n" not in str(e.value.code)
 
 
 # ---- the page of the docs ----

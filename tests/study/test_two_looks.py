@@ -180,22 +180,6 @@ def test_a_failed_run_of_the_second_look_takes_nothing_from_the_first():
     assert verdicts([dict(failed[0], seed=3)]) == ["undecided", "undecided"]
 
 
-@pytest.mark.parametrize("args, words", [
-    (["--seeds=1,2"], "looks=2 needs 3 seeds or more, two of them for the first look: seeds=[1, 2]"),
-    (["--looks=3"], "looks='3' is not 1 or 2"),
-    (["--texts=['a', 'b']"],
-     "looks=2 is for a study that trains its runs, on one text: leave it out with texts"),
-    (["--scores=x.csv"], "on one text: leave it out with a file of results or scores"),
-    (["--looks=1", "--spending=pocock"],
-     "spending='pocock' is how the error is spent on two looks: add --looks=2"),
-    (["--spending=pocok"], "spending='pocok' is not obrien_fleming or pocock; did you mean pocock?"),
-])
-def test_what_does_not_go_with_two_looks_is_one_line(plain, args, words, capsys):
-    with pytest.raises(SystemExit) as e:
-        main(["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--looks=2", *args])
-    assert words in str(e.value.code) and "\n" not in str(e.value.code)
-
-
 # ---- what to type ----
 
 def test_an_undecided_study_names_a_command_that_works(study, here, capsys):

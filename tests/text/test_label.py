@@ -416,18 +416,3 @@ def test_what_a_killed_run_left_is_removed(mixed, tmp_path):
     (folder / "negation.train.u8.1.tmp").write_bytes(b"x" * 1000)
     run(mixed, "--by=weak", f"--out={folder}")
     assert sorted(folder.iterdir()) == there
-
-
-def test_what_cannot_be_meant_is_refused(mixed, tmp_path):
-    refused(mixed, "--noise is for --by=synthetic, not for --by=weak", "--by=weak", "--noise=0.1")
-    refused(mixed, "--from is for --by=weak", "--by=synthetic", "--from=start")
-    refused(mixed, "no weak labeller 'truth'; there are reciprocity", "--by=weak", "--names", "truth")
-    refused(mixed, "no synthetic task 'x'; there are comma", "--by=synthetic", "--names", "a=x")
-    refused(mixed, "'a.b' is no name", "--by=synthetic", "--names", "a.b")
-    refused(mixed, "must be from 0 to 0.5", "--by=synthetic", "--noise=0.7")
-    refused(mixed, "has no split 'dev'", "--by=weak", "--splits", "dev")
-    refused(mixed, "several such pairs", "--by=spans", "--split=val")
-    refused(mixed, "several such pairs", "--by=spans", "--split=val", "--split=val", "--file=a", "--file=b")
-    file = spans_file(tmp_path, span(0, 1))
-    refused(mixed, "nothing about 'x'; there is truth", "--by=spans", file, "--split=val", "--names", "x")
-    refused(mixed, "holds no label", "--by=spans", spans_file(tmp_path), "--split=val")

@@ -296,15 +296,6 @@ def test_without_an_end_of_text_token_no_other_ends_a_document(tmp_path):
     assert found == re.split(r"(?<=\n\n)", text)
 
 
-def test_text_without_documents_is_one_line(tmp_path, args, fails, wiki, bytes_data):
-    with pytest.raises(UserError, match="no end-of-text token, title or blank line says where one begins"):
-        Dataset(bytes_data).documents("train")
-    line, = fails(args(documents=4))
-    assert line.startswith(f"{bytes_data}/train.bin has no documents")
-    line, = fails(args(dataset=wiki, documents=8, batch_size=100000))
-    assert "fewer than the 100,000 of a batch" in line
-
-
 # ---- rows of documents ----
 
 @pytest.mark.parametrize("T,shortest", [(64, 8), (64, 32), (128, 1)])
@@ -473,35 +464,6 @@ def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path,
 
 # ---- what means nothing ----
 
-@pytest.mark.parametrize("keys,key", [
-    (dict(skip_lr=1e-3), "skip_lr=0.001"),
-    (dict(skip_lr=0.0, unet="add"), "skip_lr=0.0"),
-    (dict(freeze_trunk=True), "freeze_trunk=True"),
-    (dict(freeze_trunk=True, agency=True, head_norm=True, init_anyway=True), "freeze_trunk=True"),
-    (dict(freeze_trunk=True, unet="add", unet_skips=False), "freeze_trunk=True"),
-    (dict(freeze_trunk=True, init_from=..., xsa=True), "init_from"),
-    (dict(thaw_from=3), "thaw_from=3"),
-    (dict(freeze_trunk=True, xsa=True, thaw_from=6), "thaw_from=6"),
-    (dict(freeze_trunk=True, xsa=True, thaw_from=0), "thaw_from=0"),
-    (dict(freeze_trunk=True, sentinel="sigmoid", controller_log=True), "freeze_trunk=True"),
-    (dict(unet="add", unet_from=6), "unet_from=6"),
-    (dict(unet="add", unet_from=-1), "unet_from=-1"),
-    (dict(unet_ramp=3), "unet_ramp=3"),
-    (dict(unet="add", unet_ramp=3, unet_skips=False), "unet_skips=False"),
-    (dict(documents=0), "documents=0"),
-    (dict(documents=17), "documents=17"),
-    (dict(documents=8, labels="weak", constraint_names="['a']"), "documents=8"),
-    (dict(documents=8, routing="moh"), "routing_coef=0.01"),
-    (dict(documents=8, constraint_names="['a']", constraint_entropy_coef=0.1, init_anyway=True),
-     "constraint_entropy_coef=0.1")],
-    ids=lambda v: "-".join(v) if isinstance(v, dict) else "")
-def test_what_means_nothing_is_refused_in_a_line(keys, key, tuned, fails, tmp_path):
-    lines = fails(tuned("run", **keys))
-    assert any(key in line for line in lines), lines
-    lines = [line for line in lines if "what a checkpoint of init_from has" not in line]
-    assert len(lines) == 1 or "labels" in keys and not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("name", ["finetune_gpt2", "finetune_gpt_neo_acag", "finetune_smollm2"])
 def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path):
     """With the command that stands there, in fewer steps."""
@@ -622,29 +584,7 @@ def test_who_knows_the_rules_is_right_and_who_does_not_is_at_chance(monkeypatch)
     assert accuracy(lambda before, after: 1.0) == 0.0
 
 
-@pytest.mark.parametrize("line,words", [
-    ("{", "line 3"), ("[1]", "line 3"), ('{"prompt": "a", "choices": ["b", "c"]}', "answer"),
-    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer"),
-    ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer"),
-    ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "texts"),
-    ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
-    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
-    ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")])
-def test_what_is_no_item_is_one_line(line, words, tmp_path):
-    path = tmp_path / "items.jsonl"
-    path.write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n\n' + line)
-    with pytest.raises(UserError) as e:
-        read_items(path)
-    assert f"{path}, line 3" in str(e.value) and words in str(e.value)
-    assert "\n" not in str(e.value)
-
-
-def test_files_without_items_are_one_line(tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(UserError, match="empty"):
-        read_items(tmp_path / "empty")
-    with pytest.raises(UserError, match="nowhere"):
-        read_items(tmp_path / "nowhere")
+def test_a_text_of_too_few_words_is_one_line():
     with pytest.raises(UserError, match="too few words"):
         made_items("a b c", 5, 0)
 
@@ -688,9 +628,3 @@ def test_probe_fewshot_end_to_end(tmp_path, capsys):
     assert json.loads((tmp_path / "b.json").read_text())["runs"][1]["results"] == second
     probe.main([*common, "--file", saved, "--items", "3"])
     assert "15 items" in capsys.readouterr().out
-    for more, words in ((["--file", "x", "--split", "val"], "--split val"),
-                        (["--shots", "-1"], "--shots -1"),
-                        (["--file", "x"], "x")):
-        with pytest.raises(SystemExit) as e:
-            probe.main([*common, *more])
-        assert words in str(e.value) and "\n" not in str(e.value)

@@ -136,11 +136,6 @@ def test_nanogpts_checkpoint_gets_heads(tmp_path, data):
         assert torch.allclose(model(IDX).logits, theirs(IDX).logits, atol=1e-5)
 
 
-def test_init_anyway_alone_is_refused():
-    problem, = train.TrainConfig(init_anyway=True).problems()
-    assert "init_anyway=True" in problem and "init_from" in problem
-
-
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
     """As at the command line; the second call resumes with the very same flags."""
     common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4", "--eval_tokens=256",

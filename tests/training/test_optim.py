@@ -10,7 +10,6 @@ import torch.multiprocessing as mp
 
 import train
 from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
-from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.optim import MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise
 from nanoheads.pruning import prune_heads
@@ -361,11 +360,6 @@ def test_the_penalty_of_gates_moves_without_a_new_graph(graphs):
 
 
 # ---- CUDA graphs ----
-
-def test_cuda_graphs_are_refused_without_a_gpu():
-    with pytest.raises(UserError, match="compile_mode='reduce-overhead' replays CUDA graphs.*is on cpu"):
-        ready(compile=True, compile_mode="reduce-overhead")
-
 
 def test_gradients_that_are_added_up_in_place_train_the_same(monkeypatch):
     """What a step under CUDA graphs does with them, but for the graphs."""
