@@ -30,7 +30,7 @@ from nanoheads.probes import lookahead
 from nanoheads.probes.causality import Perturbation
 from nanoheads.pruning import prune_heads
 from nanoheads.training.checkpoint import make_neutral
-from nanoheads.training.config import TrainConfig, flags_by_name
+from nanoheads.training.config import flags_by_name
 from nanoheads.training.optim import of_mechanisms
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
@@ -361,20 +361,19 @@ def at_size(model_config, config):
     return broken(promise, lambda: lookahead.grown(GPT(model_config).to(pick_device("auto"))))
 
 
-def asked(argv, doc):
-    """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of a
-    command line, read as train.py reads it; but each mechanism is turned on by itself. UserError.
+def asked(command):
+    """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of
+    train.py's Command; but each mechanism is turned on by itself. UserError.
     """
-    classes, named = (GPTConfig, TrainConfig), flags_by_name()
-    files, _ = configurator.split_args(argv, configurator.keys_of((configurator.Presets, *classes)))
-    found = configurator.resolve(classes, argv, named)
-    if not found.scale and not files:
-        argv = ["--scale=tiny", *argv]
-        found = configurator.resolve(classes, argv, named)
-    names, configs = list(found.mechanisms), {}
+    named, configs = flags_by_name(), {}
+    if not (command.files or command.values("scale")):
+        command.put("scale", "tiny")
+    found = configurator.resolve(command, named)
+    names = list(found.mechanisms)
     for name in names or [None]:
-        (model_config, config), given = configurator.load_given(
-            classes, [*argv, *([f"--mechanism={name}"] if name else [])], doc, mechanisms=named)
+        if name:
+            command.put("mechanism", name)
+        (model_config, config), given = configurator.made(command, mechanisms=named)
         flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
         details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in cls.fields()}
         configs[name] = model_config, {key: given[key] for key in given if key in flags or key in details}
@@ -383,12 +382,11 @@ def asked(argv, doc):
     return found.scale, config, configs
 
 
-def main(argv, doc):
-    """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken.
-
-    doc: what --help says first.
+def main(command):
+    """--check: a table of the promises of the mechanisms that train.py's Command names. UserError: one is
+    broken.
     """
-    scale, config, configs = asked(argv, doc)
+    scale, config, configs = asked(command)
     if config.json:
         writable(config.json)
     found = []

@@ -244,7 +244,7 @@ def read_arguments(words, monkeypatch):
         return stop
     if words[0] == "-m":
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
-    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "load_given")):
+    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "made")):
         monkeypatch.setattr(place, name, until_read(getattr(place, name)))
     with pytest.raises(Read):
         importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])

@@ -16,6 +16,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from nanoheads.mechanism import flag
 from nanoheads.study.variants import StudyConfig
 from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
@@ -29,10 +30,9 @@ CONFIGS = [p for p in sorted((ROOT / "config").glob("[!_]*.py")) if not p.name.s
 
 @dataclass
 class Sizes:
-    # ---- size ----
-    width: int = 8                       # how wide
-    heads: int = 2                       # how many
-    depth: Optional[int] = None          # None: as wide
+    width: int = flag(8, "how wide", section="size")
+    heads: int = flag(2, "how many")
+    depth: Optional[int] = flag(None, "None: as wide")
 
     def problems(self):
         bad = self.width % self.heads
@@ -41,15 +41,14 @@ class Sizes:
 
 @dataclass
 class Settings:
-    # ---- settings ----
-    lr: float = 1e-3                     # rate
-    name: str = "a"                      # any text
+    lr: float = flag(1e-3, "rate", section="settings")
+    name: str = flag("a", "any text")
     note: Optional[str] = None
-    compile: Optional[bool] = None       # whether
-    fast: bool = False                   # faster
-    tags: Optional[list[str]] = None     # words
-    layers: Optional[list[int]] = None   # numbers
-    lr_scale: int | list[float] = 1      # both
+    compile: Optional[bool] = flag(None, "whether")
+    fast: bool = flag(False, "faster")
+    tags: Optional[list[str]] = flag(None, "words")
+    layers: Optional[list[int]] = flag(None, "numbers")
+    lr_scale: int | list[float] = flag(1, "both")
 
     def problems(self):
         return [f"lr={self.lr} must be positive"] if self.lr <= 0 else []
@@ -57,14 +56,11 @@ class Settings:
 
 @dataclass
 class Choices:
-    # ---- choices ----
-    shape: Literal["round", "square"] = "round"
-                                         # how it looks
-    size: Optional[Literal[1, 2, 4]] = None  # how big; None:
-                                         # as big as can be
-    mode: Literal["auto", True, None] = "auto"  # on, off or either
-    sides: list[Literal["left", "right"]] | None = None  # which
-    steps: Optional[list[Literal[1, 2]]] = None  # how far
+    shape: Literal["round", "square"] = flag("round", "how it looks", section="choices")
+    size: Optional[Literal[1, 2, 4]] = flag(None, "how big; None: as big as can be")
+    mode: Literal["auto", True, None] = flag("auto", "on, off or either")
+    sides: list[Literal["left", "right"]] | None = flag(None, "which")
+    steps: Optional[list[Literal[1, 2]]] = flag(None, "how far")
 
     def problems(self):
         return []
@@ -146,6 +142,14 @@ def test_config_files_may_compute(config_file):
     assert settings(path).lr == 1.0
 
 
+def test_a_config_file_is_run_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("open('ran', 'a').write('x')\nscale = 'tiny'\nmechanism = ['moh']")
+    with pytest.raises(SystemExit):
+        main(["x.py", "--resume", "--out_dir=nowhere", "--help"])
+    assert (tmp_path / "ran").read_text() == "x"
+
+
 def test_integers_are_floats_and_round_floats_integers(config_file):
     sizes, s = load((Sizes, Settings), [config_file("lr = 1\nwidth = 1e1")])
     assert s.lr == 1.0 and isinstance(s.lr, float) and sizes.width == 10 and isinstance(sizes.width, int)
@@ -219,7 +223,7 @@ def test_a_wrong_choice_in_a_file_is_one_line(config_file, key, value, meant):
     assert names(line, path, key, value, meant)
 
 
-def test_help_shows_the_choices_as_the_type_and_comments_that_go_on_below():
+def test_help_shows_the_choices_as_the_type():
     lines = [line.split(None, 1) for line in help_text((Choices,), "").splitlines() if "--" in line[:4]]
     assert [(key, " ".join(rest.split())) for key, rest in lines if key != "----"] == [
         ("--shape", "round or square 'round' how it looks"),
@@ -822,7 +826,7 @@ def named_help(*argv):
     load_given((GPTConfig, TrainConfig), [*argv, "--help"], mechanisms=flags_by_name())
 
 
-def test_help_prints_every_key_with_type_default_and_comment():
+def test_help_prints_every_key_with_type_default_and_words():
     lines = help_text((GPTConfig, TrainConfig), "what this is").splitlines()
     assert lines[0] == "what this is" and "---- run ----" in lines
     for cls in (GPTConfig, TrainConfig):
@@ -835,26 +839,26 @@ def test_help_prints_every_key_with_type_default_and_comment():
     assert line.split() == "--depth int or None None None: as wide".split()
 
 
-def test_every_key_of_the_real_configs_has_a_comment():
+def test_every_key_of_the_real_configs_has_help():
     keys = configurator.keys_of((Presets, GPTConfig, TrainConfig, StudyConfig))
-    assert not [k for k, (_, _, comment) in keys.items() if not comment]
+    assert not [k for k, (_, _, words) in keys.items() if not words]
 
 
 @pytest.mark.parametrize("classes", [(Presets, GPTConfig, TrainConfig), (StudyConfig,)])
-def test_columns_of_help_stay_apart_and_hold_the_whole_comment(classes):
-    """A long type ran into the default, and a long default into the comment."""
+def test_columns_of_help_stay_apart_and_hold_all_words(classes):
+    """A long type ran into the default, and a long default into the help."""
     keys, lines = configurator.keys_of(classes), help_text(classes, "").splitlines()
-    columns = set()  # in which comments begin
-    for key, (kind, default, comment) in keys.items():
+    columns = set()  # in which help begins
+    for key, (kind, default, about) in keys.items():
         at = next(i for i, line in enumerate(lines) if line.startswith(f"  --{key} "))
         end = next((i for i in range(at + 1, len(lines)) if not lines[i].startswith(" " * 40)), len(lines))
         first, *rest = lines[at:end]
         cells = re.split(r"  +", first.strip(), maxsplit=3)
         assert cells[:3] == [f"--{key}", configurator.type_name(kind), repr(default)]
-        assert " ".join([*cells[3:], *map(str.strip, rest)]) == " ".join(comment.split())
+        assert " ".join([*cells[3:], *map(str.strip, rest)]) == about
         columns |= {first.rindex(cells[3])} if cells[3:] else set()
         columns |= {len(line) - len(line.lstrip()) for line in rest}
-    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.COMMENT_WIDE
+    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.HELP_WIDE
 
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
