@@ -380,8 +380,12 @@ class Command:
                                else f"--{key}={text}" for _, key, text in given)]
 
 
-def read(classes, argv):
-    """The Command that argv is. A config file that cannot be read is a problem of it."""
+def read(classes, argv, more=None):
+    """The Command that argv is. A config file that cannot be read is a problem of it.
+
+    more: {where it comes from: {key: value}}, from the program that calls this: it wins over the files, and
+    the arguments win over it.
+    """
     keys, wants_help = with_theirs(keys_of(classes)), "--help" in argv or "-h" in argv
     files, given = split_args([arg for arg in argv if arg not in ("--help", "-h")], keys)
     command = Command(classes, files, [], [], wants_help)
@@ -392,6 +396,8 @@ def read(classes, argv):
             command.settings += [Setting(path, key, value) for key, value in values.items()]
         except UserError as e:
             command.problems.append(str(e))
+    for source, values in (more or {}).items():
+        command.settings += [Setting(source, key, value) for key, value in values.items()]
     command.settings += [Setting(COMMAND_LINE, key, text) for key, text in given]
     return command
 
@@ -456,13 +462,24 @@ def text_problems(config):
                    "leave it out")
 
 
-def preset_settings(scale, names, mechanisms, source):
-    """([Setting], [problems]) of a scale and of mechanisms, whose names stand in `source`."""
+def preset_settings(by_hand, mechanisms):
+    """(the scale, [names of mechanisms], [Setting] of what these mean, [problems]), by what is set by hand.
+
+    mechanisms: {name: flags}.
+    """
+    by_hand = {each.key: each for each in by_hand}
+    scale = by_hand["scale"].value if "scale" in by_hand else None
+    source, _, names = by_hand.get("mechanism", (None, None, None))
+    names = re.findall(r"\w+", names) if isinstance(names, str) else names or []
     settings, bad, first = [], [], {}
     turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
     if scale:
         file = f"config/{scale}.py"
-        settings = [Setting(file, key, value) for key, value in read_file(ROOT / file).items()]
+        values = read_file(ROOT / file)
+        # a scale's rates were tuned for its own recipe: with another one they mean nothing
+        other = "recipe" in by_hand and by_hand["recipe"].value != values.get("recipe")
+        settings = [Setting(file, key, value) for key, value in values.items()
+                    if not (other and key in OF_ITS_RECIPE)]
     for name in names:
         if name not in mechanisms:
             meant = near(name, mechanisms)
@@ -478,7 +495,7 @@ def preset_settings(scale, names, mechanisms, source):
             continue
         first.update({key: (name, value) for key, value in mechanisms[name].items()})
         settings += [Setting(f"mechanism {name}", key, value) for key, value in mechanisms[name].items()]
-    return settings, bad
+    return scale, names, settings, bad
 
 
 def run_name(scale, names, files, flags):
@@ -506,78 +523,58 @@ class Resolved(NamedTuple):
     lost: bool      # whether it is not known what else would have been set
 
 
-def resolve(command, mechanisms=None, more=None, base=None):
+def resolve(command, mechanisms=None, base=None):
     """What the keys of a Command's dataclasses are set to, as Resolved.
 
-    A value comes from one of six places, and the later wins:
+    A value comes from one of five places, and the later wins:
         0. `base`, (where it comes from, {key: value}): what the run that goes on was asked for
         1. config/<scale>.py, of --scale; without one, where a config file is written for nanoGPT, what
            nanoGPT's train.py sets before it reads that file
         2. the flags of each mechanism of --mechanism, out of `mechanisms`, {name: flags}
         3. the config files, in their order
-        4. `more`, {where it comes from: {key: value}}, from the program that calls this
-        5. the command line
-    Scale and mechanism are themselves set in 3 to 5. What nobody sets has the default of its dataclass; where
-    that is None, the recipe says what it means (model.RECIPES), or the optimizer (TrainConfig.for_recipe()).
+        4. the command line
+    Scale and mechanism are themselves set in 3 and 4. What nobody sets has the default of its dataclass;
+    where that is None, the recipe says what it means (model.RECIPES), or the optimizer
+    (TrainConfig.for_recipe()).
     """
-    keys, mechanisms = keys_of(command.classes), mechanisms or {}
+    keys, mechanisms, notes = keys_of(command.classes), mechanisms or {}, []
+    own_keys = keys_of((Presets,)) if Presets in command.classes else {}
 
-    # what is set by hand, 3 to 5
-    more = [Setting(source, key, value) for source, values in (more or {}).items()
-            for key, value in values.items()]
-    of_files = [each for each in command.settings if each.source != COMMAND_LINE]
-    arguments = [each for each in command.settings if each.source == COMMAND_LINE]
-    by_hand, bad, wrong = with_types([*of_files, *more, *arguments], keys)
-    problems, values = [*command.problems, *bad], {each.key: each for each in by_hand}
+    def values(*settings):
+        """{key: value} of all keys, the later of these Settings wins."""
+        return {**{key: each.default for key, each in keys.items()},
+                **{each.key: each.value for each in settings}}
 
-    # what scale and mechanisms set, 1 and 2
-    scale = values["scale"].value if Presets in command.classes and "scale" in values else None
-    names, source = [], None
-    if "mechanism" in values and Presets in command.classes:
-        source, _, names = values["mechanism"]
-        names = re.findall(r"\w+", names) if isinstance(names, str) else names or []
-    preset, bad_presets = preset_settings(scale, names, mechanisms, source)
-    preset, bad, _ = with_types(preset, keys)
-    bad_presets += bad
-    weaker = {each.key: each for each in preset}
-    # a scale's rates were tuned for its own recipe: with another one they mean nothing
-    recipe = weaker.get("recipe")
-    if "recipe" in values and values["recipe"].value != (recipe and recipe.value):
-        weaker = {key: each for key, each in weaker.items() if key not in OF_ITS_RECIPE}
-
-    # what the run that goes on was asked for, 0
-    of_run, bad, _ = with_types([Setting(base[0], *each) for each in base[1].items()] if base else [], keys)
-    problems += bad
-    weaker = {**{each.key: each for each in of_run}, **weaker}
+    # what is set by hand, and below that what scale, mechanisms and the run that goes on set
+    by_hand, bad, wrong = with_types(command.settings, keys)
+    scale, names, presets, bad_presets = preset_settings(by_hand, mechanisms) if own_keys else (
+        None, [], [], [])
+    asked = [Setting(base[0], *each) for each in base[1].items()] if base else []
+    weaker, bad_weaker, _ = with_types([*asked, *presets], keys)
+    lost = bool(command.problems or bad_presets or wrong & {"scale", "mechanism"})
 
     # nanoGPT's defaults, and its names and a write-up's, whose meaning depends on all that is known by now
-    notes, known = [], {key: default for key, (_, default, _) in keys.items()}
-    known.update((key, each.value) for key, each in {**weaker, **values}.items() if key in keys)
     if "adamw_lr" in keys and not scale and (file := other_names.for_nanogpt(command.files, by_hand)):
-        defaults = other_names.nanogpt_defaults({key: each.value for key, each in values.items()}, known)
+        defaults = other_names.nanogpt_defaults({each.key: each.value for each in by_hand},
+                                                values(*weaker, *by_hand))
         words = ", ".join(f"{key}={value}" for key, value in defaults.items())
         notes = [f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: {words}"]
-        known.update(defaults)
-        weaker = {**{key: Setting("nanoGPT's default", key, value) for key, value in defaults.items()},
-                  **weaker}
-    by_hand, lines = in_our_names(by_hand, keys, known)
-    values = {each.key: each for each in by_hand}
+        weaker = [*(Setting("nanoGPT's default", *each) for each in defaults.items()), *weaker]
+    by_hand, lines = in_our_names(by_hand, keys, values(*weaker, *by_hand))
 
     # the name of a run's folder says which mechanisms are on, also those that a flag turns on by itself
     turn_on = {next(iter(flags), None) for flags in mechanisms.values()}
     before = [each for each in by_hand if each.source != COMMAND_LINE]
-    without = {key: default for key, (_, default, _) in keys.items()}
-    without.update((each.key, each.value) for each in (*weaker.values(), *before))
-    differ = {key: each.value for key, each in values.items()
-              if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
-    setting = {each.source for each in before if each.key not in ("scale", "mechanism")}
+    without = values(*weaker, *before)
+    differ = {key: value for source, key, value in by_hand
+              if source == COMMAND_LINE and key in turn_on and value != without[key]}
+    setting = {each.source for each in before if each.key not in own_keys}
     files = [file for file in command.files if file in setting or not scale]
     folder = f"out/{run_name(scale, names, files, differ)}"
 
-    of_presets = keys_of((Presets,)) if Presets in command.classes else ()
-    settings = {key: each for key, each in {**weaker, **values}.items() if key not in of_presets}
-    lost = bool(command.problems or bad_presets or wrong & {"scale", "mechanism"})
-    return Resolved(scale, names, settings, folder, problems + bad_presets, notes + lines, wrong, lost)
+    settings = {each.key: each for each in [*weaker, *by_hand] if each.key not in own_keys}
+    problems = [*command.problems, *bad, *bad_presets, *bad_weaker]
+    return Resolved(scale, names, settings, folder, problems, notes + lines, wrong, lost)
 
 
 def in_our_names(settings, keys, known):
@@ -606,27 +603,18 @@ def in_our_names(settings, keys, known):
     return found, lines
 
 
-def load(classes, argv, doc="", **how):
-    """One instance per dataclass, from config files and arguments; see made()."""
-    return load_given(classes, argv, doc, **how)[0]
+def load(classes, argv, more=None):
+    """One instance per dataclass, from config files and arguments: see read() and made()."""
+    return made(read(classes, argv, more))[0]
 
 
-def load_given(classes, argv, doc="", mechanisms=None, **how):
-    """([one instance per dataclass], {key: value} that was set), from config files and arguments: made().
-
-    With mechanisms there are the keys of Presets too.
-    """
-    presets = () if mechanisms is None else (Presets,)
-    return made(read((*presets, *classes), argv), doc, mechanisms, **how)
-
-
-def made(command, doc="", mechanisms=None, more=None, base=None, together=None):
+def made(command, doc="", mechanisms=None, base=None, together=None):
     """([one instance per dataclass], {key: value} that was set) of a Command; none of Presets, which is no
     config.
 
-    mechanisms, more, base: see resolve(); what base alone says is not among what was set. With Presets an
-    out_dir that is not set becomes out/<scale>-<mechanisms>. `--help` prints every key, beside other
-    arguments with the values that they lead to, and exits.
+    mechanisms, base: see resolve(); what base alone says is not among what was set. With Presets an out_dir
+    that is not set becomes out/<scale>-<mechanisms>. `--help` prints every key, beside other arguments with
+    the values that they lead to, and exits.
 
     Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
     says, and what together(*instances) says of all of them side by side.
@@ -634,7 +622,7 @@ def made(command, doc="", mechanisms=None, more=None, base=None, together=None):
     if command.wants_help and not (command.files or command.settings):
         print(help_text(command.classes, doc, mechanisms or ()))
         raise SystemExit(0)
-    found = resolve(command, mechanisms, more, base)
+    found = resolve(command, mechanisms, base)
     settings, problems = dict(found.settings), list(found.problems)
     if Presets in command.classes and ("out_dir" not in settings or settings["out_dir"].value is None):
         settings["out_dir"] = Setting("a name made of scale and mechanisms", "out_dir", found.folder)

@@ -705,7 +705,7 @@ def desk(tmp_path_factory):
 def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     """In the order of the page, the Python parts after the commands whose files they read."""
     monkeypatch.chdir(desk)
-    ran, made = 0, configurator.made
+    ran, read = 0, configurator.read
     for block in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL):
         if language == "python":
             others = re.findall(r"\b(bertviz|circuitsvis|transformer_lens)\b", block)
@@ -719,8 +719,8 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
                 continue
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
             if script == "train.py":
-                monkeypatch.setattr(configurator, "made",
-                                    lambda *args, **how: made(*args, **how, more={"the test": FEW}))
+                monkeypatch.setattr(configurator, "read",
+                                    lambda classes, argv: read(classes, argv, {"the test": FEW}))
             module.main(args)
             ran += 1
     assert ran >= (7 if language == "sh" else 1)

@@ -15,7 +15,7 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
-from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from nanoheads.configurator import Presets, Scale, help_text, load, made, near, read
 from nanoheads.mechanism import flag
 from nanoheads.study.variants import StudyConfig
 from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
@@ -72,7 +72,7 @@ def settings(*argv):
 
 def problems(*argv, classes=(Sizes, Settings), together=None):
     with pytest.raises(UserError) as e:
-        load(classes, list(argv), together=together)
+        made(read(classes, list(argv)), together=together)
     return str(e.value).splitlines()
 
 
@@ -162,7 +162,7 @@ def test_config_files_are_found_from_any_folder(tmp_path, monkeypatch):
 
 
 def test_what_was_given_is_known():
-    _, given = load_given((Sizes, Settings), ["--width=16", "--lr=1"])
+    _, given = made(read((Sizes, Settings), ["--width=16", "--lr=1"]))
     assert given == {"width": 16, "lr": 1.0}
 
 
@@ -251,14 +251,18 @@ def test_the_words_of_training_are_refused_with_their_choices(key, near_by):
 NAMES = flags_by_name()  # once: it asks each mechanism whether it takes dropout
 
 
-def named(*argv, **more):
-    """(GPTConfig, TrainConfig) as train.py loads them."""
-    return load((GPTConfig, TrainConfig), list(argv), mechanisms=NAMES, **more)
+def of_train(*argv, more=None):
+    """((GPTConfig, TrainConfig), {key: value} that was set) as train.py makes them."""
+    return made(read((Presets, GPTConfig, TrainConfig), list(argv), more), mechanisms=NAMES)
+
+
+def named(*argv, **how):
+    return of_train(*argv, **how)[0]
 
 
 def given(*argv):
     """{key: value} that these arguments set."""
-    return load_given((GPTConfig, TrainConfig), list(argv), mechanisms=NAMES)[1]
+    return of_train(*argv)[1]
 
 
 def refused(*argv):
@@ -807,7 +811,7 @@ def test_a_warm_up_longer_than_the_schedule_becomes_a_tenth_of_it_and_a_line_say
 def test_help_beside_other_arguments_says_where_each_value_comes_from(config_file, capsys):
     path = config_file("n_head = 8\nmuon_lr = 0.03")
     with pytest.raises(SystemExit) as end:
-        named_help("--scale=tiny", path, "--mechanism=moh", "--seed=2", "--lr=0.5")
+        of_train("--help", "--scale=tiny", path, "--mechanism=moh", "--seed=2", "--lr=0.5")
     assert end.value.code == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     lines = [words for words in lines if words and words[0].startswith("--")]
@@ -820,10 +824,6 @@ def test_help_beside_other_arguments_says_where_each_value_comes_from(config_fil
             ("qk_norm", "True", "follows from recipe=modern and what is set"),
             ("mechanism_lr", "0.5", "follows from recipe=modern and what is set")):
         assert found[f"--{key}"] == (value, source)
-
-
-def named_help(*argv):
-    load_given((GPTConfig, TrainConfig), [*argv, "--help"], mechanisms=flags_by_name())
 
 
 def test_help_prints_every_key_with_type_default_and_words():
