@@ -301,8 +301,8 @@ def read_file(path, keys=()):
 def split_args(argv, keys):
     """argv -> (files, [(key, text)]); a bare --flag is True; a bool takes a value only if it reads as one.
 
-    Of a key that is none of `keys`, which a file of one's own may bring, the text is None where it is bare;
-    no config file is taken for its value.
+    A key that is none of `keys` may be a flag out of a file of one's own, which is not read yet: it takes no
+    config file for its value. What is bare and not known to be a flag has the text None.
     """
     files, given, rest = [], [], list(argv)
     while rest:
@@ -375,9 +375,10 @@ class Command:
 
     def words(self, but=()):
         """The arguments that mean the same, without some keys: the files, then --key=text."""
-        given = [each for each in self.settings if each.source == COMMAND_LINE and each.key not in but]
-        return [*self.files, *(f"--{key}" if text == "True" and bool in alternatives(self.keys[key].type)
-                               else f"--{key}={text}" for _, key, text in given)]
+        bools = {key for key, (t, *_) in self.keys.items() if bool in alternatives(t)}
+        given = {each.key: each.value for each in self.settings if each.source == COMMAND_LINE}
+        return [*self.files, *(f"--{key}" if text == "True" and key in bools else f"--{key}={text}"
+                               for key, text in given.items() if key not in but)]
 
 
 def read(classes, argv, more=None):
@@ -566,13 +567,13 @@ def resolve(command, mechanisms=None, base=None):
     turn_on = {next(iter(flags), None) for flags in mechanisms.values()}
     before = [each for each in by_hand if each.source != COMMAND_LINE]
     without = values(*weaker, *before)
-    differ = {key: value for source, key, value in by_hand
-              if source == COMMAND_LINE and key in turn_on and value != without[key]}
+    settings = {each.key: each for each in [*weaker, *by_hand] if each.key not in own_keys}
+    differ = {key: each.value for key, each in settings.items()
+              if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
     setting = {each.source for each in before if each.key not in own_keys}
     files = [file for file in command.files if file in setting or not scale]
     folder = f"out/{run_name(scale, names, files, differ)}"
 
-    settings = {each.key: each for each in [*weaker, *by_hand] if each.key not in own_keys}
     problems = [*command.problems, *bad, *bad_presets, *bad_weaker]
     return Resolved(scale, names, settings, folder, problems, notes + lines, wrong, lost)
 

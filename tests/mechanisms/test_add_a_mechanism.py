@@ -20,7 +20,7 @@ import model
 from conftest import ROOT, without_own_mechanisms
 from helpers import CODE, EXAMPLES, PAGE
 from nanoheads.common import UserError
-from nanoheads.configurator import Presets, keys_of, read
+from nanoheads.configurator import Presets, keys_of, made, read
 from nanoheads import own_mechanism as own
 from nanoheads.hub import huggingface as hf
 from nanoheads.probes import promises
@@ -407,6 +407,8 @@ def test_bytecode_beside_a_file_is_not_run(mine):
     (["C"], 'mechanisms = ["xsa", "F"]', ["C", "--mechanisms=xsa,forget", "--own_mechanism=F"]),
     (["C", "--mechanism=xsa"], 'mechanism = "F"', ["C", "--mechanism=xsa"]),
     (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["--own_mechanism", "F", "--mechanism", "forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["--mechanism=moh", "--mechanism=[xsa, 'F']"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
     (["C", "--adamw_lr=1"], "boom", ["C", "--adamw_lr=1"]),  # the configurator says what is wrong
 ])
 def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
@@ -424,6 +426,16 @@ def arguments_taken(argv, **how):
     command = read((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
     own.take(command, **how)
     return command.words()
+
+
+def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
+    """Until its file is read nobody knows that the flag is a bool."""
+    (tmp_path / "config.py").write_text("n_head = 4\nn_embd = 64")
+    command = read((Presets, model.GPTConfig, TrainConfig),
+                   ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
+    own.take(command)
+    (config, _), _ = made(command)
+    assert config.forget is True and config.n_head == 4
 
 
 def test_it_is_timed(mine):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Optional, get_args
@@ -17,6 +18,7 @@ from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, made, near, read
 from nanoheads.mechanism import flag
+from nanoheads.probes import promises
 from nanoheads.study.variants import StudyConfig
 from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
@@ -859,6 +861,17 @@ def test_columns_of_help_stay_apart_and_hold_all_words(classes):
         columns |= {first.rindex(cells[3])} if cells[3:] else set()
         columns |= {len(line) - len(line.lstrip()) for line in rest}
     assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.HELP_WIDE
+
+
+@pytest.mark.parametrize("argv, checks", [
+    (["--mechanism", "xsa", "--check"], True), (["--check=True", "--mechanism=xsa"], True),
+    (["--check", "true", "--mechanism=xsa"], True), (["--check=no", "--mechanism=xsa", "--help"], False)])
+def test_check_is_a_key_as_all_others_are(argv, checks, monkeypatch):
+    asked = []
+    monkeypatch.setattr(promises, "main", lambda command: asked.append(command.names()))
+    with suppress(SystemExit):  # of --help
+        main(argv)
+    assert asked == [{"mechanism": ["xsa"]}] * checks
 
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
