@@ -621,7 +621,8 @@ def write(args, rows, arguments, rate, finished):
 @as_program("bench")
 def main(argv=None):
     with last_words("bench", "smaller sizes need less"):
-        args = arguments(own_mechanism.take(sys.argv[1:] if argv is None else argv))
+        args = arguments(argv)
+        own_mechanism.take_argument(args)
         check(args)
         run(args)
 

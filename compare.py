@@ -803,18 +803,17 @@ def run_study(config, name, command):
 
 
 def run(argv):
-    argv = own_mechanism.take(argv, keep="out/mechanisms")
-    config, = configurator.load((StudyConfig,), argv, __doc__)
+    asked = configurator.read((StudyConfig,), argv)
+    own_mechanism.take(asked, keep="out/mechanisms")
+    (config,), _ = configurator.made(asked, __doc__)
     for key, program in (("tables", write_tables), ("recheck", recheck), ("scores", compare_scores),
                          ("from_results", report_once_more)):
         if getattr(config, key):
             return program(config)
-    files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
-    name = name_of(config, files)
+    name = name_of(config, asked.files)
     if config.dry_run:
         return show_plan(config, name)
-    command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
-    run_study(config, name, command)
+    run_study(config, name, shlex.join(["python", "compare.py", *asked.words(but=["report_only"])]))
 
 
 @as_program("compare")

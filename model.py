@@ -76,44 +76,50 @@ RECIPES = {
 @dataclass
 class PlainConfig:
     """The flags of a plain GPT. GPTConfig, at the end of this file, has those of every mechanism too."""
-    # ---- size ----
-    block_size: int = flag(1024, at_least=1)  # context length, in tokens
-    vocab_size: Optional[int] = flag(None, at_least=1)  # number of tokens; None: the dataset's, when training
-    n_layer: int = flag(12, at_least=1, at_most=10_000)  # number of blocks
-    n_head: int = flag(12, at_least=1, at_most=10_000)  # attention heads per block
-    n_kv_head: Optional[int] = flag(None, at_least=1)  # key and value heads, shared by groups; None: n_head
-    head_dim: Optional[int] = flag(None, at_least=1)  # width of a head; None: n_embd / n_head
-    n_embd: int = flag(768, at_least=1)  # width of the residual stream
-    n_inner: Optional[int] = flag(None, at_least=1)  # width inside the MLP; None: 4 * n_embd, swiglu: 8/3
-    dropout: float = flag(0.0, at_least=0, below=1)  # on the embedding, attention weights, both projections
-    attn_dropout: Optional[float] = flag(None, at_least=0, below=1)  # on attention weights; None: dropout
-    seed: int = flag(1337, at_least=0)   # initial values and data order
-    # ---- recipe: a preset for the flags below; a flag that is set wins ----
-    recipe: Literal["gpt2", "modern", "llama"] = "gpt2"  # nanoGPT's | QK-norm, ReLU^2, Muon | SwiGLU, RMSNorm
-    pos: Optional[Literal["learned", "rope", "none"]] = None  # positions
-    norm: Optional[Literal["layernorm", "rmsnorm"]] = None  # before attention and MLP, and at the end
-    norm_scale: Optional[bool] = None    # rmsnorm: with a learned scale
-    norm_eps: Optional[float] = flag(None, above=0)  # None: 1e-5, rmsnorm 1e-6
-    act: Optional[Literal["gelu", "gelu_tanh", "relu2", "swiglu"]] = None  # gelu_tanh: OpenAI's own weights
-    bias: Optional[bool] = None          # biases in the linear layers and LayerNorms
-    qkv_bias: bool = False               # biases of queries, keys and values alone, as in Qwen2
-    qk_norm: Optional[bool] = None       # RMS-normalise every query and key
-    qk_scale: bool = False               # qk_norm: with a learned scale of each dimension, as in Qwen3
-    qk_max: Optional[float] = flag(None, above=0)  # largest logit that qk_norm allows; None: sqrt(head size)
-    embed_norm: Optional[bool] = None    # RMS-normalise the embedding before the first block
-    tied: Optional[bool] = None          # output head shares the embedding's weights
-    zero_init: Optional[bool] = None     # projections into the residual stream and the head start at zero
-    softcap: Optional[float] = flag(None, at_least=0)  # output logits = cap * tanh(logits / cap); 0: off
-    rope_base: float = flag(10000.0, above=0)  # wavelength base of the rotary positions
-    rope_share: float = flag(1.0, above=0, at_most=1)  # share of each head's dimensions that they turn
-    rope_scaling: Optional[list[float]] = None  # Llama 3's: factor, low, high, context; see rope_tables()
-    parallel: bool = False               # attention and MLP read the same input and add to it together
-    # ---- memory ----
-    checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
-    loss_chunks: Optional[int] = flag(None, at_least=1)  # portions in which a training step computes its
-                                         # logits; 1: all at once; None: so many that none is over 1 GB
-    # ---- pruning ----
-    head_ids: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
+    block_size: int = flag(1024, "context length, in tokens", at_least=1, section="size")
+    vocab_size: Optional[int] = flag(None, "number of tokens; None: the dataset's, when training", at_least=1)
+    n_layer: int = flag(12, "number of blocks", at_least=1, at_most=10_000)
+    n_head: int = flag(12, "attention heads per block", at_least=1, at_most=10_000)
+    n_kv_head: Optional[int] = flag(None, "key and value heads, shared by groups; None: n_head", at_least=1)
+    head_dim: Optional[int] = flag(None, "width of a head; None: n_embd / n_head", at_least=1)
+    n_embd: int = flag(768, "width of the residual stream", at_least=1)
+    n_inner: Optional[int] = flag(None, "width inside the MLP; None: 4 * n_embd, swiglu: 8/3", at_least=1)
+    dropout: float = flag(0.0, "on the embedding, attention weights, both projections", at_least=0, below=1)
+    attn_dropout: Optional[float] = flag(None, "on attention weights; None: dropout", at_least=0, below=1)
+    seed: int = flag(1337, "initial values and data order", at_least=0)
+
+    recipe: Literal["gpt2", "modern", "llama"] = flag(
+        "gpt2", "nanoGPT's | QK-norm, ReLU^2, Muon | SwiGLU, RMSNorm",
+        section="recipe: a preset for the flags below; a flag that is set wins")
+    pos: Optional[Literal["learned", "rope", "none"]] = flag(None, "positions")
+    norm: Optional[Literal["layernorm", "rmsnorm"]] = flag(None, "before attention and MLP, and at the end")
+    norm_scale: Optional[bool] = flag(None, "rmsnorm: with a learned scale")
+    norm_eps: Optional[float] = flag(None, "None: 1e-5, rmsnorm 1e-6", above=0)
+    act: Optional[Literal["gelu", "gelu_tanh", "relu2", "swiglu"]] = flag(
+        None, "gelu_tanh: OpenAI's own weights")
+    bias: Optional[bool] = flag(None, "biases in the linear layers and LayerNorms")
+    qkv_bias: bool = flag(False, "biases of queries, keys and values alone, as in Qwen2")
+    qk_norm: Optional[bool] = flag(None, "RMS-normalise every query and key")
+    qk_scale: bool = flag(False, "qk_norm: with a learned scale of each dimension, as in Qwen3")
+    qk_max: Optional[float] = flag(None, "largest logit that qk_norm allows; None: sqrt(head size)", above=0)
+    embed_norm: Optional[bool] = flag(None, "RMS-normalise the embedding before the first block")
+    tied: Optional[bool] = flag(None, "output head shares the embedding's weights")
+    zero_init: Optional[bool] = flag(None, "projections into the residual stream and the head start at zero")
+    softcap: Optional[float] = flag(None, "output logits = cap * tanh(logits / cap); 0: off", at_least=0)
+    rope_base: float = flag(10000.0, "wavelength base of the rotary positions", above=0)
+    rope_share: float = flag(1.0, "share of each head's dimensions that they turn", above=0, at_most=1)
+    rope_scaling: Optional[list[float]] = flag(
+        None, "Llama 3's: factor, low, high, context; see rope_tables()")
+    parallel: bool = flag(False, "attention and MLP read the same input and add to it together")
+
+    checkpoint_activations: bool = flag(
+        False, "recompute each block in the backward pass: less memory, slower", section="memory")
+    loss_chunks: Optional[int] = flag(
+        None, "portions in which a training step computes its logits; 1: all at once; None: so many that "
+              "none is over 1 GB", at_least=1)
+
+    head_ids: Optional[list[list[int]]] = flag(
+        None, "the heads that are left in each layer; None: all", section="pruning")
 
     @property
     def head_size(self):
@@ -975,7 +981,7 @@ class HeadNorm(Mechanism):
     """
 
     class Options:
-        head_norm: bool = False              # RMS-normalise every head's output, per token, before the gates
+        head_norm: bool = flag(False, "RMS-normalise every head's output, per token, before the gates")
 
     name = flag = "head_norm"
     modes = {"head_norm": dict(head_norm=True)}
@@ -996,14 +1002,16 @@ class Routing(Mechanism):
     """
 
     class Options:
-        routing: Optional[Literal["published", "moh", "sigmoid"]] = None  # sum 1 | mean 1 | each alone
-        routing_top_k: Optional[int] = None  # heads a token uses, shared ones too; None: half, shared + 2
-        routing_shared: int = flag(0, at_least=0)  # moh: heads that every token uses
-        routing_hidden: Optional[int] = flag(None, at_least=0)  # router's width; 0: linear; None: n_embd // 2
-        routing_coef: float = flag(0.01, at_least=0)  # published: of token entropy; else of load balance
-        routing_mask: Optional[Literal["inf", "zero"]] = None  # unselected logits; None: published zero
-        routing_eval_gate: Optional[bool] = None  # False: gates in training only; None: False if published
-        routing_skip: bool = True            # decoding reads the selected heads alone, where that pays
+        routing: Optional[Literal["published", "moh", "sigmoid"]] = flag(None, "sum 1 | mean 1 | each alone")
+        routing_top_k: Optional[int] = flag(
+            None, "heads a token uses, shared ones too; None: half, shared + 2")
+        routing_shared: int = flag(0, "moh: heads that every token uses", at_least=0)
+        routing_hidden: Optional[int] = flag(None, "router's width; 0: linear; None: n_embd // 2", at_least=0)
+        routing_coef: float = flag(0.01, "published: of token entropy; else of load balance", at_least=0)
+        routing_mask: Optional[Literal["inf", "zero"]] = flag(None, "unselected logits; None: published zero")
+        routing_eval_gate: Optional[bool] = flag(
+            None, "False: gates in training only; None: False if published")
+        routing_skip: bool = flag(True, "decoding reads the selected heads alone, where that pays")
 
     name, flag = "router", "routing"  # router: its parameters, and so checkpoints, go by that name
     modes = {
@@ -1127,9 +1135,10 @@ class Sentinel(Mechanism):
     """
 
     class Options:
-        sentinel: Optional[Literal["sigmoid", "hard_concrete"]] = None  # hard_concrete (L0) has real zeros
-        sentinel_init: float = 3.0           # initial logit: gates start near 1
-        sentinel_coef: float = flag(1e-4, at_least=0)  # of the sum of gates, hard_concrete: of P(gate != 0)
+        sentinel: Optional[Literal["sigmoid", "hard_concrete"]] = flag(
+            None, "hard_concrete (L0) has real zeros")
+        sentinel_init: float = flag(3.0, "initial logit: gates start near 1")
+        sentinel_coef: float = flag(1e-4, "of the sum of gates, hard_concrete: of P(gate != 0)", at_least=0)
 
     name = flag = "sentinel"
     modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
@@ -1199,11 +1208,12 @@ class Agency(Mechanism):
     """
 
     class Options:
-        agency: bool = False                 # states: active 1, overloaded 0.5, misaligned 0.7, withdrawn 0
-        agency_enforce: bool = True          # False: heads without consent run all the same (forced)
-        agency_threshold: float = flag(0.05, at_least=0)  # a gate above it counts as in use
-        agency_learned: bool = False         # states predicted from the heads' metrics; needs controller_log
-        agency_scope: Literal["head", "mlp", "block"] = "head"  # what has states: heads, MLPs, whole blocks
+        agency: bool = flag(False, "states: active 1, overloaded 0.5, misaligned 0.7, withdrawn 0")
+        agency_enforce: bool = flag(True, "False: heads without consent run all the same (forced)")
+        agency_threshold: float = flag(0.05, "a gate above it counts as in use", at_least=0)
+        agency_learned: bool = flag(False, "states predicted from the heads' metrics; needs controller_log")
+        agency_scope: Literal["head", "mlp", "block"] = flag(
+            "head", "what has states: heads, MLPs, whole blocks")
 
     name = flag = "agency"
     modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True),
@@ -1307,10 +1317,11 @@ class A2C(Mechanism):
     """
 
     class Options:
-        a2c: Optional[Literal["published", "temperature", "key_bias"]] = None  # a q, q, x | exp(a) q | + w a
-        a2c_gamma: float = flag(0.9, at_least=0, below=1)  # discount of the return, per token
-        a2c_value_coef: float = flag(0.1, at_least=0)  # of the value head's squared error
-        a2c_advantage_coef: float = flag(0.01, at_least=0)  # of the squared error of the predicted advantages
+        a2c: Optional[Literal["published", "temperature", "key_bias"]] = flag(
+            None, "a q, q, x | exp(a) q | + w a")
+        a2c_gamma: float = flag(0.9, "discount of the return, per token", at_least=0, below=1)
+        a2c_value_coef: float = flag(0.1, "of the value head's squared error", at_least=0)
+        a2c_advantage_coef: float = flag(0.01, "of the squared error of the predicted advantages", at_least=0)
 
     name = flag = "a2c"
     modes = {"a2c_published": dict(a2c="published"), "a2c_temperature": dict(a2c="temperature"),
@@ -1408,9 +1419,10 @@ class Roles(Mechanism):
     """
 
     class Options:
-        roles: Optional[list[str]] = None    # local, long, previous, free: head by head, repeated; None: off
-        roles_strength: float = flag(4.0, at_least=0)  # initial strength of a prior, in nats at its peak
-        roles_waves: Optional[int] = None    # cosines in a prior; None: by log2 of block_size
+        roles: Optional[list[str]] = flag(
+            None, "local, long, previous, free: head by head, repeated; None: off")
+        roles_strength: float = flag(4.0, "initial strength of a prior, in nats at its peak", at_least=0)
+        roles_waves: Optional[int] = flag(None, "cosines in a prior; None: by log2 of block_size")
 
     name = flag = "roles"
     modes = {"roles": dict(roles=["local", "long", "previous", "free"])}
@@ -1470,31 +1482,34 @@ class ConstraintHeads(Mechanism):
     """
 
     class Options:
-        constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
-        constraint_heads: int = flag(1, at_least=1)  # heads per name
-        constraint_variant: Literal["A", "B"] = "A"  # heads as wide as before | narrower, of all in the layer
-        constraint_round: int = flag(1, at_least=1)  # B: the head size is floored to a multiple of it
-        constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: one at 2/3
-        constraint_mode: Literal["query", "published"] = "query"  # scores before | after the gate
-        constraint_gate: Optional[Literal["output", "value", "score"]] = None  # None: by mode
-        constraint_router: Literal["sigmoid", "hard_concrete"] = "sigmoid"  # in (0, 1) | with real zeros
-        constraint_router_input: Literal["mean", "first"] = "mean"  # running mean | first token
-        constraint_hidden: int = flag(128, at_least=1)  # width inside the router
-        constraint_skip: float = flag(0.0, at_least=0)  # in evaluation, gates below it are 0 and skipped
-        constraint_coef: float = flag(0.2, at_least=0)  # of the constraint loss, when targets are given
-        constraint_warmup: int = flag(0, at_least=0)  # steps in which coef and match_coef rise from 0
-        constraint_stop: int = flag(0, at_least=0)  # training steps in which no gradient goes into the trunk
-        constraint_loss_layers: Optional[list[int]] = None  # blocks whose scores count in it; None: all
-        constraint_name_coef: Optional[list[float]] = None  # of each name in that loss; None: 1 each
-        constraint_positive_coef: float = flag(1.0, at_least=0)  # of positive targets in it
-        constraint_focal: float = flag(0.0, at_least=0)  # focal exponent of that loss; 0: plain cross-entropy
-        constraint_sparsity_coef: float = flag(0.0, at_least=0)  # of the mean gate, hard_concrete: P(open)
-        constraint_entropy_coef: float = flag(0.0, at_least=0)  # of the mean entropy of its gates
-        constraint_match: Optional[Literal["kl", "huber"]] = None  # match a teacher's scores | its outputs
-        constraint_features: Optional[int] = flag(None, at_least=1)
-                                             # width of a teacher's features, which a map of these heads'
-                                             # outputs is to match; None: the teacher is a GPT with such heads
-        constraint_match_coef: float = flag(1.0, at_least=0)  # of the loss that matches the teacher
+        constraint_names: Optional[list[str]] = flag(None, "what the extra heads are for; None: off")
+        constraint_heads: int = flag(1, "heads per name", at_least=1)
+        constraint_variant: Literal["A", "B"] = flag(
+            "A", "heads as wide as before | narrower, of all in the layer")
+        constraint_round: int = flag(1, "B: the head size is floored to a multiple of it", at_least=1)
+        constraint_layers: Optional[list[int]] = flag(None, "blocks that have them, from 0; None: one at 2/3")
+        constraint_mode: Literal["query", "published"] = flag("query", "scores before | after the gate")
+        constraint_gate: Optional[Literal["output", "value", "score"]] = flag(None, "None: by mode")
+        constraint_router: Literal["sigmoid", "hard_concrete"] = flag(
+            "sigmoid", "in (0, 1) | with real zeros")
+        constraint_router_input: Literal["mean", "first"] = flag("mean", "running mean | first token")
+        constraint_hidden: int = flag(128, "width inside the router", at_least=1)
+        constraint_skip: float = flag(0.0, "in evaluation, gates below it are 0 and skipped", at_least=0)
+        constraint_coef: float = flag(0.2, "of the constraint loss, when targets are given", at_least=0)
+        constraint_warmup: int = flag(0, "steps in which coef and match_coef rise from 0", at_least=0)
+        constraint_stop: int = flag(0, "training steps in which no gradient goes into the trunk", at_least=0)
+        constraint_loss_layers: Optional[list[int]] = flag(None, "blocks whose scores count in it; None: all")
+        constraint_name_coef: Optional[list[float]] = flag(None, "of each name in that loss; None: 1 each")
+        constraint_positive_coef: float = flag(1.0, "of positive targets in it", at_least=0)
+        constraint_focal: float = flag(0.0, "focal exponent of that loss; 0: plain cross-entropy", at_least=0)
+        constraint_sparsity_coef: float = flag(0.0, "of the mean gate, hard_concrete: P(open)", at_least=0)
+        constraint_entropy_coef: float = flag(0.0, "of the mean entropy of its gates", at_least=0)
+        constraint_match: Optional[Literal["kl", "huber"]] = flag(
+            None, "match a teacher's scores | its outputs")
+        constraint_features: Optional[int] = flag(
+            None, "width of a teacher's features, which a map of these heads' outputs is to match; None: the "
+                  "teacher is a GPT with such heads", at_least=1)
+        constraint_match_coef: float = flag(1.0, "of the loss that matches the teacher", at_least=0)
 
     name, flag = "constraint", "constraint_names"
     modes = {"constraint_a": dict(constraint_names=CONSTRAINTS),
@@ -1788,10 +1803,12 @@ class ACAG(Mechanism):
     """
 
     class Options:
-        acag: Optional[Literal["headwise", "elementwise"]] = None  # a gate per head | per dimension of it
-        acag_mode: Literal["normalised", "published"] = "normalised"  # entropy, concentration | mean, std
-        acag_detach: bool = False            # no gradient into the row's statistics: cheaper
-        acag_length: Optional[int] = flag(None, at_least=1)  # length that counts as full; None: block_size
+        acag: Optional[Literal["headwise", "elementwise"]] = flag(
+            None, "a gate per head | per dimension of it")
+        acag_mode: Literal["normalised", "published"] = flag(
+            "normalised", "entropy, concentration | mean, std")
+        acag_detach: bool = flag(False, "no gradient into the row's statistics: cheaper")
+        acag_length: Optional[int] = flag(None, "length that counts as full; None: block_size", at_least=1)
 
     name = flag = "acag"
     modes = {"acag": dict(acag="headwise"), "acag_elementwise": dict(acag="elementwise"),
@@ -1867,11 +1884,12 @@ class UNetSkip(Mechanism):
     """
 
     class Options:
-        unet: Optional[Literal["concat", "add", "scalar", "published"]] = None  # W[s; x] | sigmoid(l) s | w s
-        unet_init: Optional[float] = flag(None, at_least=0)  # skip of the first decoder block; None: 0.5, 1
-        unet_skips: bool = True              # False: the skip half gives nothing (for trained models)
-        unet_from: int = flag(0, at_least=0)  # training steps in which the skip half gives nothing yet
-        unet_ramp: int = flag(0, at_least=0)  # training steps over which it then rises to all that it gives
+        unet: Optional[Literal["concat", "add", "scalar", "published"]] = flag(
+            None, "W[s; x] | sigmoid(l) s | w s")
+        unet_init: Optional[float] = flag(None, "skip of the first decoder block; None: 0.5, 1", at_least=0)
+        unet_skips: bool = flag(True, "False: the skip half gives nothing (for trained models)")
+        unet_from: int = flag(0, "training steps in which the skip half gives nothing yet", at_least=0)
+        unet_ramp: int = flag(0, "training steps over which it then rises to all that it gives", at_least=0)
 
     name, flag = "fuse", "unet"  # fuse: its parameters, and so checkpoints, go by that name
     modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
@@ -1968,12 +1986,12 @@ class Window(CausalMask, Mechanism):
     """
 
     class Options:
-        window: Optional[int] = flag(None, at_least=0, at_most=10**12)  # tokens seen, itself too;
-                                                                        # 0: block_size // 4
-        window_global: int = flag(0, at_least=0)  # the first tokens, seen by all
-        window_random: int = flag(0, at_least=0)  # earlier blocks at random that a block of tokens sees
-        window_block: Optional[int] = flag(None, at_least=1)  # tokens in such a block; None: block_size // 16
-        window_layers: Optional[list[int]] = None  # blocks that have the window, from 0; None: all
+        window: Optional[int] = flag(
+            None, "tokens seen, itself too; 0: block_size // 4", at_least=0, at_most=10**12)
+        window_global: int = flag(0, "the first tokens, seen by all", at_least=0)
+        window_random: int = flag(0, "earlier blocks at random that a block of tokens sees", at_least=0)
+        window_block: Optional[int] = flag(None, "tokens in such a block; None: block_size // 16", at_least=1)
+        window_layers: Optional[list[int]] = flag(None, "blocks that have the window, from 0; None: all")
 
     name = flag = "window"
     modes = {"window": dict(window=0),

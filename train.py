@@ -785,26 +785,27 @@ def what_to_lower(config):
 
 @as_program("train")
 def main(argv=None):
-    argv, config = sys.argv[1:] if argv is None else argv, None
+    config = None
     answer_interrupts()
     try:
+        argv = sys.argv[1:] if argv is None else argv
         if argv[:1] == ["--trial"]:  # a run that a study of compare.py has planned
             return from_lab("lab.study.trial", "--trial").main(argv[1:], train)
-        # read the files of one's own that --mechanism names, here or in a config file: their mechanisms join
-        # those of model.py
-        trusted = "--trust_code" in argv
-        argv = [arg for arg in argv if arg != "--trust_code"]
-        if configurator.names_own_files(argv):
+        # what config files and arguments set. The files of one's own that --mechanism names are read: their
+        # mechanisms join those of model.py
+        command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)
+        asked = command.values("check", "trust_code")
+        if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
-            argv = own_mechanism.take(argv, every="--check" in argv)
-        if "--check" in argv:
-            promises = from_lab("lab.probes.promises", "--check")
-            return promises.main([arg for arg in argv if arg != "--check"], __doc__)
-        # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which wins;
-        # what --resume --out_dir=X leaves open is as X/config.json says
-        of_run = checkpoint.left_open(argv, trusted)
-        (model_config, config), given = configurator.load_given(
-            (GPTConfig, TrainConfig), argv, __doc__, conflicts, mechanisms=flags_by_name(), base=of_run)
+            own_mechanism.take(command, every=asked.get("check", False))
+        if asked.get("check"):
+            return from_lab("lab.probes.promises", "--check").main(command)
+        # that becomes a GPTConfig and a TrainConfig; configurator.resolve() says which wins; what --resume
+        # --out_dir=X leaves open is as X/config.json says
+        trusted = asked.get("trust_code", False)
+        of_run = checkpoint.left_open(command, trusted)
+        (model_config, config), given = configurator.made(
+            command, __doc__, flags_by_name(), base=of_run, together=conflicts)
         notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:

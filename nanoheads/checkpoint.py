@@ -21,7 +21,7 @@ from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, Agency, GPTConfig
 from nanoheads.common import (UserError, fault_of_own_file, from_json, from_lab, json_safe, number, plural,
                               ran_out_of_memory, with_names_of_today, write_atomic)
 from nanoheads.config import TrainConfig, trained_with
-from nanoheads.configurator import keys_of, nearest, parse, print_once, set_by_hand, type_name, typed
+from nanoheads.configurator import keys_of, nearest, parse, print_once, type_name, typed
 from nanoheads.dataset import digests_of
 from nanoheads.files import find
 from nanoheads.other_names import ROUTING_PAIR
@@ -504,15 +504,15 @@ def default_folder(model_config, config):
     return str(folder), line
 
 
-def left_open(argv, trusted):
-    """(where it comes from, {key: value}) of what a command that goes on in a named folder need not repeat,
-    or None.
+def left_open(command, trusted):
+    """(where it comes from, {key: value}) of what a configurator.Command that goes on in a named folder need
+    not repeat, or None.
 
     That is what the run there was asked for, of --resume all, of --eval_only what evaluating depends on.
     trusted: the code of a mechanism of one's own that lies there may run. UserError: it is needed, and may
     not.
     """
-    given = set_by_hand(argv, (TrainConfig,))
+    given = command.values("out_dir", "resume", "init_from", "eval_only")
     folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
     evaluates = given.get("eval_only") and not given.get("init_from")
     if not (folder and (evaluates or resumes and Path(folder, "ckpt.pt").is_file())):

@@ -1,7 +1,7 @@
 """What a run is configured with, and what does not go together."""
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
@@ -24,50 +24,56 @@ WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 @dataclass
 class ControllerConfig:
-    # ---- dynamic heads: measured, moved, pruned, grown between steps ----
-    controller: Optional[Literal["rules", "ann", "rl"]] = None  # what moves the sentinel gates; None: nothing
-    controller_log: bool = False         # measure the heads, whatever moves them
-    controller_interval: int = flag(100, at_least=1)  # steps between measurements
-    controller_tokens: int = flag(2048, at_least=1)
-                                         # of train, always the same: what the heads are measured on
-    controller_heldout: int = flag(2048, at_least=1)
-                                         # of val, always the same: what decides on a change of heads
-    controller_average: float = flag(0.7, at_least=0, below=1)
-                                         # weight of the past in the metrics' moving averages
-    controller_warmup: int = flag(3, at_least=0)  # measurements before anything moves
-    controller_patience: int = flag(3, at_least=1)  # measurements in a row that a reason to act must last
-    controller_step: float = flag(0.5, at_least=0)  # the largest change of a gate's logit at once
-    controller_bound: float = flag(6.0, above=0)  # logits are not moved beyond this, up or down
-    controller_entropy: float = 0.8      # rules: a gate sinks while its head's entropy is above
-    controller_gradient: float = flag(0.3, at_least=0)
-                                         # rules: and a little where its gradient is below this x its layer's
-    controller_cost: float = flag(1e-3, at_least=0)  # ann, rl: nats a token that a head must be worth
-    sparsity_warmup: int = flag(0, at_least=0)  # steps over which sentinel_coef rises from 0
-    # ---- pruning while training ----
-    prune_gate: float = flag(0.0, at_least=0)
-                                         # heads whose gate stays below this are dropped for good; 0: never
-    prune_floor: int = flag(1, at_least=0)  # heads that every layer keeps
-    prune_margin: float = flag(0.01, at_least=0)
-                                         # nats on the held-out text: a drop that costs more is taken back
-    # ---- growth: into the free numbers below n_head ----
-    grow_from: Optional[int] = None      # heads in each layer at the start; None: n_head
-    grow_heads: int = flag(0, at_least=0)  # heads inserted at once into a layer; 0: never
-    grow_delta: float = flag(0.002, at_least=0)
-                                         # nats that the held-out loss must fall within patience, else grow
-    grow_used: float = 0.5               # where no head sends less than this x an equal share of its layer
-    grow_ramp: int = flag(100, at_least=1)  # steps over which a new head's gate opens
-    grow_stack: bool = False             # a control: once, on a plateau, the blocks are doubled instead
-    # ---- agency's policy: states that follow from the metrics ----
-    policy: bool = False                 # move the states and consent of agency's heads
-    policy_budget: float = flag(1.0, above=0, at_most=1)
-                                         # part of the heads that may be at work; the least important withdraw
-    policy_unit: Literal["head", "layer"] = "head"  # who withdraws: single heads, or all of a layer
-    policy_overloaded: float = 1.5       # overloaded: sends this x the mean of its layer's heads at work
-    policy_conflict: float = -0.1        # misaligned: cosine of its gradients on two texts is below
-    policy_entropy: float = 0.95         # withdrawn: entropy above, below half a share sent
-    policy_dwell: int = flag(3, at_least=1)  # measurements that a state lasts at least
-    policy_no_consent: list[str] = field(default_factory=list)  # "layer.head", or "layer": consent withheld
-    policy_rules: Optional[str] = None   # a JSON file: who may change which states of which heads
+    controller: Optional[Literal["rules", "ann", "rl"]] = flag(
+        None, "what moves the sentinel gates; None: nothing",
+        section="dynamic heads: measured, moved, pruned, grown between steps")
+    controller_log: bool = flag(False, "measure the heads, whatever moves them")
+    controller_interval: int = flag(100, "steps between measurements", at_least=1)
+    controller_tokens: int = flag(
+        2048, "of train, always the same: what the heads are measured on", at_least=1)
+    controller_heldout: int = flag(
+        2048, "of val, always the same: what decides on a change of heads", at_least=1)
+    controller_average: float = flag(
+        0.7, "weight of the past in the metrics' moving averages", at_least=0, below=1)
+    controller_warmup: int = flag(3, "measurements before anything moves", at_least=0)
+    controller_patience: int = flag(3, "measurements in a row that a reason to act must last", at_least=1)
+    controller_step: float = flag(0.5, "the largest change of a gate's logit at once", at_least=0)
+    controller_bound: float = flag(6.0, "logits are not moved beyond this, up or down", above=0)
+    controller_entropy: float = flag(0.8, "rules: a gate sinks while its head's entropy is above")
+    controller_gradient: float = flag(
+        0.3, "rules: and a little where its gradient is below this x its layer's", at_least=0)
+    controller_cost: float = flag(1e-3, "ann, rl: nats a token that a head must be worth", at_least=0)
+    sparsity_warmup: int = flag(0, "steps over which sentinel_coef rises from 0", at_least=0)
+
+    prune_gate: float = flag(
+        0.0, "heads whose gate stays below this are dropped for good; 0: never", at_least=0,
+        section="pruning while training")
+    prune_floor: int = flag(1, "heads that every layer keeps", at_least=0)
+    prune_margin: float = flag(
+        0.01, "nats on the held-out text: a drop that costs more is taken back", at_least=0)
+
+    grow_from: Optional[int] = flag(
+        None, "heads in each layer at the start; None: n_head",
+        section="growth: into the free numbers below n_head")
+    grow_heads: int = flag(0, "heads inserted at once into a layer; 0: never", at_least=0)
+    grow_delta: float = flag(
+        0.002, "nats that the held-out loss must fall within patience, else grow", at_least=0)
+    grow_used: float = flag(0.5, "where no head sends less than this x an equal share of its layer")
+    grow_ramp: int = flag(100, "steps over which a new head's gate opens", at_least=1)
+    grow_stack: bool = flag(False, "a control: once, on a plateau, the blocks are doubled instead")
+
+    policy: bool = flag(
+        False, "move the states and consent of agency's heads",
+        section="agency's policy: states that follow from the metrics")
+    policy_budget: float = flag(
+        1.0, "part of the heads that may be at work; the least important withdraw", above=0, at_most=1)
+    policy_unit: Literal["head", "layer"] = flag("head", "who withdraws: single heads, or all of a layer")
+    policy_overloaded: float = flag(1.5, "overloaded: sends this x the mean of its layer's heads at work")
+    policy_conflict: float = flag(-0.1, "misaligned: cosine of its gradients on two texts is below")
+    policy_entropy: float = flag(0.95, "withdrawn: entropy above, below half a share sent")
+    policy_dwell: int = flag(3, "measurements that a state lasts at least", at_least=1)
+    policy_no_consent: list[str] = flag([], '"layer.head", or "layer": consent withheld')
+    policy_rules: Optional[str] = flag(None, "a JSON file: who may change which states of which heads")
 
     @property
     def dynamic_heads(self):
@@ -78,92 +84,97 @@ class ControllerConfig:
 
 @dataclass
 class TrainConfig(ControllerConfig):
-    # ---- run ----
-    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms>, with
-                                         # -2, -3, ... behind where another run has that name
-    dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
-    labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
-    own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
-    teacher: Optional[str] = None        # a checkpoint that constraint_match compares with; or mine.py, which
-                                         # has a function features(ids [B, T]) -> [B, T, constraint_features]
-    resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one; what the command
-                                         # leaves open is as in out_dir/config.json, where out_dir is given
-    overwrite: bool = False              # start over in a folder that already holds a run
-    init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
-    init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from
-    freeze_trunk: bool = False           # init_from: train what mechanisms add, and nothing else
-    thaw_from: Optional[int] = flag(None, at_least=1)
-                                         # freeze_trunk: the step from which all is trained; None: never
-    eval_only: bool = False              # evaluate once and stop
-    device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-                                         # auto: bfloat16 (or float16) on cuda, else float32
-    compile: Optional[bool] = None       # torch.compile; None: on cuda, but not on Windows
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-                                         # torch.compile's own; the latter two replay CUDA graphs, which pays
-                                         # where a GPU computes faster than kernels are launched
-    # ---- batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks ----
-    batch_size: int = flag(12, at_least=1)  # sequences in one forward pass
-    grad_accum: int = flag(1, at_least=1)
-                                         # forward passes in one step; a multiple of the number of ranks, or
-                                         # 1. The mechanisms' own losses (labels, a router's balance) are
-                                         # means of one forward pass, so they depend on how a batch is divided
-    max_iters: int = flag(2000, at_least=1)  # steps
-    documents: Optional[int] = flag(None, at_least=1)
-                                         # rows are documents, each by itself, of so many tokens at least,
-                                         # block_size at most; None: block_size tokens from anywhere
-    # ---- optimizer: keys left at None follow from the optimizer ----
-    optimizer: Optional[Literal["adamw", "muon"]] = None
-                                         # muon: for the blocks' matrices, AdamW for the rest;
-                                         # None: muon for recipe=modern, else adamw
-    adamw_lr: Optional[float] = flag(None, above=0)
-                                         # peak learning rate of AdamW, of all that no key below names
-    min_lr: Optional[float] = flag(None, at_least=0)
-                                         # where adamw_lr ends; every other rate falls by the same factor
-    muon_lr: float = flag(0.02, above=0)  # peak learning rate of Muon
-    muon_momentum: float = flag(0.95, at_least=0, below=1)  # momentum of Muon
-    muon_beta2: float = flag(0.95, at_least=0, below=1)
-                                         # of the mean square of each output's updates, by which Muon divides
-                                         # them (NorMuon); 0: it does not
-    embed_lr: Optional[float] = flag(None, above=0)
-                                         # the embeddings' peak learning rate; None: adamw_lr, with muon 5 *
-    mechanism_lr: Optional[float] = flag(None, above=0)
-                                         # of what a mechanism adds, Muon's matrices aside; None: adamw_lr
-    skip_lr: Optional[float] = flag(None, above=0)  # of what U-Net skips add; None: mechanism_lr
-    beta1: float = flag(0.9, at_least=0, below=1)  # AdamW
-    beta2: Optional[float] = flag(None, at_least=0, below=1)  # AdamW
-    weight_decay: Optional[float] = flag(None, at_least=0)  # of matrices; never of biases, norms and gates
-    grad_clip: Optional[float] = flag(None, at_least=0)  # clip the gradient's norm; 0: off
-    # ---- schedule ----
-    schedule: Optional[Literal["cosine", "trapezoid", "constant"]] = None
-                                         # trapezoid: stable, then a straight line down
-    warmup_iters: Optional[int] = flag(None, at_least=0)
-                                         # linear warm-up, in steps; a tenth of a schedule that is shorter
-    decay_frac: float = flag(0.5, above=0, at_most=1)
-                                         # trapezoid: the last part of the steps, in which the rate falls
-    lr_decay_iters: Optional[int] = flag(None, at_least=1)
-                                         # the step at which the rate is down; None: max_iters
-    # ---- evaluation and saving ----
-    eval_interval: int = flag(250, at_least=1)  # steps between evaluations
-    eval_tokens: int = flag(131072, at_least=0)
-                                         # tokens of train and of val to score each time, evenly spaced;
-                                         # 0: all of val, as many of train
-    patience: Optional[int] = flag(None, at_least=1)
-                                         # end after so many evaluations in a row without a lower validation
-                                         # loss; None: at max_iters alone
-    save_interval: Optional[int] = flag(None, at_least=1)
-                                         # steps between saves of ckpt.pt; None: at each evaluation
-    # ---- logging ----
-    log_interval: int = flag(10, at_least=1)  # steps between rows of log.jsonl
-    json: Optional[str] = None           # write the result to this file, for a program to read
-    tensorboard: bool = False            # also write files for TensorBoard, into out_dir/tensorboard
-    wandb_log: bool = False              # also log to Weights & Biases
-    wandb_project: str = "nanoheads"     # the project that the run is filed under
-    wandb_run_name: Optional[str] = None  # None: the name of out_dir
-    wandb_mode: Optional[Literal["online", "offline", "disabled"]] = None
-                                         # offline: kept here, for `wandb sync`; None: what the environment's
-                                         # WANDB_MODE says, else online, or offline where there is no API key
-    wandb_tags: Optional[list[str]] = None  # words to find the run by
+    out_dir: Optional[str] = flag(
+        None, "the run's folder; None: out/<scale or file>-<mechanisms>, with -2, -3, ... behind where "
+              "another run has that name",
+        section="run")
+    dataset: str = flag("shakespeare_char", "a folder under data/, or a path to one")
+    labels: Optional[str] = flag(None, "what constraint heads are trained on: a folder of <dataset>/labels")
+    own_mechanism: Optional[str] = flag(None, "files with mechanisms; --mechanism=mine.py sets it")
+    teacher: Optional[str] = flag(
+        None, "a checkpoint that constraint_match compares with; or mine.py, which has a function "
+              "features(ids [B, T]) -> [B, T, constraint_features]")
+    resume: bool = flag(
+        False, "go on from out_dir/ckpt.pt, if there is one; what the command leaves open is as in "
+               "out_dir/config.json, where out_dir is given")
+    overwrite: bool = flag(False, "start over in a folder that already holds a run")
+    init_from: Optional[str] = flag(None, "a checkpoint (ours or nanoGPT's) whose weights to start from")
+    init_anyway: bool = flag(False, "also with mechanisms that have no neutral setting to start from")
+    freeze_trunk: bool = flag(False, "init_from: train what mechanisms add, and nothing else")
+    thaw_from: Optional[int] = flag(
+        None, "freeze_trunk: the step from which all is trained; None: never", at_least=1)
+    eval_only: bool = flag(False, "evaluate once and stop")
+    device: str = flag("auto", "auto: cuda, mps or cpu, whichever is there first")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "auto: bfloat16 (or float16) on cuda, else float32")
+    compile: Optional[bool] = flag(None, "torch.compile; None: on cuda, but not on Windows")
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = flag(
+        "default", "torch.compile's own; the latter two replay CUDA graphs, which pays where a GPU computes "
+                   "faster than kernels are launched")
+
+    batch_size: int = flag(
+        12, "sequences in one forward pass", at_least=1,
+        section="batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks")
+    grad_accum: int = flag(
+        1, "forward passes in one step; a multiple of the number of ranks, or 1. The mechanisms' own losses "
+           "(labels, a router's balance) are means of one forward pass, so they depend on how a batch is "
+           "divided", at_least=1)
+    max_iters: int = flag(2000, "steps", at_least=1)
+    documents: Optional[int] = flag(
+        None, "rows are documents, each by itself, of so many tokens at least, block_size at most; None: "
+              "block_size tokens from anywhere", at_least=1)
+
+    optimizer: Optional[Literal["adamw", "muon"]] = flag(
+        None, "muon: for the blocks' matrices, AdamW for the rest; None: muon for recipe=modern, else adamw",
+        section="optimizer: keys left at None follow from the optimizer")
+    adamw_lr: Optional[float] = flag(
+        None, "peak learning rate of AdamW, of all that no key below names", above=0)
+    min_lr: Optional[float] = flag(
+        None, "where adamw_lr ends; every other rate falls by the same factor", at_least=0)
+    muon_lr: float = flag(0.02, "peak learning rate of Muon", above=0)
+    muon_momentum: float = flag(0.95, "momentum of Muon", at_least=0, below=1)
+    muon_beta2: float = flag(
+        0.95, "of the mean square of each output's updates, by which Muon divides them (NorMuon); 0: it does "
+              "not", at_least=0, below=1)
+    embed_lr: Optional[float] = flag(
+        None, "the embeddings' peak learning rate; None: adamw_lr, with muon 5 *", above=0)
+    mechanism_lr: Optional[float] = flag(
+        None, "of what a mechanism adds, Muon's matrices aside; None: adamw_lr", above=0)
+    skip_lr: Optional[float] = flag(None, "of what U-Net skips add; None: mechanism_lr", above=0)
+    beta1: float = flag(0.9, "AdamW", at_least=0, below=1)
+    beta2: Optional[float] = flag(None, "AdamW", at_least=0, below=1)
+    weight_decay: Optional[float] = flag(None, "of matrices; never of biases, norms and gates", at_least=0)
+    grad_clip: Optional[float] = flag(None, "clip the gradient's norm; 0: off", at_least=0)
+
+    schedule: Optional[Literal["cosine", "trapezoid", "constant"]] = flag(
+        None, "trapezoid: stable, then a straight line down", section="schedule")
+    warmup_iters: Optional[int] = flag(
+        None, "linear warm-up, in steps; a tenth of a schedule that is shorter", at_least=0)
+    decay_frac: float = flag(
+        0.5, "trapezoid: the last part of the steps, in which the rate falls", above=0, at_most=1)
+    lr_decay_iters: Optional[int] = flag(
+        None, "the step at which the rate is down; None: max_iters", at_least=1)
+
+    eval_interval: int = flag(250, "steps between evaluations", at_least=1, section="evaluation and saving")
+    eval_tokens: int = flag(
+        131072, "tokens of train and of val to score each time, evenly spaced; 0: all of val, as many of "
+                "train", at_least=0)
+    patience: Optional[int] = flag(
+        None, "end after so many evaluations in a row without a lower validation loss; None: at max_iters "
+              "alone", at_least=1)
+    save_interval: Optional[int] = flag(
+        None, "steps between saves of ckpt.pt; None: at each evaluation", at_least=1)
+
+    log_interval: int = flag(10, "steps between rows of log.jsonl", at_least=1, section="logging")
+    json: Optional[str] = flag(None, "write the result to this file, for a program to read")
+    tensorboard: bool = flag(False, "also write files for TensorBoard, into out_dir/tensorboard")
+    wandb_log: bool = flag(False, "also log to Weights & Biases")
+    wandb_project: str = flag("nanoheads", "the project that the run is filed under")
+    wandb_run_name: Optional[str] = flag(None, "None: the name of out_dir")
+    wandb_mode: Optional[Literal["online", "offline", "disabled"]] = flag(
+        None, "offline: kept here, for `wandb sync`; None: what the environment's WANDB_MODE says, else "
+              "online, or offline where there is no API key")
+    wandb_tags: Optional[list[str]] = flag(None, "words to find the run by")
 
     def __post_init__(self):
         if self.out_dir is None:

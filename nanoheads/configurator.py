@@ -12,20 +12,17 @@ reported at once, in plain lines, before anything is trained.
 
 import ast
 import difflib
-import functools
-import linecache
 import math
 import os
 import re
 import reprlib
 import runpy
-import sys
 import textwrap
 import traceback
 import types
 import typing
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
@@ -33,17 +30,24 @@ from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, number, say
 from nanoheads.files import joined, setting_in_name
 
-COMMENT_WIDE = 70  # characters of a key's description in a line of --help
+HELP_WIDE = 70  # characters of a key's description in a line of --help
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 
 
 @dataclass
 class Presets:
-    """Two keys that set others: defaults to start from, over which every file and the command line win."""
-    # ---- presets: keys that set others, each of which may be set by itself as well and then wins ----
-    scale: Optional[Scale] = None        # start from config/<scale>.py; with another recipe: not its rates
-    mechanism: str | list[str] | None = None  # turn these on, name,name for several, or mine.py:
+    """Keys of train.py that are no part of a run's config: two set others, and two say what is done."""
+    scale: Optional[Scale] = field(default=None, metadata=dict(
+        help="start from config/<scale>.py; with another recipe: not its rates",
+        section="presets: keys that set others, each of which may be set by itself as well and then wins"))
+    mechanism: str | list[str] | None = field(default=None, metadata=dict(
+        help="turn these on, name,name for several, or mine.py:"))
+    check: bool = field(default=False, metadata=dict(
+        help="try what the mechanisms named promise on a small model, and train nothing",
+        section="what is done"))
+    trust_code: bool = field(default=False, metadata=dict(
+        help="run the files of mechanisms of one's own that lie beside the checkpoints that are read"))
 
 
 # what a scale sets for its own recipe: with another one its default holds
@@ -145,50 +149,6 @@ def parse(text, t):
 
 # ---- keys ----
 
-def source_lines(cls):
-    """The lines of a dataclass's source, and before them those of the dataclasses that it extends.
-
-    The Options of a mechanism, a class inside of its class, get a heading: its first flag's name. Last are
-    those of mechanisms in files of one's own.
-    """
-    lines = []
-    for each in (*reversed(cls.__mro__[:-1]), *own_options(cls)):
-        if each.__name__ == "Options":
-            lines.append(f"    # ---- {next(iter(each.__annotations__))} ----")
-        lines += classes_of(each.__module__)[each.__qualname__]
-    return lines
-
-
-@functools.cache  # inspect.getsource() would parse the file anew for each class
-def classes_of(module):
-    """{qualified name: its lines, dedented} of the classes in a module's source."""
-    lines, found = linecache.getlines(sys.modules[module].__file__), {}
-
-    def visit(node, path):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef):
-                name = f"{path}{child.name}"
-                found[name] = textwrap.dedent("".join(lines[child.lineno - 1:child.end_lineno])).splitlines()
-                visit(child, f"{name}.")
-            elif not isinstance(child, ast.expr):
-                visit(child, f"{path}{child.name}.<locals>." if hasattr(child, "name") else path)
-    visit(ast.parse("".join(lines)), "")
-    return found
-
-
-def comments(cls):
-    """{field: its comment}: behind the field in the source, and going on below it, indented further."""
-    found, field = {}, None
-    for line in source_lines(cls):
-        if start := re.match(r"    (\w+):", line):
-            field = start[1]
-        elif not re.match(r"     +\S", line):
-            field = None
-        if field and (comment := re.search(r"#\s*(.*)", line)):
-            found[field] = f"{found.get(field, '')} {comment[1]}".strip()
-    return found
-
-
 def own_options(cls):
     """The Options of mechanisms in files of one's own, whose flags a GPTConfig holds in its field `own`."""
     return cls.own_options() if hasattr(cls, "own_options") else []
@@ -215,18 +175,36 @@ def typed(values, cls):
     return found
 
 
-@functools.cache  # reading the source takes 0.1 s
+class Key(NamedTuple):
+    type: object
+    default: object
+    help: str
+
+
 def keys_of(classes):
-    """{key: (type, default, comment)} over all fields of the dataclasses, and of own_options()."""
+    """{key: Key} over all fields of the dataclasses, and of own_options()."""
     keys = {}
     for cls in classes:
-        words, options, hints = comments(cls), own_options(cls), hints_of(cls)
-        for f in (f for each in (cls, *options) for f in fields(each)):
-            if f.name == "own":  # which holds flags and is none itself
-                continue
+        hints = hints_of(cls)
+        for _, f in headed_fields(cls):
             default = f.default if f.default is not MISSING else f.default_factory()
-            keys[f.name] = hints[f.name], default, words.get(f.name, "")
+            keys[f.name] = Key(hints[f.name], default, f.metadata.get("help", ""))
     return keys
+
+
+def headed_fields(cls):
+    """Yield (the heading above it in --help or "", field) of a dataclass, and of own_options().
+
+    Those of a class that it extends come first. The Options of a mechanism, a class inside of its class, are
+    headed by the flag that turns it on.
+    """
+    seen = {"own"}  # which holds flags and is none itself
+    for each in (*reversed(cls.__mro__), *own_options(cls)):
+        new = [f for f in fields(each) if f.name not in seen] if is_dataclass(each) else []
+        for f in new:
+            first = each.__name__ == "Options" and f is new[0]
+            yield f.name if first else f.metadata.get("section", ""), f
+        seen |= {f.name for f in new}
 
 
 def near(word, names):
@@ -252,23 +230,23 @@ def nearest(key, keys):
 
 
 def help_text(classes, doc, mechanisms=()):
-    """Every key with type, default and comment, under the headings of the dataclasses' source."""
-    lines, keys = [doc.strip()], keys_of(classes)
-    for line in (line for cls in classes for line in source_lines(cls)):
-        if heading := re.match(r"    # (---- .*)", line):
-            lines += ["", heading[1]]
-        elif (field := re.match(r"    (\w+):", line)) and field[1] in keys:
-            t, default, comment = keys[field[1]]
-            key = f"  --{field[1]:<24}  {type_name(t):<31}  {default!r:<16}"
-            words = textwrap.wrap(comment, COMMENT_WIDE)
-            # a comment begins in its column, also where what is before it is too long to leave it that room
+    """Every key with type, default and help, under their headings."""
+    lines = [doc.strip()]
+    for cls in classes:
+        keys = keys_of((cls,))
+        for heading, f in headed_fields(cls):
+            if heading:
+                lines += ["", f"---- {heading} ----"]
+            t, default, about = keys[f.name]
+            key = f"  --{f.name:<24}  {type_name(t):<31}  {default!r:<16}"
+            words = textwrap.wrap(about, HELP_WIDE)
+            # help begins in its column, also where what is before it is too long to leave it that room
             at = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
             first = [] if len(key) + 2 > at else words[:1]
             lines += [(f"{key}  {first[0]}" if first else key).rstrip(),
                       *(" " * at + line for line in words[len(first):])]
-            if field[1] == "mechanism":
-                names = textwrap.wrap(", ".join(mechanisms), 100)
-                lines += [f"      {line}" for line in names]
+            if f.name == "mechanism":
+                lines += [f"      {line}" for line in textwrap.wrap(", ".join(mechanisms), 100)]
     return "\n".join(lines)
 
 
@@ -309,53 +287,23 @@ def read_file(path, keys=()):
     except Exception as e:
         raise UserError(f"{path}, {where_it_failed(e, found)}")
     public = {key: value for key, value in names.items() if not key.startswith("_")}
-    code = {key for key, value in public.items() if isinstance(value, types.ModuleType) or callable(value)}
-    imported = imports_of(found)
-    for key in code:
-        if key in keys or key not in imported and "*" not in imported:
-            kind = "class" if isinstance(public[key], type) else (
-                "module" if isinstance(public[key], types.ModuleType) else "function")
+    code = {key: value for key, value in public.items()
+            if isinstance(value, types.ModuleType) or callable(value)}
+    for key, value in code.items():
+        if key in keys or getattr(value, "__module__", None) == names["__name__"]:  # no import
+            kind = "class" if isinstance(value, type) else (
+                "module" if isinstance(value, types.ModuleType) else "function")
             raise UserError(f"{path}: {key} is a {kind}, and a config file holds values; a helper's name "
                             "begins with an underscore")
     return {key: value for key, value in public.items() if key not in code}
 
 
-NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
-FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
-
-
-def of_config(path):
-    """{"--mechanism": names} that a config file sets, where one of them is a file."""
-    with suppress(UserError):  # of what is wrong with it the configurator speaks
-        values = {key: value for key, value in read_file(path).items() if key in NAMING}
-        lists = {key: value.split(",") if isinstance(value, str) else value for key, value in values.items()}
-        return {f"--{key}": words for key, words in lists.items()
-                if isinstance(words, list) and any(FILE.fullmatch(str(word).strip()) for word in words)}
-    return {}
-
-
-def names_own_files(argv):
-    """Whether arguments, or a config file among them, name a mechanism by its file."""
-    for before, arg in zip(["", *argv], argv):
-        key, _, value = arg.partition("=")
-        if key.startswith("--"):
-            found = ".py" in value and key[2:] in (*NAMING, "own_mechanism")
-        else:
-            found = arg.endswith(".py") and (before[2:] in NAMING or of_config(arg))
-        if found or ".py:" in arg:
-            return True
-    return False
-
-
-def imports_of(path):
-    """The names that the import statements of a Python file bind; "*" where one binds all of a module's."""
-    nodes = ast.walk(ast.parse(path.read_bytes()))
-    return {alias.asname or alias.name.split(".")[0] for node in nodes
-            if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
-
-
 def split_args(argv, keys):
-    """argv -> (files, [(key, text)]); a bare --flag is True; a bool takes a value only if it reads as one."""
+    """argv -> (files, [(key, text)]); a bare --flag is True; a bool takes a value only if it reads as one.
+
+    A key that is none of `keys` may be a flag out of a file of one's own, which is not read yet: it takes no
+    config file for its value. What is bare and not known to be a flag has the text None.
+    """
     files, given, rest = [], [], list(argv)
     while rest:
         arg = rest.pop(0)
@@ -365,31 +313,123 @@ def split_args(argv, keys):
         key, eq, text = arg[2:].partition("=")
         key = key.replace("-", "_")
         if not eq:
-            is_bool = key in keys and bool in alternatives(keys[key][0])
+            is_bool = key in keys and bool in alternatives(keys[key].type)
             takes = rest and not rest[0].startswith("--")
             if is_bool:
                 takes = takes and rest[0].lower() in TRUE + FALSE + NONE
+            elif key not in keys:
+                takes = takes and not rest[0].endswith(".py")
             text = rest.pop(0) if takes else "True" if is_bool else None
         given.append((key, text))
     return files, given
 
 
-def read_values(settings, keys):
-    """[(source, key, value, check or parse)], weakest first -> ({key: value}, [problems], {keys in them})."""
-    values, bad, wrong = {}, [], set()
-    for source, key, value, read in settings:
-        if key not in keys:
+class Setting(NamedTuple):
+    """What one place sets a key to. On the command line that is a text, None where it is missing, until
+    with_types() has read it.
+    """
+    source: str
+    key: str
+    value: object
+
+
+COMMAND_LINE = "command line"
+NAMING = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
+FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
+
+
+@dataclass
+class Command:
+    """A command line, taken apart once, by read(): what its files and its arguments set."""
+    classes: tuple     # the dataclasses whose keys it may set
+    files: list        # config files, in their order
+    settings: list     # Settings of the files, then of the arguments: the later wins
+    problems: list     # what is wrong with files that cannot be read
+    wants_help: bool
+
+    @property
+    def keys(self):
+        return keys_of(self.classes)
+
+    def values(self, *keys):
+        """{key: value} of what is set by hand, of these keys, before anything of it is refused."""
+        return {each.key: each.value for each in with_types(self.settings, self.keys)[0] if each.key in keys}
+
+    def names(self):
+        """{key: [name]} of what is set last of the keys of NAMING; any name may be that of a file."""
+        keys = {*NAMING} & {*self.keys}
+        last = {each.key: each.value for each in self.settings if each.key in keys}
+        lists = {key: value.strip("[]()").split(",") if isinstance(value, str) else value
+                 for key, value in last.items()}
+        return {key: [str(word).strip(" '\"") for word in words] for key, words in lists.items()
+                if isinstance(words, list)}
+
+    @property
+    def names_own_files(self):
+        return any(FILE.fullmatch(word) for words in self.names().values() for word in words)
+
+    def put(self, key, text):
+        """Set a key as an argument does, in the place of those that set it."""
+        others = [each for each in self.settings if each[:2] != (COMMAND_LINE, key)]
+        self.settings = [*others, Setting(COMMAND_LINE, key, text)]
+
+    def words(self, but=()):
+        """The arguments that mean the same, without some keys: the files, then --key=text."""
+        bools = {key for key, (t, *_) in self.keys.items() if bool in alternatives(t)}
+        given = {each.key: each.value for each in self.settings if each.source == COMMAND_LINE}
+        return [*self.files, *(f"--{key}" if text == "True" and key in bools else f"--{key}={text}"
+                               for key, text in given.items() if key not in but)]
+
+
+def read(classes, argv, more=None):
+    """The Command that argv is. A config file that cannot be read is a problem of it.
+
+    more: {where it comes from: {key: value}}, from the program that calls this: it wins over the files, and
+    the arguments win over it.
+    """
+    keys, wants_help = with_theirs(keys_of(classes)), "--help" in argv or "-h" in argv
+    files, given = split_args([arg for arg in argv if arg not in ("--help", "-h")], keys)
+    command = Command(classes, files, [], [], wants_help)
+    for path in command.files:
+        try:
+            scale = Presets in classes and scale_of(path)  # a scale's own file is its name
+            values = {"scale": scale} if scale else read_file(path, keys)
+            command.settings += [Setting(path, key, value) for key, value in values.items()]
+        except UserError as e:
+            command.problems.append(str(e))
+    for source, values in (more or {}).items():
+        command.settings += [Setting(source, key, value) for key, value in values.items()]
+    command.settings += [Setting(COMMAND_LINE, key, text) for key, text in given]
+    return command
+
+
+def with_theirs(keys):
+    """{key: Key} of a program, beside them the keys of other programs where it trains."""
+    theirs = {name: Key(t, None, "") for name, (t, _) in other_names.NAMES.items()}
+    return {**theirs, **keys} if "adamw_lr" in keys else keys
+
+
+def with_types(settings, keys):
+    """(those of these Settings that are of the types of their keys, as these have them, [problems], {keys in
+    problems}). Keys of other programs keep their names, see in_our_names().
+    """
+    found, bad, wrong, known = [], [], set(), with_theirs(keys)
+    for source, key, value in settings:
+        if key not in known:
             meant, words = nearest(key, keys)
             bad.append(f"{source}: unknown key {key}; {words}")
             wrong |= {meant} - {None}
             continue
-        t = keys[key][0]
-        if value is None and read is parse:
+        t = known[key].type
+        is_text = source == COMMAND_LINE
+        if value is None and is_text and bool in alternatives(t):
+            value = "True"
+        if value is None and is_text:
             bad.append(f"{source}: --{key} needs a value ({type_name(t)})")
             wrong.add(key)
             continue
         try:
-            values[key] = read(value, t)
+            found.append(Setting(source, key, parse(value, t) if is_text else check(value, t)))
         except UserError as e:
             bad.append(f"{source}: {key}={value!r} {e}")
             wrong.add(key)
@@ -399,7 +439,7 @@ def read_values(settings, keys):
             hint = f"; did you mean {meant[0]}?" if any(meant[:1]) else ""
             bad.append(f"{source}: {key}={value!r} is not {type_name(t)}{hint}")
             wrong.add(key)
-    return values, bad, wrong
+    return found, bad, wrong
 
 
 # ---- presets ----
@@ -423,13 +463,24 @@ def text_problems(config):
                    "leave it out")
 
 
-def preset_values(scale, names, mechanisms, source):
-    """What a scale and mechanisms, named in `source`, mean -> ([(source, key, value, check)], [problems])."""
+def preset_settings(by_hand, mechanisms):
+    """(the scale, [names of mechanisms], [Setting] of what these mean, [problems]), by what is set by hand.
+
+    mechanisms: {name: flags}.
+    """
+    by_hand = {each.key: each for each in by_hand}
+    scale = by_hand["scale"].value if "scale" in by_hand else None
+    source, _, names = by_hand.get("mechanism", (None, None, None))
+    names = re.findall(r"\w+", names) if isinstance(names, str) else names or []
     settings, bad, first = [], [], {}
     turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
     if scale:
         file = f"config/{scale}.py"
-        settings = [(file, key, value, check) for key, value in read_file(ROOT / file).items()]
+        values = read_file(ROOT / file)
+        # a scale's rates were tuned for its own recipe: with another one they mean nothing
+        other = "recipe" in by_hand and by_hand["recipe"].value != values.get("recipe")
+        settings = [Setting(file, key, value) for key, value in values.items()
+                    if not (other and key in OF_ITS_RECIPE)]
     for name in names:
         if name not in mechanisms:
             meant = near(name, mechanisms)
@@ -444,8 +495,8 @@ def preset_values(scale, names, mechanisms, source):
             bad.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {clash}")
             continue
         first.update({key: (name, value) for key, value in mechanisms[name].items()})
-        settings += [(f"mechanism {name}", key, value, check) for key, value in mechanisms[name].items()]
-    return settings, bad
+        settings += [Setting(f"mechanism {name}", key, value) for key, value in mechanisms[name].items()]
+    return scale, names, settings, bad
 
 
 def run_name(scale, names, files, flags):
@@ -460,226 +511,167 @@ def run_name(scale, names, files, flags):
 
 # ---- all of it ----
 
-def in_files(files, presets, keys=()):
-    """([(file, key, value, check)], [problems]) of config files; presets: a scale's own file is its name.
-
-    keys: see read_file().
-    """
-    settings, bad = [], []
-    for path in files:
-        try:
-            values = {"scale": scale_of(path)} if presets and scale_of(path) else read_file(path, keys)
-            settings += [(path, key, value, check) for key, value in values.items()]
-        except UserError as e:
-            bad.append(str(e))
-    return settings, bad
-
-
 class Resolved(NamedTuple):
     """What every key is set to: see resolve()."""
 
     scale: Optional[str]
     mechanisms: list  # names out of `mechanism`
-    values: dict    # {key: value} of what is set
-    sources: dict   # {key: where it is set: a file, a mechanism, the command line}
+    settings: dict  # {key: Setting} of what is set
     folder: str     # out/<name>, by what is set
     problems: list  # sentences
     notes: list     # lines to print
     wrong: set      # keys that problems are about
     lost: bool      # whether it is not known what else would have been set
-    of_run: dict    # {key: value} out of `values` that `base` alone sets
 
 
-def resolve(classes, argv, mechanisms=None, more=None, base=None):
-    """What the fields of these dataclasses are set to, by files and arguments, as Resolved.
+def resolve(command, mechanisms=None, base=None):
+    """What the keys of a Command's dataclasses are set to, as Resolved.
 
-    A value comes from one of six places, and the later wins:
+    A value comes from one of five places, and the later wins:
         0. `base`, (where it comes from, {key: value}): what the run that goes on was asked for
         1. config/<scale>.py, of --scale; without one, where a config file is written for nanoGPT, what
            nanoGPT's train.py sets before it reads that file
-        2. the flags of each mechanism of --mechanism
+        2. the flags of each mechanism of --mechanism, out of `mechanisms`, {name: flags}
         3. the config files, in their order
-        4. `more`, {where it comes from: {key: value}}, from the program that calls this
-        5. the command line
-    Scale and mechanism are themselves set in 3 to 5. What nobody sets has the default of its dataclass; where
-    that is None, the recipe says what it means (model.RECIPES), or the optimizer (TrainConfig.for_recipe()).
+        4. the command line
+    Scale and mechanism are themselves set in 3 and 4. What nobody sets has the default of its dataclass;
+    where that is None, the recipe says what it means (model.RECIPES), or the optimizer
+    (TrainConfig.for_recipe()).
     """
-    presets = () if mechanisms is None else (Presets,)
-    keys = keys_of((*presets, *classes))
-    files, texts = split_args(argv, {**other_names.KEYS, **keys})
+    keys, mechanisms, notes = keys_of(command.classes), mechanisms or {}, []
+    own_keys = keys_of((Presets,)) if Presets in command.classes else {}
 
-    # what is set by hand, 3 to 5
-    explicit, problems = in_files(files, presets, keys)
-    lost = bool(problems)  # a file that cannot be read may have set anything
-    for source, values in (more or {}).items():
-        explicit += [(source, key, value, check) for key, value in values.items()]
-    explicit += [("command line", key, text, parse) for key, text in texts]
-    ours = [each for each in explicit if each[1] in keys]
-    values = read_values(ours, keys)[0]
-    sources = {key: source for source, key, *_ in ours if key in values}
+    def values(*settings):
+        """{key: value} of all keys, the later of these Settings wins."""
+        return {**{key: each.default for key, each in keys.items()},
+                **{each.key: each.value for each in settings}}
 
-    # what scale and mechanisms set, 1 and 2
-    scale, names, weaker, weaker_sources, bad_presets = None, [], {}, {}, []
-    if presets:
-        scale, names = values.pop("scale", None), values.pop("mechanism", None) or []
-        names = re.findall(r"\w+", names) if isinstance(names, str) else names
-        preset, bad_presets = preset_values(scale, names, mechanisms, sources.get("mechanism"))
-        lost = lost or bool(bad_presets)
-        weaker, bad, _ = read_values(preset, keys_of(classes))
-        bad_presets += bad
-        weaker_sources = {key: source for source, key, *_ in preset}
-        # a scale's rates were tuned for its own recipe: with another one they mean nothing
-        if values.get("recipe", weaker.get("recipe")) != weaker.get("recipe"):
-            weaker = {key: value for key, value in weaker.items() if key not in OF_ITS_RECIPE}
+    # what is set by hand, and below that what scale, mechanisms and the run that goes on set
+    by_hand, bad, wrong = with_types(command.settings, keys)
+    scale, names, presets, bad_presets = preset_settings(by_hand, mechanisms) if own_keys else (
+        None, [], [], [])
+    asked = [Setting(base[0], *each) for each in base[1].items()] if base else []
+    weaker, bad_weaker, _ = with_types([*asked, *presets], keys)
+    lost = bool(command.problems or bad_presets or wrong & {"scale", "mechanism"})
 
-    # what the run that goes on was asked for, 0
-    run, asked = base or (None, {})
-    of_run, bad, _ = read_values([(run, key, value, check) for key, value in asked.items()], keys)
-    problems += bad
-    weaker = {**of_run, **weaker}
-    weaker_sources = {**dict.fromkeys(of_run, run), **weaker_sources}
-
-    known = {**{key: default for key, (_, default, _) in keys.items()}, **weaker, **values}
-    notes = []
-    if "adamw_lr" in keys and not scale and (file := other_names.for_nanogpt(files, explicit)):
-        set_by_hand = read_values(explicit, {**other_names.KEYS, **keys})[0]
-        defaults = other_names.nanogpt_defaults(set_by_hand, known)
+    # nanoGPT's defaults, and its names and a write-up's, whose meaning depends on all that is known by now
+    if "adamw_lr" in keys and not scale and (file := other_names.for_nanogpt(command.files, by_hand)):
+        defaults = other_names.nanogpt_defaults({each.key: each.value for each in by_hand},
+                                                values(*weaker, *by_hand))
         words = ", ".join(f"{key}={value}" for key, value in defaults.items())
         notes = [f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: {words}"]
-        known = {**known, **defaults}
-        weaker = {**defaults, **weaker}
-        weaker_sources = {**dict.fromkeys(defaults, "nanoGPT's default"), **weaker_sources}
-
-    # nanoGPT's names and a write-up's, whose meaning depends on all that is known by now
-    explicit, translated, bad = in_our_names(explicit, keys, known)
-    notes += translated
-    problems += bad
-    values, bad, wrong = read_values(explicit, keys)
-    sources = {key: source for source, key, *_ in explicit if key in values}
-    problems += bad + bad_presets
-    lost = lost or bool(wrong & {"scale", "mechanism"})
+        weaker = [*(Setting("nanoGPT's default", *each) for each in defaults.items()), *weaker]
+    by_hand, lines = in_our_names(by_hand, keys, values(*weaker, *by_hand))
 
     # the name of a run's folder says which mechanisms are on, also those that a flag turns on by itself
-    turn_on = {next(iter(flags), None) for flags in (mechanisms or {}).values()}
-    before = [each for each in explicit if each[0] != "command line"]
-    without = {**weaker, **read_values(before, keys)[0]}
-    on_the_line = [key for source, key, *_ in explicit if source == "command line"]
-    differ = {key: values[key] for key in on_the_line if key in values and key in turn_on
-              and values[key] != without.get(key, keys[key][1])}
-    setting = {source for source, key, *_ in before if key not in ("scale", "mechanism")}
-    folder = f"out/{run_name(scale, names, [f for f in files if f in setting] if scale else files, differ)}"
+    turn_on = {next(iter(flags), None) for flags in mechanisms.values()}
+    before = [each for each in by_hand if each.source != COMMAND_LINE]
+    without = values(*weaker, *before)
+    settings = {each.key: each for each in [*weaker, *by_hand] if each.key not in own_keys}
+    differ = {key: each.value for key, each in settings.items()
+              if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
+    setting = {each.source for each in before if each.key not in own_keys}
+    files = [file for file in command.files if file in setting or not scale]
+    folder = f"out/{run_name(scale, names, files, differ)}"
 
-    for key in ("scale", "mechanism") if presets else ():
-        values.pop(key, None)
-    values = {**weaker, **values}
-    sources = {key: sources.get(key) or weaker_sources[key] for key in values}
-    of_run = {key: value for key, value in of_run.items() if sources[key] == run}
-    return Resolved(scale, names, values, sources, folder, problems, notes, wrong, lost, of_run)
-
-
-def set_by_hand(argv, classes):
-    """{key: value} that files and arguments set of these dataclasses, before anything of it is checked."""
-    keys = keys_of((Presets, *classes))
-    files, texts = split_args(argv, {**other_names.KEYS, **keys})
-    settings = in_files(files, (Presets,))[0] + [("command line", key, text, parse) for key, text in texts]
-    return read_values([each for each in settings if each[1] in keys], keys)[0]
+    problems = [*command.problems, *bad, *bad_presets, *bad_weaker]
+    return Resolved(scale, names, settings, folder, problems, notes + lines, wrong, lost)
 
 
 def in_our_names(settings, keys, known):
-    """(settings under the names of the keys here, a line for each that had another, [problems]).
+    """(typed settings under the names of the keys here, a line for each that had another).
 
     known: {key: value} of all keys, as they are without what is translated, see other_names.meanings().
     """
-    if "adamw_lr" not in keys:  # not a program that trains
-        return settings, [], []
-    theirs = [each for each in settings if each[1] in other_names.NAMES and each[1] not in keys]
-    values, problems, _ = read_values(theirs, other_names.KEYS)
-    meanings = other_names.meanings(values, known)
-    last = {each[1]: each for each in theirs}
+    last = {each.key: each for each in settings if each.key not in keys}
+    meanings = {}
+    if last:
+        meanings = other_names.meanings({key: each.value for key, each in last.items()}, known)
     found, lines = [], []
     for each in settings:
-        source, key, value, _ = each
-        if key == "init_from" and value in ("scratch", "resume"):  # nanoGPT's words for two other keys
-            found += [(source, "init_from", None, check), (source, "resume", value == "resume", check)]
+        source, key, value = each
+        if key == "init_from" and value in ("scratch", "resume") and "adamw_lr" in keys:
+            # nanoGPT's words for two other keys
+            found += [Setting(source, "init_from", None), Setting(source, "resume", value == "resume")]
             lines.append(f"{source}: init_from={value} sets resume={value == 'resume'}")
-        elif key in keys or key not in other_names.NAMES:
+        elif key in keys:
             found.append(each)
         elif each is last[key] and key in meanings:
             sets, words = meanings[key]
-            found += [(source, ours, value, check) for ours, value in sets.items()]
+            found += [Setting(source, *pair) for pair in sets.items()]
             what = ", ".join(f"{ours}={value}" for ours, value in sets.items()) or "nothing here"
-            lines.append(f"{source}: {key}={values[key]} sets {what}{words and f': {words}'}")
-    return found, lines, problems
+            lines.append(f"{source}: {key}={value} sets {what}{words and f': {words}'}")
+    return found, lines
 
 
-def load(classes, argv, doc="", **how):
-    """One instance per dataclass, from config files and arguments; see load_given()."""
-    return load_given(classes, argv, doc, **how)[0]
+def load(classes, argv, more=None):
+    """One instance per dataclass, from config files and arguments: see read() and made()."""
+    return made(read(classes, argv, more))[0]
 
 
-def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None, base=None):
-    """([one instance per dataclass], {key: value} that was set), from config files and arguments.
+def made(command, doc="", mechanisms=None, base=None, together=None):
+    """([one instance per dataclass], {key: value} that was set) of a Command; none of Presets, which is no
+    config.
 
-    more, mechanisms, base: see resolve(); what base alone says is not among what was set. With mechanisms
-    there are the keys of Presets too, and an out_dir that is not set becomes out/<scale>-<mechanisms>.
-    `--help` prints every key, beside other arguments with the values that they lead to, and exits.
+    mechanisms, base: see resolve(); what base alone says is not among what was set. With Presets an out_dir
+    that is not set becomes out/<scale>-<mechanisms>. `--help` prints every key, beside other arguments with
+    the values that they lead to, and exits.
 
     Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
     says, and what together(*instances) says of all of them side by side.
     """
-    wants_help = "--help" in argv or "-h" in argv
-    argv = [arg for arg in argv if arg not in ("--help", "-h")]
-    found = resolve(classes, argv, mechanisms, more, base)
-    if wants_help and not argv:
-        presets = () if mechanisms is None else (Presets,)
-        print(help_text((*presets, *classes), doc, mechanisms or ()))
+    if command.wants_help and not (command.files or command.settings):
+        print(help_text(command.classes, doc, mechanisms or ()))
         raise SystemExit(0)
-    values, problems = dict(found.values), list(found.problems)
-    if mechanisms is not None and values.get("out_dir") is None:
-        values["out_dir"] = found.folder
-        found.sources["out_dir"] = "a name made of scale and mechanisms"
-    made = []
-    for cls in classes:
-        of_class = keys_of((cls,))
-        made.append(cls(**{key: value for key, value in values.items() if key in of_class}))
+    found = resolve(command, mechanisms, base)
+    settings, problems = dict(found.settings), list(found.problems)
+    if Presets in command.classes and ("out_dir" not in settings or settings["out_dir"].value is None):
+        settings["out_dir"] = Setting("a name made of scale and mechanisms", "out_dir", found.folder)
+    classes = [cls for cls in command.classes if cls is not Presets]
+    configs = [instance(cls, settings) for cls in classes]
     if not found.lost:
-        bad = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
+        bad = [p for config in configs for p in config.problems()] + (together(*configs) if together else [])
         # a key named in `wrong` kept its default, which nobody asked for: what follows from that is left out
         problems += [p for p in bad if not any(re.search(rf"\b{key}\b", p) for key in found.wrong)]
     if problems:
         raise UserError("\n".join(problems))
-    if wants_help:
-        print(help_of_values(made, found.sources))
+    if command.wants_help:
+        print(help_of_values(configs, settings))
         raise SystemExit(0)
-    for note in [*found.notes, *what_the_run_says(found, made, base)]:
+    given = {key: each for key, each in found.settings.items() if not base or each.source != base[0]}
+    for note in [*found.notes, *what_the_run_says(configs, found.settings, given, base)]:
         print_once(note)
-    return made, {key: value for key, value in found.values.items() if key not in found.of_run}
+    return configs, {key: each.value for key, each in given.items()}
 
 
-def what_the_run_says(found, made, base):
-    """Yield a line about what the configs that were made have from `base` alone, where that is anything."""
+def instance(cls, settings):
+    """A dataclass of those of {key: Setting} that are its own."""
+    keys = keys_of((cls,))
+    return cls(**{key: each.value for key, each in settings.items() if key in keys})
+
+
+def what_the_run_says(configs, settings, given, base):
+    """Yield a line about what configs have from `base` alone, where that is anything; given: all but that."""
     words = []
-    for config in reversed(made) if found.of_run else ():  # the text first
-        keys = keys_of((type(config),))
-        bare = type(config)(**{key: value for key, value in found.values.items()
-                               if key in keys and key not in found.of_run})
-        words += [f"{key}={value}" for key, value in found.of_run.items()
-                  if key in keys and getattr(bare, key) != value]
+    for config in reversed(configs) if len(given) < len(settings) else ():  # the text first
+        bare = instance(type(config), given)
+        words += [f"{key}={settings[key].value}" for key in settings if key not in given
+                  and key in keys_of((type(config),)) and getattr(bare, key) != settings[key].value]
     if words:
         more = f" and {len(words) - 6} more" if len(words) > 6 else ""
         yield f"{base[0]} says what this command leaves open: {', '.join(words[:6])}{more}"
 
 
-def help_of_values(made, sources):
-    """Every key of these configs with its value, and where that comes from."""
+def help_of_values(configs, settings):
+    """Every key of these configs with its value, and where that comes from; settings: {key: Setting}."""
     lines = ["Every key, its value for these arguments, and where that comes from.", ""]
-    recipe = getattr(made[0], "recipe", None)
-    for config in made:
+    recipe = getattr(configs[0], "recipe", None)
+    for config in configs:
         settled = config.for_recipe(recipe) if hasattr(config, "for_recipe") else config
         for key, (_, default, _) in keys_of((type(config),)).items():
             value = getattr(settled, key)
-            source = sources.get(key) or "default"
-            if key not in sources and value != default:
+            source = settings[key].source if key in settings else "default"
+            if key not in settings and value != default:
                 source = f"follows from recipe={recipe} and what is set"
             lines.append(f"  --{key:<24}  {value!r:<32}  {source}")
     return "\n".join(lines)

@@ -3,6 +3,7 @@ What a mechanism is: a class with its flags, formula and checks. model.py has th
 repository; a file of one's own is read by --mechanism=mine.py (docs/add-a-mechanism.md).
 """
 
+import copy
 import functools
 import math
 import typing
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-# ---- flags, with ranges: a field says which values it takes, and one function checks them all ----
+# ---- flags: a field says what it is and which values it takes, and one function checks them all ----
 
 # words of a flag's range -> does a value keep to it?
 RANGES = {
@@ -24,12 +25,16 @@ RANGES = {
 }
 
 
-def flag(default, **limits):
-    """A dataclass field with a default and a range: flag(4, at_least=1), flag(0.9, at_least=0, below=1).
+def flag(default, help="", section="", at_least=None, above=None, below=None, at_most=None):
+    """A dataclass field with a default, its line of --help, and a range: flag(4, "blocks", at_least=1).
 
-    None is always allowed, and means that the value follows from other flags.
+    None is always allowed, and means that the value follows from other flags. section: a heading in --help,
+    above this field and those after it.
     """
-    return field(default=default, metadata=limits)
+    metadata = dict(help=help, section=section, at_least=at_least, above=above, below=below, at_most=at_most)
+    if isinstance(default, (list, dict)):  # each config gets one of its own
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @functools.cache
@@ -56,7 +61,8 @@ def range_problems(config, names=None, options=None):
         if f.name in allowed and value not in allowed[f.name]:
             yield f"{f.name}={value!r} must be one of {', '.join(map(str, allowed[f.name]))}"
             continue
-        broken = [f"{RANGES[key][0]} {limit}" for key, limit in f.metadata.items()
+        limits = {key: f.metadata[key] for key in RANGES if f.metadata.get(key) is not None}
+        broken = [f"{RANGES[key][0]} {limit}" for key, limit in limits.items()
                   if not RANGES[key][1](value, limit)]
         if broken:
             yield f"{f.name}={value!r} must be {' and '.join(broken)}"

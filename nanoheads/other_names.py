@@ -28,7 +28,6 @@ NAMES = {
     "top_k_heads": (Optional[int], "routing_top_k"),
     "entropy_reg_coef": (float, "routing_coef"),
 }
-KEYS = {name: (type_, None, "") for name, (type_, _) in NAMES.items()}  # in the form of keys_of()
 
 # what holds in nanoGPT where a config file does not say otherwise, from the head of its train.py (github.com/
 # karpathy/nanoGPT, 3adf61e), under our names but for eval_iters. Its folder, device and precision are left

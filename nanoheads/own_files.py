@@ -9,7 +9,6 @@ import ast
 import functools
 import hashlib
 import importlib.util
-import linecache
 import platform
 import sys
 import sysconfig
@@ -222,7 +221,4 @@ def run(file, name):
     except Exception as e:  # whatever a file of one's own may do
         del sys.modules[name]
         raise UserError(fault_of_own_file(e) or str(e)) from None
-    # its source, for the comments of flags, also when the file is edited or gone
-    lines = importlib.util.decode_source(file.text).splitlines(keepends=True)
-    linecache.cache[path] = len(file.text), None, lines, path
     return module

@@ -22,7 +22,7 @@ import torch
 import model
 from nanoheads import replaced
 from nanoheads.common import UserError, say
-from nanoheads.configurator import FILE, NAMING, check, keys_of, near, of_config, type_name
+from nanoheads.configurator import FILE, check, keys_of, near, type_name
 from nanoheads.mechanism import Mechanism, choices
 from nanoheads.own_files import OwnFile, add_arguments, copy, import_ahead, inside, opened, run
 
@@ -52,7 +52,6 @@ def add(path, wanted=None):
             for cls in checked_classes(module, file):
                 model.add_mechanism(cls)
                 ADDED[cls] = file
-            keys_of.cache_clear()
             choices.cache_clear()
             for cls in classes_of(file):
                 if problem := next(problems_of_names(cls), None):
@@ -69,7 +68,6 @@ def remove(classes):
     for cls in classes:
         model.remove_mechanism(cls)
         ADDED.pop(cls)
-    keys_of.cache_clear()
     choices.cache_clear()
 
 
@@ -220,34 +218,27 @@ def one_edit_apart(a, b):
 
 # ---- the command line ----
 
-TRUST = "--trust_code"
+def take(command, keep=None, every=True):
+    """Add the files that a configurator.Command names; in it they become the names of their modes.
 
-
-def take(argv, keep=None, every=True):
-    """Arguments in which the files of --mechanism or --mechanisms are added and are the names of their modes.
-
-    With them comes --own_mechanism, their paths; keep: a folder where copies are made first, by digest.
-    What a config file names is added, too, as an argument that wins over it. every: a file stands for all its
-    modes; without, UserError where it has several.
+    Their paths are set with them, own_mechanism; keep: a folder where copies are made first, by digest.
+    every: a file stands for all its modes; without, UserError where it has several.
     """
-    taken, files, rest, configs = [], [], list(argv), {}
-    while rest:
-        key, equals, value = rest.pop(0).partition("=")
-        if key.removeprefix("--") in NAMING and not equals and rest and not rest[0].startswith("--"):
-            equals, value = "=", rest.pop(0)
-        if key.removeprefix("--") in NAMING and key.startswith("--"):
-            value = ",".join(named(value.split(","), files, keep, every))
-        elif key == "--own_mechanism" and equals:
-            files += [added(path, keep) for path in value.split(",") if path]
-            continue
-        elif key.endswith(".py") and not key.startswith("--"):
-            configs.update(of_config(key))
-        taken.append(key + equals + value)
-    given = {arg.partition("=")[0] for arg in taken}
-    taken += [f"{key}={','.join(named(words, files, keep, every))}" for key, words in configs.items()
-              if key not in given]
-    files = list(dict.fromkeys(files))
-    return taken + ([f"--own_mechanism={','.join(files)}"] if files else [])
+    names = command.names()
+    files = [added(path, keep) for path in names.pop("own_mechanism", ()) if path]
+    for key, words in names.items():
+        if (modes := named(words, files, keep, every)) != words:
+            command.put(key, ",".join(modes))
+    if files:
+        command.put("own_mechanism", ",".join(dict.fromkeys(files)))
+
+
+def take_argument(args):
+    """take() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
+    files = [added(path, None) for path in (args.own_mechanism or "").split(",") if path]
+    if args.mechanisms:
+        args.mechanisms = ",".join(named(args.mechanisms.split(","), files, None, True))
+    args.own_mechanism = ",".join(dict.fromkeys(files)) or None
 
 
 def named(words, files, keep, every):
@@ -287,11 +278,6 @@ def added(path, keep):
         path = copy(file, Path(keep, file.digest))
     add(path)
     return str(path)
-
-
-def without_trust(argv):
-    """(arguments without --trust_code, whether it was among them), for programs that have keys."""
-    return [arg for arg in argv if arg != TRUST], TRUST in argv
 
 
 def add_named(args):

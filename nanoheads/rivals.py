@@ -31,8 +31,8 @@ class ShortConv(Mechanism):
     """
 
     class Options:
-        short_conv: Optional[Literal["qkv", "kv", "q", "k", "v", "x"]] = None  # of which; x: the input
-        short_conv_width: int = flag(3, at_least=2)  # tokens that an output reads, its own too
+        short_conv: Optional[Literal["qkv", "kv", "q", "k", "v", "x"]] = flag(None, "of which; x: the input")
+        short_conv_width: int = flag(3, "tokens that an output reads, its own too", at_least=2)
 
     name = flag = "short_conv"
     modes = {"short_conv": dict(short_conv="qkv"), "short_conv_kv": dict(short_conv="kv"),
@@ -98,7 +98,7 @@ class ValueResidual(Mechanism):
     """
 
     class Options:
-        value_residual: bool = False         # values are mixed with those of the first layer
+        value_residual: bool = flag(False, "values are mixed with those of the first layer")
 
     name = flag = "value_residual"
     joins_blocks = True
@@ -153,7 +153,7 @@ class ValueEmbedding(Mechanism):
     """
 
     class Options:
-        value_embedding: bool = False        # every second layer's values have a part of the token's own
+        value_embedding: bool = flag(False, "every second layer's values have a part of the token's own")
 
     name = flag = "value_embedding"
     joins_blocks = True
@@ -189,7 +189,7 @@ class QueryGain(Mechanism):
     """
 
     class Options:
-        query_gain: bool = False             # a learned factor of each head's logits
+        query_gain: bool = flag(False, "a learned factor of each head's logits")
 
     name = flag = "query_gain"
     modes = {"query_gain": dict(query_gain=True)}
@@ -215,8 +215,8 @@ class SSMax(Mechanism):
     """
 
     class Options:
-        ssmax: bool = False                  # logits are multiplied by s log n, n the keys that a token sees
-        ssmax_init: Optional[float] = flag(None, at_least=0)  # of s; None: s log n is 1 on average
+        ssmax: bool = flag(False, "logits are multiplied by s log n, n the keys that a token sees")
+        ssmax_init: Optional[float] = flag(None, "of s; None: s log n is 1 on average", at_least=0)
 
     name = flag = "ssmax"
     modes = {"ssmax": dict(ssmax=True)}
@@ -251,7 +251,7 @@ class ScoreCap(Mechanism):
     """
 
     class Options:
-        score_cap: Optional[float] = flag(None, above=0)  # scores = cap * tanh(scores / cap); Gemma 2: 50
+        score_cap: Optional[float] = flag(None, "scores = cap * tanh(scores / cap); Gemma 2: 50", above=0)
 
     name = flag = "score_cap"
     modes = {"score_cap": dict(score_cap=50.0)}
@@ -275,7 +275,8 @@ class Alibi(Mechanism):
     """
 
     class Options:
-        alibi: Optional[Literal["fixed", "learned"]] = None  # scores fall with distance, by these slopes
+        alibi: Optional[Literal["fixed", "learned"]] = flag(
+            None, "scores fall with distance, by these slopes")
 
     name = flag = "alibi"
     modes = {"alibi": dict(alibi="fixed"), "alibi_learned": dict(alibi="learned")}
@@ -319,9 +320,9 @@ class RelativeBias(Mechanism):
     """
 
     class Options:
-        relative_bias: bool = False          # a learned number for each bucket of distances joins the score
-        relative_bias_buckets: int = flag(32, at_least=2)  # of distances; half of them are one distance each
-        relative_bias_far: int = flag(128, at_least=2)  # tokens from which on all are in the last bucket
+        relative_bias: bool = flag(False, "a learned number for each bucket of distances joins the score")
+        relative_bias_buckets: int = flag(32, "of distances; half of them are one distance each", at_least=2)
+        relative_bias_far: int = flag(128, "tokens from which on all are in the last bucket", at_least=2)
 
     name = flag = "relative_bias"
     modes = {"relative_bias": dict(relative_bias=True)}
@@ -362,7 +363,7 @@ class FoX(Mechanism):
     """
 
     class Options:
-        fox: bool = False                    # a gate of each head and token that fades all keys before it
+        fox: bool = flag(False, "a gate of each head and token that fades all keys before it")
 
     name = flag = "fox"
     modes = {"fox": dict(fox=True)}
@@ -416,7 +417,7 @@ class Diff(Mechanism):
     """
 
     class Options:
-        diff: bool = False                   # from each head's output that of a second map is taken
+        diff: bool = flag(False, "from each head's output that of a second map is taken")
 
     name = flag = "diff"
     modes = {"diff": dict(diff=True)}
@@ -465,7 +466,7 @@ class DiffV1(Mechanism):
     """
 
     class Options:
-        diff_v1: bool = False                # heads in pairs: the difference of their maps, normed
+        diff_v1: bool = flag(False, "heads in pairs: the difference of their maps, normed")
 
     name = flag = "diff_v1"
     modes = {"diff_v1": dict(diff_v1=True)}
@@ -510,7 +511,7 @@ class PairedHeads(Mechanism):
     """
 
     class Options:
-        paired_heads: bool = False           # heads in pairs: each reads the other's keys and values too
+        paired_heads: bool = flag(False, "heads in pairs: each reads the other's keys and values too")
 
     name = flag = "paired_heads"
     modes = {"paired_heads": dict(paired_heads=True)}
@@ -554,7 +555,7 @@ class HeadMix(Mechanism):
     """
 
     class Options:
-        head_mix: bool = False               # heads' outputs join one another's, by weights of the token
+        head_mix: bool = flag(False, "heads' outputs join one another's, by weights of the token")
 
     name = flag = "head_mix"
     modes = {"head_mix": dict(head_mix=True)}
@@ -588,7 +589,7 @@ class KeyOffset(Mechanism):
     """
 
     class Options:
-        key_offset: bool = False             # half of each key's dimensions come from the token before
+        key_offset: bool = flag(False, "half of each key's dimensions come from the token before")
 
     name = flag = "key_offset"
     modes = {"key_offset": dict(key_offset=True)}
@@ -620,7 +621,7 @@ class XSA(Mechanism):
     """
 
     class Options:
-        xsa: bool = False                    # take out of each output what points along the token's own value
+        xsa: bool = flag(False, "take out of each output what points along the token's own value")
 
     name = flag = "xsa"
     modes = {"xsa": dict(xsa=True)}
@@ -647,8 +648,8 @@ class OutputGate(Mechanism):
     """
 
     class Options:
-        output_gate: Optional[Literal["headwise", "elementwise"]] = None  # sigmoid(x W) on the outputs
-        output_gate_width: Optional[int] = None  # channels of x that the gate reads; None: all
+        output_gate: Optional[Literal["headwise", "elementwise"]] = flag(None, "sigmoid(x W) on the outputs")
+        output_gate_width: Optional[int] = flag(None, "channels of x that the gate reads; None: all")
 
     name = flag = "output_gate"
     modes = {"output_gate": dict(output_gate="headwise"),
@@ -681,7 +682,7 @@ class Sink(Mechanism):
     """
 
     class Options:
-        sink: bool = False                   # a learned logit in every softmax, to attend to nothing
+        sink: bool = flag(False, "a learned logit in every softmax, to attend to nothing")
 
     name = flag = "sink"
     modes = {"sink": dict(sink=True)}
@@ -708,7 +709,7 @@ class StreamScalars(Mechanism):
     """
 
     class Options:
-        stream_scalars: bool = False         # each block reads a x + b x_0, x_0 the embedding
+        stream_scalars: bool = flag(False, "each block reads a x + b x_0, x_0 the embedding")
 
     name = flag = "stream_scalars"
     joins_blocks = True
@@ -739,7 +740,7 @@ class DepthAttention(Mechanism):
     """
 
     class Options:
-        depth_attention: bool = False        # blocks read a weighted mean of all outputs, not their sum
+        depth_attention: bool = flag(False, "blocks read a weighted mean of all outputs, not their sum")
 
     name = flag = "depth_attention"
     joins_blocks = True
@@ -770,8 +771,8 @@ class MUDD(Mechanism):
     """
 
     class Options:
-        mudd: bool = False                   # blocks read sums of all outputs, weighted by the token
-        mudd_from: Optional[int] = flag(None, at_least=1)  # the first that does; None: the last half
+        mudd: bool = flag(False, "blocks read sums of all outputs, weighted by the token")
+        mudd_from: Optional[int] = flag(None, "the first that does; None: the last half", at_least=1)
 
     name = flag = "mudd"
     joins_blocks = True

@@ -22,11 +22,11 @@ from dataclasses import replace
 import torch
 
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads import configurator, causality, own_mechanism as own
+from nanoheads import causality, configurator, own_mechanism as own
 from nanoheads.causality import Perturbation
 from nanoheads.checkpoint import make_neutral
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
-from nanoheads.config import TrainConfig, flags_by_name
+from nanoheads.config import flags_by_name
 from nanoheads.mechanism import Mechanism
 from nanoheads.optim import of_mechanisms
 from nanoheads.pruning import prune_heads
@@ -359,20 +359,19 @@ def at_size(model_config, config):
     return broken(promise, lambda: causality.grown(GPT(model_config).to(pick_device("auto"))))
 
 
-def asked(argv, doc):
-    """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of a
-    command line, read as train.py reads it; but each mechanism is turned on by itself. UserError.
+def asked(command):
+    """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of
+    train.py's Command; but each mechanism is turned on by itself. UserError.
     """
-    classes, named = (GPTConfig, TrainConfig), flags_by_name()
-    files, _ = configurator.split_args(argv, configurator.keys_of((configurator.Presets, *classes)))
-    found = configurator.resolve(classes, argv, named)
-    if not found.scale and not files:
-        argv = ["--scale=tiny", *argv]
-        found = configurator.resolve(classes, argv, named)
-    names, configs = list(found.mechanisms), {}
+    named, configs = flags_by_name(), {}
+    if not (command.files or command.values("scale")):
+        command.put("scale", "tiny")
+    found = configurator.resolve(command, named)
+    names = list(found.mechanisms)
     for name in names or [None]:
-        (model_config, config), given = configurator.load_given(
-            classes, [*argv, *([f"--mechanism={name}"] if name else [])], doc, mechanisms=named)
+        if name:
+            command.put("mechanism", name)
+        (model_config, config), given = configurator.made(command, mechanisms=named)
         flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
         details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in cls.fields()}
         configs[name] = model_config, {key: given[key] for key in given if key in flags or key in details}
@@ -381,12 +380,11 @@ def asked(argv, doc):
     return found.scale, config, configs
 
 
-def main(argv, doc):
-    """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken.
-
-    doc: what --help says first.
+def main(command):
+    """--check: a table of the promises of the mechanisms that train.py's Command names. UserError: one is
+    broken.
     """
-    scale, config, configs = asked(argv, doc)
+    scale, config, configs = asked(command)
     if config.json:
         writable(config.json)
     found = []

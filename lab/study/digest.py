@@ -2,10 +2,10 @@
 What the numbers of a run depend on: its code, as one hash, and those of its flags that mean anything.
 
 The code is every definition in every file of ours that a run imports, directly or not, and in every file of
-its own mechanisms. Comments and docstrings do not count. Neither do the classes of mechanisms that are off,
-unless other code names them. So nothing can be forgotten. The price is that a change which alters no number,
-such as another message, makes finished runs those of other code. Who knows that a change is harmless takes
-these runs all the same with `compare.py --accept_code`.
+its own mechanisms. Comments, docstrings and the help of flags do not count. Neither do the classes of
+mechanisms that are off, unless other code names them. So nothing can be forgotten. The price is that a change
+which alters no number, such as another message, makes finished runs those of other code. Who knows that a
+change is harmless takes these runs all the same with `compare.py --accept_code`.
 """
 
 import ast
@@ -112,7 +112,10 @@ def imported(path, root):
 
 @functools.cache
 def tree_of(path):
-    """A file's syntax tree without docstrings; it never has comments. UserError: it is no Python."""
+    """A file's syntax tree without docstrings and what --help says of a flag; it never has comments.
+
+    UserError: it is no Python.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as e:
@@ -121,6 +124,9 @@ def tree_of(path):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "flag":
+            node.args = node.args[:1]
+            node.keywords = [each for each in node.keywords if each.arg not in ("help", "section")]
     return tree
 
 

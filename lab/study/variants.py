@@ -5,7 +5,7 @@ at other budgets, and plain GPTs with a variant's parameters.
 
 import fnmatch
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -17,6 +17,7 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig, training_problems, with_log
 from nanoheads.configurator import Scale
 from nanoheads.dataset import Dataset
+from nanoheads.mechanism import flag
 from nanoheads.optim import block_matrices, of_mechanisms
 from lab.study import effects
 
@@ -55,78 +56,90 @@ OF_STUDY = re.compile(r"plain( x .*|, .*)|.*, (candidate \d+|\w+ x [\d.]+)")
 
 @dataclass
 class StudyConfig:
-    # ---- the question ----
-    question: str = ""                   # one line, at the top of the report
-    mechanism: Optional[str] = None      # the challenge: this one, or all in mine.py, judged
-    own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
-    mechanisms: list[str] = field(default_factory=list)  # variants, by name (also acag*), all_on, mine.py
-    variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
-    contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
-    first: dict = field(default_factory=dict)  # what variants read besides: path -> the command that makes it
-    scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
-    size: Optional[str] = None           # another size of it: 0.1M | 0.33M | 1M | 10M
-    sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
-    at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
-    base: Optional[str] = None           # config file of another plain GPT
-    settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
-    texts: list[str] = field(default_factory=list)  # datasets to judge on, together; the first chooses, tunes
-    # ---- the budget ----
-    minutes: Optional[float] = None      # all of it in so many on this machine: fewer seeds, then fewer steps
-    tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
-    budgets: Optional[list[float]] = None  # multiples of the budget at which the plain GPT is trained too, to
-                                         # know what compute is worth; None: 0.7, 1.4 and 2.0, with
-                                         # --mechanism none: its time goes into seeds
-    seeds: Optional[list[int]] = None    # of each variant that is judged; choose them before any score is
-                                         # known; None: 1 to 5, with --mechanism 1 to 15
-    plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
-    looks: Literal[1, 2] = 1             # 2: judge by the first half of the seeds, and train the other half
-                                         # for what is undecided then; p is corrected for both looks
-    spending: Literal["obrien_fleming", "pocock"] = "obrien_fleming"  # how two looks share the error: the
-                                         # first is strict, so that the second loses little; or both alike,
-                                         # so that more is decided at the first and less in the end
-    split: str = "test"                  # what is scored in the end
-    test_tokens: int = 0                 # so many tokens of it, evenly spaced; 0: all
-    # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
-    screen: Optional[bool] = None        # choose the variants to judge by validation first, if all are too
-                                         # many: more than best + worst beside those that are named; None:
-                                         # with --mechanism alone
-    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])  # of this stage, and of tune_lr;
-                                         # none of them judges
-    best: int = 6                        # so many of the best are judged
-    worst: int = 2                       # and so many of the worst
-    always: list[str] = field(default_factory=list)  # and these, wherever they stand
-    # ---- fairness ----
-    match_parameters: bool = True        # what seems better is compared to a plain GPT of as many parameters
-    tune_lr: bool = False                # the plain GPT and all that is judged: at their own best rates
-    lives: bool = False                  # dynamic heads: also report their states, speed, samples
-    # ---- where it runs ----
-    json: Optional[str] = None           # write the verdicts to this file too, for a program to read
-    out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>,
-                                         # with -2, -3, ... behind where another study has that name
-    jobs: int = 0                        # runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core
-    jobs_per_gpu: int = 1                # runs at once on one GPU, each with its part of the memory
-    device: str = "auto"                 # auto | cpu | cuda | mps; cuda:1: that GPU alone
-    submit: Optional[str] = None         # submitit: auto (Slurm if there) | slurm | local; None: no
-    submit_options: dict = field(default_factory=dict)  # submitit's: {"slurm_partition": "gpu"}
-    dry_run: bool = False                # print what would run, and for how long
-    report_only: bool = False            # write the report from what is done
-    # ---- which finished runs count; without these keys those in out/trials of the same code alone ----
-    reuse: list[str] = field(default_factory=list)  # results files whose runs are taken instead of trained
-    accept_code: bool = False            # take runs that other code or other libraries made, too
-    fresh: bool = False                  # train everything anew, and print how many scores agree with before
-    rescore: Optional[int] = None        # so many runs are scored once more from their checkpoints before the
-                                         # report; None: one in ten of those that are done, 0: none
-    # ---- from a results.json.gz ----
-    from_results: Optional[str] = None   # write its report once more, without the runs
-    recheck: Optional[str] = None        # compute every figure of it once more, and compare
-    tables: bool = False                 # write the tables in README.md and docs/ from results/
-    # ---- from a file of scores that another program made (docs/scores.md) ----
-    scores: Optional[str] = None         # CSV: variant, seed, score; optional: tokens, bytes, cost
-    baseline: Optional[str] = None       # the variant that the others are compared with; None: the first
-    higher_is_better: bool = False       # of these scores; False: lower is, as for a loss
-    # ---- statistics ----
-    alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
-    margin: float = 0.01                 # bits/byte: a difference below it is called the same
+    question: str = flag("", "one line, at the top of the report", section="the question")
+    mechanism: Optional[str] = flag(None, "the challenge: this one, or all in mine.py, judged")
+    own_mechanism: Optional[str] = flag(None, "files with mechanisms; --mechanism=mine.py sets it")
+    mechanisms: list[str] = flag([], "variants, by name (also acag*), all_on, mine.py")
+    variants: dict = flag({}, "more variants: name -> flags; seed: added")
+    contrasts: list = flag([], 'pairs of variants to compare too: [["a", "b"]]')
+    first: dict = flag({}, "what variants read besides: path -> the command that makes it")
+    scale: Scale = flag("tiny", "which plain GPT: config/<scale>.py")
+    size: Optional[str] = flag(None, "another size of it: 0.1M | 0.33M | 1M | 10M")
+    sizes: list[str] = flag([], "a ladder: the study once for each of these sizes")
+    at: dict = flag({}, 'other keys at one size of the ladder: {"1M": {"seeds": [1]}}')
+    base: Optional[str] = flag(None, "config file of another plain GPT")
+    settings: dict = flag({}, "flags for both sides, on top of the plain GPT's")
+    texts: list[str] = flag([], "datasets to judge on, together; the first chooses, tunes")
+
+    minutes: Optional[float] = flag(
+        None, "all of it in so many on this machine: fewer seeds, then fewer steps", section="the budget")
+    tokens_per_param: Optional[float] = flag(None, "tokens to train on, a parameter of the plain blocks")
+    budgets: Optional[list[float]] = flag(
+        None, "multiples of the budget at which the plain GPT is trained too, to know what compute is worth; "
+              "None: 0.7, 1.4 and 2.0, with --mechanism none: its time goes into seeds")
+    seeds: Optional[list[int]] = flag(
+        None, "of each variant that is judged; choose them before any score is known; None: 1 to 5, with "
+              "--mechanism 1 to 15")
+    plain_seeds: Optional[int] = flag(None, "of the plain GPT; None: sqrt(variants judged) times as many")
+    looks: Literal[1, 2] = flag(
+        1, "2: judge by the first half of the seeds, and train the other half for what is undecided then; p "
+           "is corrected for both looks")
+    spending: Literal["obrien_fleming", "pocock"] = flag(
+        "obrien_fleming", "how two looks share the error: the first is strict, so that the second loses "
+                          "little; or both alike, so that more is decided at the first and less in the end")
+    split: str = flag("test", "what is scored in the end")
+    test_tokens: int = flag(0, "so many tokens of it, evenly spaced; 0: all")
+
+    screen: Optional[bool] = flag(
+        None, "choose the variants to judge by validation first, if all are too many: more than best + worst "
+              "beside those that are named; None: with --mechanism alone",
+        section="two stages: all variants on validation, some of them with fresh seeds on the test split")
+    screen_seeds: list[int] = flag([101, 102], "of this stage, and of tune_lr; none of them judges")
+    best: int = flag(6, "so many of the best are judged")
+    worst: int = flag(2, "and so many of the worst")
+    always: list[str] = flag([], "and these, wherever they stand")
+
+    match_parameters: bool = flag(
+        True, "what seems better is compared to a plain GPT of as many parameters", section="fairness")
+    tune_lr: bool = flag(False, "the plain GPT and all that is judged: at their own best rates")
+    lives: bool = flag(False, "dynamic heads: also report their states, speed, samples")
+
+    json: Optional[str] = flag(
+        None, "write the verdicts to this file too, for a program to read", section="where it runs")
+    out_dir: Optional[str] = flag(
+        None, "the report's folder; None: out/<config or mechanisms>-<scale>, with -2, -3, ... behind where "
+              "another study has that name")
+    jobs: int = flag(0, "runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core")
+    jobs_per_gpu: int = flag(1, "runs at once on one GPU, each with its part of the memory")
+    device: str = flag("auto", "auto | cpu | cuda | mps; cuda:1: that GPU alone")
+    submit: Optional[str] = flag(None, "submitit: auto (Slurm if there) | slurm | local; None: no")
+    submit_options: dict = flag({}, 'submitit\'s: {"slurm_partition": "gpu"}')
+    dry_run: bool = flag(False, "print what would run, and for how long")
+    report_only: bool = flag(False, "write the report from what is done")
+
+    reuse: list[str] = flag(
+        [], "results files whose runs are taken instead of trained",
+        section="which finished runs count; without these keys those in out/trials of the same code alone")
+    accept_code: bool = flag(False, "take runs that other code or other libraries made, too")
+    fresh: bool = flag(False, "train everything anew, and print how many scores agree with before")
+    rescore: Optional[int] = flag(
+        None, "so many runs are scored once more from their checkpoints before the report; None: one in ten "
+              "of those that are done, 0: none")
+
+    from_results: Optional[str] = flag(
+        None, "write its report once more, without the runs", section="from a results.json.gz")
+    recheck: Optional[str] = flag(None, "compute every figure of it once more, and compare")
+    tables: bool = flag(False, "write the tables in README.md and docs/ from results/")
+
+    scores: Optional[str] = flag(
+        None, "CSV: variant, seed, score; optional: tokens, bytes, cost",
+        section="from a file of scores that another program made (docs/scores.md)")
+    baseline: Optional[str] = flag(None, "the variant that the others are compared with; None: the first")
+    higher_is_better: bool = flag(False, "of these scores; False: lower is, as for a loss")
+
+    alpha: float = flag(
+        0.05, "false verdicts of the whole study; intervals are 1 - alpha", section="statistics")
+    margin: float = flag(0.01, "bits/byte: a difference below it is called the same")
 
     def __post_init__(self):
         if self.screen is None:

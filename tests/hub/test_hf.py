@@ -704,7 +704,7 @@ def desk(tmp_path_factory):
 def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     """In the order of the page, the Python parts after the commands whose files they read."""
     monkeypatch.chdir(desk)
-    ran, load_given = 0, configurator.load_given
+    ran, read = 0, configurator.read
     for block in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL):
         if language == "python":
             others = re.findall(r"\b(bertviz|circuitsvis|transformer_lens)\b", block)
@@ -718,8 +718,8 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
                 continue
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
             if script == "train.py":
-                monkeypatch.setattr(configurator, "load_given",
-                                    lambda *args, **how: load_given(*args, **how, more={"the test": FEW}))
+                monkeypatch.setattr(configurator, "read",
+                                    lambda classes, argv: read(classes, argv, {"the test": FEW}))
             module.main(args)
             ran += 1
     assert ran >= (7 if language == "sh" else 1)

@@ -22,7 +22,7 @@ from helpers import CODE, EXAMPLES, PAGE
 from nanoheads import checkpoint, own_mechanism as own
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
-from nanoheads.configurator import keys_of
+from nanoheads.configurator import Presets, keys_of, made, read
 from lab.hub import huggingface as hf
 from lab.probes import promises
 from lab.study import digest
@@ -280,7 +280,7 @@ def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, t
     ("import torch\n", "import torch\nboom\n", "line 3: NameError: name 'boom'"),
     ('    flag = "forget" ', '    flag = "xsa" ', "flag='xsa' must be one of its Options"),
     ("forget_init: float", "init: float", "init must begin with forget"),
-    ("forget: bool = False", "forget: bool = True", "forget must be off"),
+    ("forget: bool = flag(False", "forget: bool = flag(True", "forget must be off"),
     ('name = "forgetting"', 'name = "router"', "name='router' must be a name of its own"),
     ('modes = {"forget"', 'modes = {"moh"', "there is a mode moh already"),
     ('neutral = {"forget"', 'neutral = {"forgt"', "there is no mode forgt; did you mean forget"),
@@ -308,10 +308,10 @@ def test_flags_of_the_repository_are_not_taken_over(mine):
         own.add(path)
 
 
-def test_its_flags_are_keys_with_ranges_and_comments(mine):
+def test_its_flags_are_keys_with_ranges_and_help(mine):
     own.add(mine())
-    comment = keys_of((model.GPTConfig,))["forget_init"][2]
-    assert comment == "softplus of it is the initial rate, in nats a token"
+    words = keys_of((model.GPTConfig,))["forget_init"].help
+    assert words == "softplus of it is the initial rate, in nats a token"
     assert model.GPTConfig(**SIZES, forget=True, forget_init=1.0).problems() == [
         "forget_init=1.0 must be at most 0"]
     assert model.GPTConfig(**SIZES, forget_init=-1.0).problems() == [
@@ -401,12 +401,14 @@ def test_bytecode_beside_a_file_is_not_run(mine):
 
 
 @pytest.mark.parametrize("argv, config, taken", [
-    (["--mechanism", "F", "--resume"], None, ["--mechanism=forget", "--resume", "--own_mechanism=F"]),
+    (["--mechanism", "F", "--resume"], None, ["--resume", "--mechanism=forget", "--own_mechanism=F"]),
     (["--mechanism=xsa,F"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
     (["C"], 'mechanism = "F"', ["C", "--mechanism=forget", "--own_mechanism=F"]),
     (["C"], 'mechanisms = ["xsa", "F"]', ["C", "--mechanisms=xsa,forget", "--own_mechanism=F"]),
     (["C", "--mechanism=xsa"], 'mechanism = "F"', ["C", "--mechanism=xsa"]),
     (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["--own_mechanism", "F", "--mechanism", "forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["--mechanism=moh", "--mechanism=[xsa, 'F']"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
     (["C", "--adamw_lr=1"], "boom", ["C", "--adamw_lr=1"]),  # the configurator says what is wrong
 ])
 def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
@@ -416,7 +418,24 @@ def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
         return re.sub(r"\b[FC]\b", lambda found: names[found[0]], text)
 
     (tmp_path / "config.py").write_text(put(config or ""))
-    assert own.take([put(arg) for arg in argv]) == [put(arg) for arg in taken]
+    assert arguments_taken([put(arg) for arg in argv]) == [put(arg) for arg in taken]
+
+
+def arguments_taken(argv, **how):
+    """The arguments of train.py or compare.py after take()."""
+    command = read((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
+    own.take(command, **how)
+    return command.words()
+
+
+def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
+    """Until its file is read nobody knows that the flag is a bool."""
+    (tmp_path / "config.py").write_text("n_head = 4\nn_embd = 64")
+    command = read((Presets, model.GPTConfig, TrainConfig),
+                   ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
+    own.take(command)
+    (config, _), _ = made(command)
+    assert config.forget is True and config.n_head == 4
 
 
 def test_it_is_timed(mine):
@@ -486,8 +505,8 @@ def test_the_commands_of_the_page(mine, tmp_path):
     mine()
     done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("kept") == 21, done.stderr
-    taken = own.take([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
-                     keep=tmp_path / "kept")
+    taken = arguments_taken([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
+                            keep=tmp_path / "kept")
     digest = own.opened(tmp_path / "mine.py").digest
     assert taken == ["--mechanism=forget", f"--own_mechanism={tmp_path / 'kept' / digest / 'mine.py'}"]
 

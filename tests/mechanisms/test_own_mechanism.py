@@ -25,10 +25,10 @@ import sample
 import train
 from conftest import ROOT, forget_own_mechanisms
 from helpers import CODE
-from nanoheads import checkpoint, causality, optim, own_files, own_mechanism as own, replaced, scoring
+from nanoheads import causality, checkpoint, optim, own_files, own_mechanism as own, replaced, scoring
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
-from nanoheads.configurator import help_text, keys_of
+from nanoheads.configurator import help_text, keys_of, read
 from nanoheads.dataset import Dataset
 from lab.hub import huggingface as hf
 from lab.study import digest, queue, results, trial
@@ -38,13 +38,13 @@ SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
 MODE = """
 class {0}(Mechanism):
     class Options:
-        {1}: bool = False  # what {1} does
+        {1}: bool = flag(False, "what {1} does")
         {1}_size: float = 1.0
     name, flag, modes = "{0}", "{1}", {2}
     def after_attention(self, attn, heads):
         heads.y = heads.y * {3}
 """
-HEAD = "from nanoheads.mechanism import Mechanism\n"
+HEAD = "from nanoheads.mechanism import Mechanism, flag\n"
 TWO_MODES = "dict(up=dict(twice=True), down=dict(twice=True, twice_size=0.5))"
 
 
@@ -640,9 +640,16 @@ def two(tmp_path, own_mechanisms_go):
     )
 
 
+def taken(argv, **how):
+    """The arguments of compare.py after take()."""
+    command = read((StudyConfig,), argv)
+    own.take(command, **how)
+    return command.words()
+
+
 def test_a_file_stands_for_every_mode_of_every_class(two):
     mine, yours = two  # noqa: F811
-    assert own.take([f"--mechanisms=xsa,{mine},{yours}"]) == [
+    assert taken([f"--mechanisms=xsa,{mine},{yours}"]) == [
         "--mechanisms=xsa,up,down,thrice,half",
         f"--own_mechanism={mine},{yours}",
     ]
@@ -652,7 +659,7 @@ def test_a_file_stands_for_every_mode_of_every_class(two):
     assert (
         challenge.problems() == [] and challenge.mechanisms == ["up", "down", "thrice"] and challenge.screen
     )
-    assert own.take([f"--mechanisms={mine}:down,{yours}:half"])[0] == "--mechanisms=down,half"
+    assert taken([f"--mechanisms={mine}:down,{yours}:half"])[0] == "--mechanisms=down,half"
 
 
 def test_one_run_names_one_mode(two, bytes_data):
@@ -661,7 +668,7 @@ def test_one_run_names_one_mode(two, bytes_data):
         train, f"--mechanism={mine}"
     )
     assert f"{mine} has no mode dwon; it has up, down, thrice" in line_of(train, f"--mechanism={mine}:dwon")
-    assert own.take([f"--mechanism={mine}:down,{mine}:thrice,{yours}"], every=False) == [
+    assert taken([f"--mechanism={mine}:down,{mine}:thrice,{yours}"], every=False) == [
         "--mechanism=down,thrice,half",
         f"--own_mechanism={mine},{yours}",
     ]

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Optional, get_args
@@ -17,7 +18,9 @@ from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                               note_on_warmup)
-from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from nanoheads.configurator import Presets, Scale, help_text, load, made, near, read
+from nanoheads.mechanism import flag
+from lab.probes import promises
 from lab.study.variants import StudyConfig
 from train import main
 from conftest import ROOT
@@ -29,10 +32,9 @@ CONFIGS = [p for p in sorted((ROOT / "config").glob("[!_]*.py")) if not p.name.s
 
 @dataclass
 class Sizes:
-    # ---- size ----
-    width: int = 8                       # how wide
-    heads: int = 2                       # how many
-    depth: Optional[int] = None          # None: as wide
+    width: int = flag(8, "how wide", section="size")
+    heads: int = flag(2, "how many")
+    depth: Optional[int] = flag(None, "None: as wide")
 
     def problems(self):
         bad = self.width % self.heads
@@ -41,15 +43,14 @@ class Sizes:
 
 @dataclass
 class Settings:
-    # ---- settings ----
-    lr: float = 1e-3                     # rate
-    name: str = "a"                      # any text
+    lr: float = flag(1e-3, "rate", section="settings")
+    name: str = flag("a", "any text")
     note: Optional[str] = None
-    compile: Optional[bool] = None       # whether
-    fast: bool = False                   # faster
-    tags: Optional[list[str]] = None     # words
-    layers: Optional[list[int]] = None   # numbers
-    lr_scale: int | list[float] = 1      # both
+    compile: Optional[bool] = flag(None, "whether")
+    fast: bool = flag(False, "faster")
+    tags: Optional[list[str]] = flag(None, "words")
+    layers: Optional[list[int]] = flag(None, "numbers")
+    lr_scale: int | list[float] = flag(1, "both")
 
     def problems(self):
         return [f"lr={self.lr} must be positive"] if self.lr <= 0 else []
@@ -57,14 +58,11 @@ class Settings:
 
 @dataclass
 class Choices:
-    # ---- choices ----
-    shape: Literal["round", "square"] = "round"
-                                         # how it looks
-    size: Optional[Literal[1, 2, 4]] = None  # how big; None:
-                                         # as big as can be
-    mode: Literal["auto", True, None] = "auto"  # on, off or either
-    sides: list[Literal["left", "right"]] | None = None  # which
-    steps: Optional[list[Literal[1, 2]]] = None  # how far
+    shape: Literal["round", "square"] = flag("round", "how it looks", section="choices")
+    size: Optional[Literal[1, 2, 4]] = flag(None, "how big; None: as big as can be")
+    mode: Literal["auto", True, None] = flag("auto", "on, off or either")
+    sides: list[Literal["left", "right"]] | None = flag(None, "which")
+    steps: Optional[list[Literal[1, 2]]] = flag(None, "how far")
 
     def problems(self):
         return []
@@ -76,7 +74,7 @@ def settings(*argv):
 
 def problems(*argv, classes=(Sizes, Settings), together=None):
     with pytest.raises(UserError) as e:
-        load(classes, list(argv), together=together)
+        made(read(classes, list(argv)), together=together)
     return str(e.value).splitlines()
 
 
@@ -146,6 +144,14 @@ def test_config_files_may_compute(config_file):
     assert settings(path).lr == 1.0
 
 
+def test_a_config_file_is_run_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("open('ran', 'a').write('x')\nscale = 'tiny'\nmechanism = ['moh']")
+    with pytest.raises(SystemExit):
+        main(["x.py", "--resume", "--out_dir=nowhere", "--help"])
+    assert (tmp_path / "ran").read_text() == "x"
+
+
 def test_integers_are_floats_and_round_floats_integers(config_file):
     sizes, s = load((Sizes, Settings), [config_file("lr = 1\nwidth = 1e1")])
     assert s.lr == 1.0 and isinstance(s.lr, float) and sizes.width == 10 and isinstance(sizes.width, int)
@@ -158,7 +164,7 @@ def test_config_files_are_found_from_any_folder(tmp_path, monkeypatch):
 
 
 def test_what_was_given_is_known():
-    _, given = load_given((Sizes, Settings), ["--width=16", "--lr=1"])
+    _, given = made(read((Sizes, Settings), ["--width=16", "--lr=1"]))
     assert given == {"width": 16, "lr": 1.0}
 
 
@@ -219,7 +225,7 @@ def test_a_wrong_choice_in_a_file_is_one_line(config_file, key, value, meant):
     assert names(line, path, key, value, meant)
 
 
-def test_help_shows_the_choices_as_the_type_and_comments_that_go_on_below():
+def test_help_shows_the_choices_as_the_type():
     lines = [line.split(None, 1) for line in help_text((Choices,), "").splitlines() if "--" in line[:4]]
     assert [(key, " ".join(rest.split())) for key, rest in lines if key != "----"] == [
         ("--shape", "round or square 'round' how it looks"),
@@ -247,14 +253,18 @@ def test_the_words_of_training_are_refused_with_their_choices(key, near_by):
 NAMES = flags_by_name()  # once: it asks each mechanism whether it takes dropout
 
 
-def named(*argv, **more):
-    """(GPTConfig, TrainConfig) as train.py loads them."""
-    return load((GPTConfig, TrainConfig), list(argv), mechanisms=NAMES, **more)
+def of_train(*argv, more=None):
+    """((GPTConfig, TrainConfig), {key: value} that was set) as train.py makes them."""
+    return made(read((Presets, GPTConfig, TrainConfig), list(argv), more), mechanisms=NAMES)
+
+
+def named(*argv, **how):
+    return of_train(*argv, **how)[0]
 
 
 def given(*argv):
     """{key: value} that these arguments set."""
-    return load_given((GPTConfig, TrainConfig), list(argv), mechanisms=NAMES)[1]
+    return of_train(*argv)[1]
 
 
 def refused(*argv):
@@ -803,7 +813,7 @@ def test_a_warm_up_longer_than_the_schedule_becomes_a_tenth_of_it_and_a_line_say
 def test_help_beside_other_arguments_says_where_each_value_comes_from(config_file, capsys):
     path = config_file("n_head = 8\nmuon_lr = 0.03")
     with pytest.raises(SystemExit) as end:
-        named_help("--scale=tiny", path, "--mechanism=moh", "--seed=2", "--lr=0.5")
+        of_train("--help", "--scale=tiny", path, "--mechanism=moh", "--seed=2", "--lr=0.5")
     assert end.value.code == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     lines = [words for words in lines if words and words[0].startswith("--")]
@@ -818,11 +828,7 @@ def test_help_beside_other_arguments_says_where_each_value_comes_from(config_fil
         assert found[f"--{key}"] == (value, source)
 
 
-def named_help(*argv):
-    load_given((GPTConfig, TrainConfig), [*argv, "--help"], mechanisms=flags_by_name())
-
-
-def test_help_prints_every_key_with_type_default_and_comment():
+def test_help_prints_every_key_with_type_default_and_words():
     lines = help_text((GPTConfig, TrainConfig), "what this is").splitlines()
     assert lines[0] == "what this is" and "---- run ----" in lines
     for cls in (GPTConfig, TrainConfig):
@@ -835,26 +841,37 @@ def test_help_prints_every_key_with_type_default_and_comment():
     assert line.split() == "--depth int or None None None: as wide".split()
 
 
-def test_every_key_of_the_real_configs_has_a_comment():
+def test_every_key_of_the_real_configs_has_help():
     keys = configurator.keys_of((Presets, GPTConfig, TrainConfig, StudyConfig))
-    assert not [k for k, (_, _, comment) in keys.items() if not comment]
+    assert not [k for k, (_, _, words) in keys.items() if not words]
 
 
 @pytest.mark.parametrize("classes", [(Presets, GPTConfig, TrainConfig), (StudyConfig,)])
-def test_columns_of_help_stay_apart_and_hold_the_whole_comment(classes):
-    """A long type ran into the default, and a long default into the comment."""
+def test_columns_of_help_stay_apart_and_hold_all_words(classes):
+    """A long type ran into the default, and a long default into the help."""
     keys, lines = configurator.keys_of(classes), help_text(classes, "").splitlines()
-    columns = set()  # in which comments begin
-    for key, (kind, default, comment) in keys.items():
+    columns = set()  # in which help begins
+    for key, (kind, default, about) in keys.items():
         at = next(i for i, line in enumerate(lines) if line.startswith(f"  --{key} "))
         end = next((i for i in range(at + 1, len(lines)) if not lines[i].startswith(" " * 40)), len(lines))
         first, *rest = lines[at:end]
         cells = re.split(r"  +", first.strip(), maxsplit=3)
         assert cells[:3] == [f"--{key}", configurator.type_name(kind), repr(default)]
-        assert " ".join([*cells[3:], *map(str.strip, rest)]) == " ".join(comment.split())
+        assert " ".join([*cells[3:], *map(str.strip, rest)]) == about
         columns |= {first.rindex(cells[3])} if cells[3:] else set()
         columns |= {len(line) - len(line.lstrip()) for line in rest}
-    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.COMMENT_WIDE
+    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.HELP_WIDE
+
+
+@pytest.mark.parametrize("argv, checks", [
+    (["--mechanism", "xsa", "--check"], True), (["--check=True", "--mechanism=xsa"], True),
+    (["--check", "true", "--mechanism=xsa"], True), (["--check=no", "--mechanism=xsa", "--help"], False)])
+def test_check_is_a_key_as_all_others_are(argv, checks, monkeypatch):
+    asked = []
+    monkeypatch.setattr(promises, "main", lambda command: asked.append(command.names()))
+    with suppress(SystemExit):  # of --help
+        main(argv)
+    assert asked == [{"mechanism": ["xsa"]}] * checks
 
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):

@@ -16,7 +16,7 @@ from conftest import TINY, write_dataset
 from helpers import torchrun
 from model import GPTConfig
 from nanoheads import checkpoint, configurator
-from nanoheads.config import TrainConfig, flags_by_name
+from nanoheads.config import TrainConfig
 
 SMALL = [f"--{key}={value}" for key, value in TINY.items() if key not in ("device", "lr_decay_iters")]
 FEW = ["--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu"]
@@ -207,8 +207,8 @@ def test_nanogpts_own_files_take_the_sizes_of_a_checkpoint(here, tokens_data, ro
 
 def test_a_scale_is_a_start_of_its_own(here):
     (here / "mine.py").write_text("scale = 'tiny'\nlearning_rate = 1e-3")
-    model, config = configurator.load((GPTConfig, TrainConfig), ["mine.py"], mechanisms=flags_by_name())
-    tiny = configurator.load((GPTConfig, TrainConfig), ["--scale=tiny"], mechanisms=flags_by_name())
+    (model, config), tiny = (configurator.load((configurator.Presets, GPTConfig, TrainConfig), [arg])
+                             for arg in ("mine.py", "--scale=tiny"))
     assert model == tiny[0] and config == replace(tiny[1], adamw_lr=1e-3, out_dir=config.out_dir)
 
 

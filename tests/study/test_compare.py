@@ -177,8 +177,9 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
     nano = ("ladder.py", "ladder_rates.py", "nano_rates.py")
     if own or name in ("demo.py", "dose.py", *nano):
         scale = "nano" if name in nano else "tiny"
-    argv = own_mechanism.take([f"config/studies/{name}", f"--scale={scale}"])
-    config, = configurator.load((StudyConfig,), argv)
+    asked = configurator.read((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
+    own_mechanism.take(asked)
+    (config,), _ = configurator.made(asked)
     builder = VariantBuilder(config)
     variants = builder.variants()
     assert config.question and (variants or config.tune_lr)

@@ -94,8 +94,11 @@ def digest_in(root, flags, training=""):
 @pytest.mark.parametrize("edit", [
     ("kernels.py", '"""Rotate x [..., D] by its position', '"""Turn x [..., D] by its position'),
     ("train.py", "import math", "import math  # a remark"),
-    ("train.py", "\nimport math\n", "\n\n\nimport math\n\n")], ids=["docstring", "comment", "blank lines"])
-def test_a_comment_or_a_docstring_repeats_nothing(tree, edit):
+    ("model.py", '"number of blocks"', '"how many blocks"'),
+    ("model.py", 'section="size"', 'section="sizes"'),
+    ("train.py", "\nimport math\n", "\n\n\nimport math\n\n")],
+    ids=["docstring", "comment", "help", "heading", "blank lines"])
+def test_a_comment_a_docstring_or_help_repeats_nothing(tree, edit):
     tree(*edit)
     assert tree.changed() == set()
 
