@@ -462,13 +462,9 @@ def asked_for(model_config, config):
 def asked_in(folder):
     """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
     try:
-        details = from_json((Path(folder) / "config.json").read_bytes())
-        asked = details["asked"]
-        if not isinstance(asked, dict):
-            return None
-        steps = details.get("train", {}).get("max_iters")
-        return asked if steps in (None, TrainConfig().max_iters) else {"max_iters": steps, **asked}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        asked = from_json((Path(folder) / "config.json").read_bytes())["asked"]
+        return asked if isinstance(asked, dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

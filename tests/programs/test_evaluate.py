@@ -700,14 +700,6 @@ def test_sizes_that_cannot_be_are_refused(byte_run, refusal, args, line):
     assert line in refusal(["--ckpt", byte_run[0], *args])
 
 
-@pytest.mark.parametrize("argv, instead", [
-    (["--text", "--ckpt", "a"], "python probe.py text --ckpt"),
-    (["--ckpt=a", "--audit", "--text=x"], "python probe.py look --ckpt"),
-])
-def test_questions_that_are_probes_are_named(argv, instead, refusal):
-    assert instead in refusal(argv)
-
-
 def test_scoring_imports_no_probe_and_nothing_about_heads():
     code = ("import sys, evaluate\n"
             "apart = ('nanoheads.probes', 'nanoheads.heads', 'nanoheads.study')\n"

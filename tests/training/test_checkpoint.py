@@ -370,6 +370,14 @@ print(faults()); pick_device("cpu"); print(faults())
     assert after < before / 4
 
 
+def test_a_checkpoint_of_an_older_version_is_refused_in_a_line_that_names_the_commit(state):
+    state["config"]["routing_capacity"] = 0.0
+    with pytest.raises(UserError) as e:
+        checkpoint.build(state, "old.pt")
+    assert str(e.value) == ("old.pt is of an older version of this program; commit 7a2abeb is the last one "
+                            "that reads it")
+
+
 def test_flags_younger_than_a_checkpoint_are_off(tmp_path):
     """A flag that a recipe gained later must not change what an older checkpoint computes."""
     model = GPT(GPTConfig(vocab_size=7, block_size=4, n_layer=1,
