@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, plural, ran_out_of_memory, say,
+from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, plural, say,
                               writable, write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -595,13 +595,7 @@ def train_alone(model_config, config, given, process):
     if config.dynamic_heads or config.grow_from is not None:
         from nanoheads.heads import controller  # only here: most runs do without
         model_config = controller.starting_config(model_config, config)
-    try:
-        model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
-    except (MemoryError, RuntimeError) as e:
-        if not ran_out_of_memory(e):
-            raise
-        raise UserError("out of memory before the first step, while the model was made: lower n_embd, "
-                        "n_layer or vocab_size") from None
+    model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
     check_model(model, config)
     if OWN_FILES and model.changes_scores:
@@ -778,7 +772,8 @@ def what_to_lower(config):
     if config is None:
         return LESS
     from nanoheads.training.memory import advice
-    return advice(config, int(os.environ.get("WORLD_SIZE", 1)))
+    return (f"{advice(config, int(os.environ.get('WORLD_SIZE', 1)))}; a model that is too large itself needs "
+            "a lower n_embd, n_layer or vocab_size")
 
 
 @as_program("train")

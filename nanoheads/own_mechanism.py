@@ -220,7 +220,6 @@ def one_edit_apart(a, b):
 
 # ---- the command line ----
 
-TRUST = "--trust_code"
 
 
 def take(argv, keep=None, every=True):
@@ -287,11 +286,6 @@ def added(path, keep):
         path = copy(file, Path(keep, file.digest))
     add(path)
     return str(path)
-
-
-def without_trust(argv):
-    """(arguments without --trust_code, whether it was among them), for programs that have keys."""
-    return [arg for arg in argv if arg != TRUST], TRUST in argv
 
 
 def add_named(args):

@@ -258,15 +258,6 @@ def test_flags_that_a_checkpoint_does_not_know_take_their_defaults(state):
     assert checkpoint.build(state, "x").config == GPTConfig(**TINY)
 
 
-def test_a_default_that_was_another_one_is_read(state):
-    """unet_init was 0.5 also where there were no skips."""
-    state["config"]["unet_init"] = 0.5
-    config = checkpoint.config_of(state, "x.pt")
-    assert config.unet_init is None and checkpoint.build(state, "x.pt").config == config
-    state["config"]["unet_init"] = 0.7
-    assert "unet_init=0.7" in line(checkpoint.build, state, "x.pt")
-
-
 def test_a_checkpoint_of_a_newer_version_is_one_line(state):
     state["config"]["flux"] = 3
     said = line(checkpoint.build, state, "x.pt")
