@@ -220,8 +220,6 @@ def one_edit_apart(a, b):
 
 # ---- the command line ----
 
-
-
 def take(argv, keep=None, every=True):
     """Arguments in which the files of --mechanism or --mechanisms are added and are the names of their modes.
 

@@ -762,11 +762,11 @@ def on_file(found, name="x"):
 
 
 def of_other_code(found, **change):
-    """The same results as other code, or another torch, would have left them; None: not in its trial.json."""
+    """The same results as other code, or another torch, would have left them; None: it is not known."""
     found = json.loads(json.dumps(found))
     names = {}
     for name, run in list(found["runs"].items()):
-        run["spec"] = {key: value for key, value in {**run["spec"], **change}.items() if value is not None}
+        run["spec"] = {**run["spec"], **change}
         names[name] = trial.folder_of(run["spec"]).name
         found["runs"][names[name]] = found["runs"].pop(name)
     for arm in found["arms"].values():
