@@ -33,11 +33,6 @@ from nanoheads.common import (ArgumentParser, UserError, as_program, last_folder
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import add_arguments, evaluate, load
 
-# arguments that this program had until they moved to probe.py, and what to type instead
-MOVED = {"--audit": "what heads do to a text is asked with: python -m lab.probe look --ckpt out/a --text FILE",
-         "--text": "what models write is asked with: python -m lab.probe text --ckpt out/a [--ckpt out/b ...]"}
-
-
 # ---- output: a report is the dict that nanoheads/scoring.py's evaluate() gives of a checkpoint ----
 
 HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "steps",
@@ -191,9 +186,6 @@ def as_json(reports):
 @as_program("evaluate")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    for flag, instead in MOVED.items():
-        if any(arg.partition("=")[0] == flag for arg in argv):
-            sys.exit(f"evaluate: {instead}")
     p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,

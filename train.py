@@ -37,7 +37,7 @@ from tqdm import tqdm
 from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator
 from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, from_lab, plural,
-                              ran_out_of_memory, say, writable, write_json)
+                              say, writable, write_json)
 from nanoheads.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
                               note_on_warmup, trained_with)
 from nanoheads.dataset import Batches, Dataset, DocumentBatches
@@ -594,13 +594,7 @@ def train_alone(model_config, config, given, process):
     if config.dynamic_heads or config.grow_from is not None:
         controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         model_config = controller.starting_config(model_config, config)
-    try:
-        model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
-    except (MemoryError, RuntimeError) as e:
-        if not ran_out_of_memory(e):
-            raise
-        raise UserError("out of memory before the first step, while the model was made: lower n_embd, "
-                        "n_layer or vocab_size") from None
+    model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
     check_model(model, config)
     if OWN_FILES and model.changes_scores:
@@ -780,7 +774,8 @@ def what_to_lower(config):
     if config is None:
         return LESS
     from nanoheads.memory import advice
-    return advice(config, int(os.environ.get("WORLD_SIZE", 1)))
+    return (f"{advice(config, int(os.environ.get('WORLD_SIZE', 1)))}; a model that is too large itself needs "
+            "a lower n_embd, n_layer or vocab_size")
 
 
 @as_program("train")

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, Agency, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_json, from_lab, json_safe, number, plural,
-                              ran_out_of_memory, with_names_of_today, write_atomic)
-from nanoheads.config import TrainConfig, trained_with
+from nanoheads.common import (UserError, fault_of_own_file, from_json, from_lab, json_safe, number,
+                              of_an_older_version, plural, ran_out_of_memory, write_atomic)
+from nanoheads.config import trained_with
 from nanoheads.configurator import keys_of, nearest, parse, print_once, type_name, typed
 from nanoheads.dataset import digests_of
 from nanoheads.files import find
@@ -203,8 +203,6 @@ def read(path, device="cpu", trust_code=False):
     if trust_code:
         from nanoheads import own_mechanism
         own_mechanism.trust(state, path)
-    if state.get("train"):
-        state["train"] = with_names_of_today(state["train"])
     return state
 
 
@@ -233,10 +231,11 @@ def config_of(state, path, **overrides):
     Its flags may need the code of a mechanism in a file of one's own: see allow_code().
     """
     flags = state["config"]
+    if is_of_an_older_version(state):
+        raise UserError(of_an_older_version(path))
     if state.get("own_mechanism") or not set(flags) <= set(GPTConfig.defaults()):
         from nanoheads import own_mechanism
         flags = own_mechanism.flags_of(state, path)
-    flags = as_it_was(flags)
     try:
         config = GPTConfig(**{**RECIPES["gpt2"], **flags, **typed(flags, GPTConfig), **overrides})
         if not {"n_layer", "n_embd"} & set(overrides):
@@ -247,19 +246,9 @@ def config_of(state, path, **overrides):
     return config
 
 
-def as_it_was(flags):
-    """A checkpoint's flags, with what was true before there was a flag for it, where that is not the default.
-
-    Variant B's head size was always floored to a multiple of 8. unet_init was 0.5 even where unet was off.
-    routing_capacity, which computed some queries alone, is gone; at 0 it did nothing.
-    """
-    if flags.get("routing_capacity") == 0.0:
-        flags = {name: value for name, value in flags.items() if name != "routing_capacity"}
-    if not flags.get("unet") and flags.get("unet_init") == 0.5:
-        flags = {**flags, "unet_init": None}
-    if flags.get("constraint_variant") == "B":
-        return {"constraint_round": 8, **flags}
-    return flags
+def is_of_an_older_version(state):
+    """Whether a read checkpoint is of before 2026-11-26: a flag of that time is in its config."""
+    return "routing_capacity" in state["config"]
 
 
 def check_layers(state, config):
@@ -472,18 +461,11 @@ def asked_for(model_config, config):
 
 
 def asked_in(folder):
-    """What was asked for in a run's folder, as asked_for(); None: its config.json does not say.
-
-    Runs of older versions hold nothing there of how they are logged and saved.
-    """
+    """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
     try:
-        details = from_json((Path(folder) / "config.json").read_bytes())
-        asked = details["asked"]
-        if not isinstance(asked, dict):
-            return None
-        steps = details.get("train", {}).get("max_iters")
-        return asked if steps in (None, TrainConfig().max_iters) else {"max_iters": steps, **asked}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        asked = from_json((Path(folder) / "config.json").read_bytes())["asked"]
+        return asked if isinstance(asked, dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -522,7 +504,8 @@ def left_open(command, trusted):
         print_once(f"{path} does not say what the run was asked for: what this command leaves open has its "
                    "default")
         return None
-    asked = with_names_of_today(asked)
+    if "lr" in asked:
+        raise UserError(of_an_older_version(path))
     if evaluates:
         asked = {key: asked[key] for key in ("dataset", "eval_tokens", "device", "dtype") if key in asked}
     if asked.pop("own_mechanism", None):

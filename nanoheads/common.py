@@ -479,11 +479,9 @@ def number(value):
         return math.nan
 
 
-def with_names_of_today(entry):
-    """A dict out of a file, with AdamW's rate under the name that its key has: `lr` until 2026-11-25."""
-    if "lr" not in entry:
-        return entry
-    return {"adamw_lr" if key == "lr" else key: value for key, value in entry.items()}  # in their order
+def of_an_older_version(path):
+    """What is said of a file that this program wrote before 2026-11-27, and reads no more."""
+    return f"{path} is of an older version of this program; commit 7a2abeb is the last one that reads it"
 
 
 MOST_LEVELS = 100  # lists and dicts in each other; what is written here has ten

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
-from nanoheads.common import UserError, from_lab, gib, memory_of_machine
+from nanoheads.common import UserError, from_lab
 from nanoheads.configurator import text_problems, typed
 from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag, range_problems
@@ -276,7 +276,6 @@ def conflicts(model_config, config):
     if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
         bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s "
                    f"{dataset.vocab_size:,}")
-    bad += size_problems(model_config, config, world, dataset.vocab_size)
     # a checkpoint brings a block_size of its own
     if not (config.init_from or config.eval_only or model_config.block_size < 1):
         for split, pieces in (("train", 2), ("val", 1)):
@@ -284,41 +283,6 @@ def conflicts(model_config, config):
                 dataset.need(split, pieces * model_config.block_size, model_config.block_size)
             except UserError as e:
                 bad.append(str(e))
-    return bad
-
-
-def size_problems(model_config, config, world, vocab_size):
-    """What of the sizes makes a model or a batch that does not fit into this machine's memory, as sentences.
-
-    Both are counted from below: the matrices of the plain blocks and of the embedding, and of a forward pass
-    one vector of the residual stream for each token. Refused here, since a system that promises more memory
-    than it has would kill the process without a word.
-    """
-    c, config_bad = model_config, model_config.problems() + config.problems()
-    if config_bad:
-        return []
-    memory = memory_of_machine()
-    own, width = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}, c.head_size
-    inner, vocab_size = c.n_inner or 4 * c.n_embd, c.vocab_size or vocab_size
-    parts = {"vocab_size": vocab_size * c.n_embd,
-             "block_size": c.block_size * {"learned": c.n_embd, "rope": width}.get(c.pos, 0),
-             "n_layer": c.n_layer * (2 * c.n_embd * inner + 2 * c.n_head * width * c.n_embd)}
-    bad, numbers = [], sum(parts.values())
-    if 4 * numbers > memory and not (config.init_from or config.eval_only):
-        largest = max(parts, key=parts.get)
-        named = own | {"n_inner": inner} if largest == "n_layer" else {
-            largest: vocab_size if largest == "vocab_size" else c.block_size, "n_embd": c.n_embd}
-        bad.append(f"{', '.join(f'{key}={value}' for key, value in named.items())} make a model of at least "
-                   f"{numbers:.1e} numbers, {gib(4 * numbers)}, and this machine has {gib(memory)}: lower "
-                   f"{' or '.join(named)}")
-    # of a step all token ids of this rank, 8 bytes each; of a forward pass its part of the batch
-    ids = 8 * config.batch_size * config.grad_accum * c.block_size // world
-    stream = 2 * config.batch_size * c.block_size * c.n_embd // (world if config.grad_accum == 1 else 1)
-    if not bad and ids + stream > memory:
-        keys = ["batch_size", "block_size"] if stream > ids else ["batch_size", "grad_accum", "block_size"]
-        sizes = {"batch_size": config.batch_size, "grad_accum": config.grad_accum, "block_size": c.block_size}
-        bad.append(f"{' * '.join(f'{key}={sizes[key]}' for key in keys)} tokens take at least "
-                   f"{gib(ids + stream)}, and this machine has {gib(memory)}: lower {' or '.join(keys)}")
     return bad
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.common import from_json, no_link, number, printable, with_names_of_today
+from nanoheads.common import from_json, no_link, number, printable
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
 from nanoheads.log import read_rows, warn
 
@@ -35,7 +35,7 @@ def read_log(run_dir):
     for row in read_rows(Path(run_dir) / "log.jsonl", complain=partial(warn, run_dir)):
         for rows, key in ((train, "loss"), (evals, "val_loss")):
             if key in row:
-                rows[row["step"]] = with_names_of_today(row)
+                rows[row["step"]] = row
     if not train and not evals:
         warn(run_dir, "log.jsonl has no rows to plot, skipped")
     return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]

@@ -129,12 +129,6 @@ def no_dropout(config, flag):
                "(and on what it is compared with)")
 
 
-# what hooks were called until 2026-11-25: a file of one's own that still says so would do nothing
-OLD_HOOKS = {"read": "before_projection", "projected": "after_projection", "before": "before_attention",
-             "behind_softmax": "after_kernel", "after_softmax": "after_kernel", "after": "after_attention",
-             "reweigh": "trace_map", "mix": "before_block"}
-
-
 class Mechanism(nn.Module):
     """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
 
@@ -173,10 +167,6 @@ class Mechanism(nn.Module):
     # ---- flags ----
 
     def __init_subclass__(cls):
-        for old, new in OLD_HOOKS.items():
-            if old in vars(cls):
-                raise TypeError(f"{cls.__name__}.{old}() is never called: the hook is {new}(); what is no "
-                                "hook needs another name")
         if "Options" in vars(cls):
             cls.Options = dataclass(cls.Options)
 

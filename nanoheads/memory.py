@@ -120,8 +120,9 @@ def advice(config, world, share=None):
     share: of today's rows, what would fit; None: not known, then the next smaller number is named.
     """
     rows, sequences = rows_at_once(config, world), config.batch_size * config.grad_accum
-    smaller = [n for n in range(rows - 1, 0, -1) if sequences % n == 0 and sequences // n % world == 0
-               and (share is None or n <= share * rows)]
-    if smaller:
-        return f"--batch_size={smaller[0]} --grad_accum={sequences // smaller[0]} makes the same step in less"
+    most = rows - 1 if share is None else min(rows - 1, int(share * rows))
+    smaller = (n for n in range(most, max(0, most - 10**6), -1)  # a million rows are beyond all memory
+               if sequences % n == 0 and sequences // n % world == 0)
+    if n := next(smaller, None):
+        return f"--batch_size={n} --grad_accum={sequences // n} makes the same step in less"
     return "lower block_size or n_embd, or set checkpoint_activations=True"

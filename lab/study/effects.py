@@ -20,7 +20,7 @@ from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import BLOCK
 from lab.study import stats
 
-PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are computed anew when they are read
+PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are not read
 NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
 
 
@@ -141,8 +141,7 @@ def withhold_where_runs_failed(row, failures):
     those might change it.
     """
     sides = {"better": ["variant"], "worse": ["baseline"]}.get(row["verdict"], ["variant", "baseline"])
-    # files from before 2026-11-23 do not name the stage
-    judged = [f["arm"] for f in failures if f.get("stage", "judge") == "judge"]
+    judged = [f["arm"] for f in failures if f["stage"] == "judge"]
     count = {side: judged.count(row[side]) for side in sides}
     failed = sum(count.values())
     if failed and row["verdict"] != "undecided":
@@ -503,12 +502,12 @@ def reused_in(studies):
         total = found.setdefault(row["from"], {"from": row["from"], "runs": 0, "other_code": 0, "of": []})
         total["runs"] += row["runs"]
         total["other_code"] += row["other_code"]
-        total["of"] += [name for name in row.get("of", ()) if name not in total["of"]]
+        total["of"] += [name for name in row["of"] if name not in total["of"]]
     return [*found.values()]
 
 
 def rescored_in(studies):
-    """What rescoring.rescored() found of several studies, together; None: a file from before does not say."""
+    """What rescoring.rescored() found of several studies, together; None: it is not known of one of them."""
     every = [study.get("rescored") for study in studies]
     if None in every:
         return None

@@ -194,10 +194,7 @@ def against_plain(found, only=None):
 
 
 def others(found):
-    """All other comparisons: with wider plain GPTs, and of two variants.
-
-    Results files from before 2026-11-23 also have some at tuned rates, of variants called "NAME, tuned".
-    """
+    """All other comparisons: with wider plain GPTs, and of two variants."""
     return [c for c in found["comparisons"] if c["baseline"] != "plain" or c["equal"]]
 
 
@@ -219,9 +216,8 @@ def equal_of(found, c):
 
 
 def at_own_rates(found):
-    """Whether the plain GPT and all that are judged have their own best rates; before 2026-11-23 some had."""
-    tuned = found.get("candidates") or found.get("tuned_on")
-    return bool(tuned) and all("tuned rates" not in pair[2] for pair in found["pairs"])
+    """Whether the plain GPT and all that are judged have their own best rates."""
+    return bool(found.get("candidates") or found.get("tuned_on"))
 
 
 INTERIM = "interim: "  # before a verdict of an unfinished study
@@ -306,8 +302,8 @@ def question_of(found):
 def cut_of(found):
     """How much of a run a study had, as a dict, where that was not all of it; None: it was, or is not known.
 
-    Runs are cut that have fewer steps than their scale's, and scores that are of a part of the split. Files
-    from before 2026-11-27 do not say how many steps their scale has; of_steps and of_tokens are then None.
+    Runs are cut that have fewer steps than their scale's, and scores that are of a part of the split. Where
+    it is not known how many steps their scale has, of_steps and of_tokens are None.
     """
     plain, whole, data = found["arms"]["plain"], found.get("of_scale") or {}, found["data"]
     cut = dict(steps=plain["steps"], of_steps=whole.get("steps"), tokens=plain["tokens"],
@@ -427,7 +423,7 @@ def shown_at_equal(found, c):
     no_larger = more["params"] <= 1 or effects.same_size(variant.get("params"), plain.get("params"))
     shown = {"parameters": no_larger or None}
     for other in others(found):
-        if other["equal"] and other["variant"].removesuffix(", tuned") == c["variant"]:
+        if other["equal"] and other["variant"] == c["variant"]:
             shown[equal_of(found, other)] = is_shown(other)
     multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
     tokens = number(variant.get("tokens")) / number(plain.get("tokens"))
@@ -459,11 +455,9 @@ def timed_how(found):
     rows = [arm["time_ratio"] for arm in found["arms"].values() if (arm.get("time_ratio") or {}).get("clock")]
     if not rows:
         return None
-    # files from before 2026-11-26 do not name the processor, which is that of the runs, and were not compiled
-    # where the processor's time was taken
-    processor = rows[0].get("processor") or found["machine"].get("processor") or "one machine"
+    processor = rows[0].get("processor") or "one machine"
     clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
-    compiled = "" if rows[0].get("compiled", rows[0]["clock"] != "processor") else ", without torch.compile"
+    compiled = "" if rows[0].get("compiled") else ", without torch.compile"
     steps = "For the time, training" if any(c.get("equal_time") for c in found["comparisons"]) else "Training"
     return (f"{steps} steps of both sides were timed in alternation, in "
             f"{clock} on one processor ({processor}){compiled}. Another machine has other ratios.")
@@ -506,7 +500,7 @@ def notices(found):
 
 def untuned_sentence(found):
     """The rates at which what variants add learns, where no rate was tuned, and what tuning would cost; None:
-    rates were tuned, or it is a file from before 2026-11-26.
+    rates were tuned, or it is not known.
     """
     if not (untuned := found.get("untuned")):
         return None
@@ -638,7 +632,7 @@ def seeds_in_words(seeds):
 def reused_sentence(rows, planned):
     """How many runs a study took from where; rows: those of Runs.reused(); planned: runs in all."""
     def other_code(row):
-        of = f", those of {listed(row['of'])}" * bool(row.get("of"))
+        of = f", those of {listed(row['of'])}" * bool(row["of"])
         return (f" ({row['other_code']:,} of them made by other code or other libraries, which --accept_code "
                 f"allowed{of})" if row["other_code"] else "")
 
@@ -649,7 +643,7 @@ def reused_sentence(rows, planned):
 
 
 def rescored_sentence(found):
-    """How many runs were scored once more, and how many have no checkpoint; None: a file from before that."""
+    """How many runs were scored once more, and how many have no checkpoint; None: it is not known."""
     if not (again := found.get("rescored")):
         return None
     n, of = len(again["runs"]), found["done"]
@@ -816,7 +810,7 @@ def others_table(found, only=None):
     rows = [(label_of(found, c["variant"]), verdict_of(found, c), label_of(found, c["baseline"]),
              equal_of(found, c), score_of(found, c["variant"]), score_of(found, c["baseline"]),
              interval(c), p_of(c))
-            for c in others(found) if only is None or c["variant"].removesuffix(", tuned") in only]
+            for c in others(found) if only is None or c["variant"] in only]
     return Table(head, rows, (0, 1, 2, 3))
 
 

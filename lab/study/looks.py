@@ -47,7 +47,6 @@ def variant_and_seed(spec):
     same = json.loads(key_of(spec))
     same["model"].pop("seed", None)
     same["score"].pop("tokens", None)
-    same["meta"] = spec.get("data", {}).get("meta")  # which key_of() leaves to is_of_text()
     return hash_of(same), spec["model"]["seed"]
 
 

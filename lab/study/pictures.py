@@ -139,8 +139,7 @@ def mean_curve(variant, runs):
     curves = [c for c, bpb in zip(curves, variant.get("bpb") or []) if c and known(bpb)]
     seeds = []
     for c in curves:
-        train = c.get("train") or [math.nan] * len(c["tokens"])
-        rows = np.array([c["tokens"], c["seconds"], c["bpb"], train], float).T
+        rows = np.array([c["tokens"], c["seconds"], c["bpb"], c["train"]], float).T
         seeds.append({row[0]: row for row in rows if np.isfinite(row[2])})
     at = sorted(set.intersection(*map(set, seeds))) if seeds else []
     if not at:

@@ -72,7 +72,7 @@ def draw(folders, n):
 def problem_of(folder, spec, found):
     """Why a run is not what its checkpoint gives, in words; None: it is, which is kept in its folder."""
     path = folder / "best.pt"
-    if found.get("checkpoint") not in (None, sha256(path)):  # None: of before 2026-11-26
+    if found["checkpoint"] != sha256(path):
         return "its best.pt is not the file that was scored"
     trial.check_data(spec)  # what is wrong there is no fault of the run
     try:
@@ -86,8 +86,8 @@ def problem_of(folder, spec, found):
         raise
     except UserError as e:
         return f"it cannot be scored once more: {e}"
-    as_then = device == "cpu" and (processor(device), torch.__version__) == (found.get("processor"),
-                                                                           found.get("torch"))
+    as_then = device == "cpu" and (processor(device), torch.__version__) == (found["processor"],
+                                                                           found["torch"])
     near, before = SAME if as_then else NEAR, np.load(folder / "nats.npy")
     for key in ("tokens", "bytes"):
         if again[key] != found[key]:

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from nanoheads import checkpoint, configurator, replaced
-from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, plural,
-                              read_whole, say, with_names_of_today, write_atomic)
+from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, of_an_older_version,
+                              pick_device, plural, read_whole, say, write_atomic)
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import bits, windows_of
 from nanoheads.timing import median_interval
@@ -348,52 +348,37 @@ def write(found, folder):
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
 
 
-def is_run_of(spec, name):
-    """Whether a run has the name that follows from its trial.json, by the keys of today or of its time."""
-    train = {"lr" if key == "adamw_lr" else key: value for key, value in spec["train"].items()}
-    return name in (trial.folder_of(spec).name, trial.folder_of({**spec, "train": train}).name)
-
-
 def read(path):
-    """The study in a results file, gzip'd or not. UserError, in one line, where there is none."""
+    """The study in a results file, gzip'd or not. UserError, in one line, where there is none, or one of an
+    older version.
+    """
     path = Path(path)
     try:
         data = read_whole(path)
         if data[:2] == b"\x1f\x8b":
             data = read_whole(path, gzip.open)
-        found = from_json(data, object_hook=with_names_of_today)
+        found = from_json(data)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
     except (ValueError, EOFError, zlib.error):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
     if wrong := problem_of_file(found):
         raise UserError(f"{path} is not what compare.py writes: {wrong}")
-    found = converted(found)
+    if is_of_an_older_version(found):
+        raise UserError(of_an_older_version(path))
     if wrong := problem_of_figures(found):
         raise UserError(f"{path} is not what compare.py writes: {wrong}")
     return found
 
 
-def converted(found):
-    """What a results file holds, with the figures of today's procedure where it has those of another one."""
-    several = next((key for key in ("sizes", "texts") if key in found), None)
-    if several:
-        found = {**found, several: {name: converted(study) for name, study in found[several].items()}}
-        if "texts" in found and not is_of_today(found["together"]):
-            whole = effects.together(found["texts"], found["name"], found["command"])
-            found["together"] = as_read(whole["together"])
-        return {key: value for key, value in found.items() if key not in ("ladder", "held_out")}
-    if is_of_today(found):
-        return found
-    return {**found, **as_read(effects.figures(found))}
-
-
-def is_of_today(figures):
-    """Whether figures are of today's procedure. Identical scores were the same until 2026-11-26."""
-    if figures.get("procedure") != effects.PROCEDURE:
-        return False
-    fits = not shape.misfit(figures, shape.FIGURES)  # what does not is refused by its name, after this
-    return not (fits and any(c["verdict"] == "same" and c["se"] == 0 for c in figures["comparisons"]))
+def is_of_an_older_version(found):
+    """Whether a results file was written before 2026-11-27: its figures are of another procedure, or its runs
+    do not say with which libraries they were made.
+    """
+    studies = [*trial.studies_in(found).values()]
+    procedures = {figures.get("procedure") for figures in (*studies, found.get("together", studies[0]))}
+    return procedures != {effects.PROCEDURE} or any(
+        "libraries" not in run["spec"] for study in studies for run in study["runs"].values())
 
 
 def as_read(figures):
@@ -428,7 +413,7 @@ def problem_of_figures(found):
 
 
 def problem_of_config(config):
-    """What is wrong with the types of a study's config, in words; None: nothing. Older keys do not matter."""
+    """What is wrong with the types of a study's config, in words; None: nothing. Other keys do not matter."""
     types = configurator.keys_of((StudyConfig,))
     for key in types.keys() & config.keys():
         try:
@@ -455,7 +440,7 @@ def recheck(path, complain=True):
                     for key, value in effects.figures(study).items()]
         for variant, arm in study["arms"].items():
             time = arm["time_ratio"] or {}
-            if "ratios" in time:  # files from before 2026-11-22 have none
+            if time.get("ratios"):
                 again = dict(zip(("mean", "low", "high"), median_interval(time["ratios"])))
                 figures.append((again, {end: time[end] for end in again},
                                 f"{where}{variant}: time of a step"))
@@ -508,16 +493,13 @@ def wrong_scores(study):
             wrong.append(f"run {name}: {run['bpb']} is not {score}")
         if not math.isclose(parts, run["nats"], rel_tol=1e-8):
             wrong.append(f"run {name}: the blocks sum up to {parts} nats, not {run['nats']}")
-        if not is_run_of(run["spec"], name):
+        if trial.folder_of(run["spec"]).name != name:
             wrong.append(f"run {name} has another spec")
     return wrong
 
 
 def of_other_text(study):
-    """Runs that read or scored another text than most others of the study, as sentences.
-
-    Runs from before 2026-11-26 do not say what they read of meta.json.
-    """
+    """Runs that read or scored another text than most others of the study, as sentences."""
     kinds = {}  # what is compared: {run: its value}
     for name, run in study["runs"].items():
         split, data = run["spec"]["score"]["split"], run["spec"].get("data") or {}

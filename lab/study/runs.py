@@ -7,7 +7,6 @@ are matched by flags, data and seed. `--accept_code` also takes runs, of these f
 other code or other libraries made. Whatever is taken says where it comes from.
 """
 
-import functools
 import json
 import shutil
 from dataclasses import replace
@@ -15,10 +14,8 @@ from pathlib import Path
 
 import torch
 
-from model import GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
-from nanoheads.scoring import scored_size, windows_of
+from nanoheads.common import UserError, no_link, pick_device, plural
 from lab.study import digest, queue, results, trial
 from lab.study.variants import BOOKKEEPING
 
@@ -67,7 +64,7 @@ class Runs:
             for variant in variants:
                 spec = self.spec(variant, seed, split or self.config.split)
                 folder = trial.folder_of(spec, self.trials)
-                if not trial.done(folder) and (run := self.reuse.find(spec, self.data)):
+                if not trial.done(folder) and (run := self.reuse.find(spec)):
                     wanted, spec = spec, run["spec"]
                     folder = trial.folder_of(spec)
                     self.taken[folder] = run, wanted
@@ -134,18 +131,11 @@ class Runs:
 def key_of(spec):
     """What a run of this trial.json is: its flags, data, seed and score, without its CODE.
 
-    The text of a mechanism in a file of one's own is code, too. A flag at its default is as if it were not
-    there: a file from before there was the flag does not have it. What a run read of meta.json is for
-    is_of_text(), since files from before 2026-11-26 do not say.
+    The text of a mechanism in a file of one's own is code, too.
     """
     rest = {key: value for key, value in spec.items() if key not in CODE}
-    flags, defaults = checkpoint.as_it_was(spec["model"]), GPTConfig.defaults()
-    rest["model"] = {name: value for name, value in flags.items()
-                     if name not in defaults or value != defaults[name]}
-    rest["train"] = {key: value for key, value in with_names_of_today(spec["train"]).items()
-                     if key != "own_mechanism"}
-    rest["data"] = {key: value for key, value in spec.get("data", {}).items()
-                    if key not in ("mechanism", "meta")}
+    rest["train"] = {key: value for key, value in spec["train"].items() if key != "own_mechanism"}
+    rest["data"] = {key: value for key, value in spec.get("data", {}).items() if key != "mechanism"}
     return json.dumps(rest, sort_keys=True)
 
 
@@ -153,22 +143,6 @@ def is_same_code(spec, other):
     """Whether two runs were made by the same CODE, and by the same files of one's own."""
     mine = [each.get("data", {}).get("mechanism") for each in (spec, other)]
     return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in CODE)
-
-
-def is_of_text(run, spec, data):
-    """Whether a run read the meta.json that a trial.json names, or, where its own does not say what it read,
-    scored as many tokens and bytes as a run on this Dataset scores.
-    """
-    read, wanted = (each.get("data", {}).get("meta") for each in (run["spec"], spec))
-    if read or not wanted:
-        return read == wanted
-    return (run.get("tokens"), run["bytes"]) == to_score(data, spec["model"]["block_size"], **spec["score"])
-
-
-@functools.lru_cache(maxsize=16)
-def to_score(data, block_size, split, tokens):
-    """(tokens, bytes) that a run on a Dataset scores."""
-    return scored_size(data, split, windows_of(data, split, block_size, max_tokens=tokens))
 
 
 class Reuse:
@@ -188,11 +162,9 @@ class Reuse:
         for spec in specs_in(Path(trials)) if accept_code else ():
             self.runs.setdefault(key_of(spec), []).append({"spec": spec, "from": TRIALS_THERE})
 
-    def find(self, spec, data=None):
+    def find(self, spec):
         """A finished run in the place of the one with this trial.json, or None: its result, with "spec", the
         trial.json that it was made with, and "from". One of the same code comes before all others.
-
-        data: the Dataset of the run, for is_of_text().
         """
         same, other = [], []
         for run in self.runs.get(key_of(spec), ()):
@@ -201,7 +173,7 @@ class Reuse:
             if run["from"] == TRIALS_THERE:
                 result = trial.result(trial.folder_of(run["spec"]))
                 run = result and {**result, **run}
-            if run and is_of_text(run, spec, data):
+            if run:
                 return run
         return None
 
@@ -212,7 +184,7 @@ def runs_on_file(path):
         for name, run in study["runs"].items():
             try:
                 trial.check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
-                if not results.is_run_of(run["spec"], name):
+                if trial.folder_of(run["spec"]).name != name:
                     raise ValueError("it has the trial.json of another run")
             except (KeyError, TypeError, ValueError) as e:
                 raise UserError(f"{path}: run {name} cannot be taken: {e}") from None
@@ -236,7 +208,7 @@ def agreement(studies, files):
     for runs in studies:
         for folder in {*runs.folders.values()}:
             new, spec = runs.result(folder), runs.specs[folder]
-            old = trial.result(trial.folder_of(spec)) or known.find(spec, runs.data)
+            old = trial.result(trial.folder_of(spec)) or known.find(spec)
             if new and old:
                 pairs.append((old["bpb"], new["bpb"], is_same_code(old.get("spec", spec), spec)))
     if not pairs:

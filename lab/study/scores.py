@@ -119,8 +119,8 @@ def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_bette
         key = "plain" if variant == baseline else f"plain of {name}" if variant == "plain" else variant
         arms[key] = dict(label=variant, seeds=[row["seed"] for row in own], bpb=[row["score"] for row in own],
                          **{column: mean([row[column] for row in own]) for column in OPTIONAL})
-        failures += [dict(arm=key, seed=row["seed"], why="failed", log=f"{variant} {row['seed']}")
-                     for row in own if row["score"] is None]
+        failures += [dict(arm=key, seed=row["seed"], stage="judge", why="failed",
+                          log=f"{variant} {row['seed']}") for row in own if row["score"] is None]
     scores = effects.scores_of(arms)
     pairs = [(key, "plain", []) for key in arms if key != "plain"]
     # another program's seeds are names: that two variants have some in common makes no pairs of their runs

@@ -34,12 +34,12 @@ SCORES = Each(Each(NUMBER))  # {name: {seed: bits/byte}}
 
 RUN = dict(**PIECE, tokens=Maybe(int), params=NUMBER, flops_per_token=NUMBER, block_nats=Maybe([NUMBER]),
            spec=dict(model=dict(seed=int), train=dict(device=Maybe(str), own_mechanism=Maybe(str)),
-                     score=dict(split=str), data=Maybe(Each(str))),
-           # train: not kept before 2026-11-25
-           curve=Maybe(dict(tokens=[NUMBER], seconds=[NUMBER], bpb=[OPEN], train=Maybe([OPEN]))))
+                     score=dict(split=str), data=Maybe(Each((str, type(None))))),
+           curve=Maybe(dict(tokens=[NUMBER], seconds=[NUMBER], bpb=[OPEN], train=[OPEN])))
 ARM = dict(kind=str, label=str, flags=dict, steps=NUMBER, multiple=NUMBER, params=NUMBER, tokens=NUMBER,
            flops_per_token=NUMBER, executed_flops_per_token=OPEN,
-           time_ratio=Maybe(dict(mean=NUMBER, low=NUMBER, high=NUMBER, ratios=Maybe([NUMBER]))),
+           time_ratio=Maybe(dict(mean=NUMBER, low=NUMBER, high=NUMBER, ratios=Maybe([NUMBER]),
+                                 clock=Maybe(str), processor=Maybe(str), compiled=Maybe(bool))),
            seconds=OPEN, tokens_per_s=OPEN, memory_mib=OPEN,
            best_step=OPEN, sample=Maybe(str), heads=Maybe(dict),
            seeds=[int], bpb=[OPEN], runs=[str], commands=Maybe([str]))
@@ -58,13 +58,13 @@ STUDY = dict(
     data=dict(dataset=str, split=str, name=str, tokens=Maybe(NUMBER), bytes=Maybe(NUMBER),
               of_bytes=Maybe(NUMBER), note=Maybe(str)),
     plain=dict(base=str, recipe=str, n_layer=int, n_embd=int, block_size=int),
-    failures=[dict(arm=str, log=str, why=str)], pairs=[list], arms=Each(ARM), runs=Each(RUN),
+    failures=[dict(arm=str, stage=str, log=str, why=str)], pairs=[list], arms=Each(ARM), runs=Each(RUN),
     screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str], rule=str)), screened_out=Maybe([str]),
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
-    # not kept before 2026-11-26
     of_scale=Maybe(dict(steps=NUMBER, tokens=NUMBER)),
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
+    reused=Maybe([{"from": str, "runs": int, "other_code": int, "of": [str]}]),
     rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict),
     two_looks=Maybe(dict(spending=str, look=int, seeds=[int], first_seeds=[int], plain_seeds=[int],
                          pairs=[list])),

@@ -31,7 +31,7 @@ import torch
 
 from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, own_mechanism as own, replaced
-from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device, say,
+from nanoheads.common import (LESS, UserError, explain, in_place, no_link, output_written, pick_device, say,
                               write_atomic)
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset, digests_of
@@ -259,15 +259,6 @@ def limit_memory():
     torch.cuda.set_per_process_memory_fraction(part / total)
 
 
-def explained(e):
-    """explain(), and where memory ran out on a GPU that is shared, that this is a reason."""
-    problem, n = explain(e), trials_on_gpu()
-    if n == 1 or not (problem or "").startswith("out of memory"):
-        return problem
-    alone = problem.partition("; ")[2]
-    return f"out of memory with {n} trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, {alone}"
-
-
 def stop_with_parent():
     """Wait until the other end of standard input is closed; then this process saves and stops."""
     os.read(0, 1)  # nothing is written there
@@ -397,7 +388,9 @@ def main(argv, train):
             limit_memory()
             run(folder, train)
     except (Exception, KeyboardInterrupt) as e:
-        problem = explained(e)
+        n = trials_on_gpu()
+        shared = f"lower jobs_per_gpu, or jobs, of which {n} share this GPU; or " if n > 1 else ""
+        problem = explain(e, shared + LESS)
         if problem is None:
             raise
         sys.exit(f"trial: {problem}")

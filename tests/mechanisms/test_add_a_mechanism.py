@@ -159,14 +159,6 @@ def test_one_mode_of_a_file_is_checked_alone(mine):
     assert {line.split()[0] for line in both.splitlines()[1:]} == {"fast", "forget"}
 
 
-@pytest.mark.parametrize("old, new", [("before", "before_attention"), ("after", "after_attention"),
-                                      ("after_softmax", "after_kernel")])
-def test_a_hook_by_its_old_name_is_refused(old, new, mine):
-    """It would never be called, and the mechanism would do nothing, without a word."""
-    with pytest.raises(UserError, match=rf"Forgetting\.{old}\(\) is never called: the hook is {new}\(\)"):
-        own.add(mine(PASS, PASS.replace("score_mod", old)))
-
-
 GATES = '''
 from torch import nn
 from nanoheads.mechanism import Mechanism

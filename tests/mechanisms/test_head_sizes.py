@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
-from nanoheads import attention, checkpoint, kernels, own_mechanism
+from nanoheads import attention, checkpoint, kernels
 from nanoheads.common import UserError
 from lab.hub.layers import ConstraintAttention
-from lab.study import results, runs, trial
+from lab.study import results, trial
 from conftest import ROOT
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 
@@ -256,37 +256,29 @@ def test_heads_may_be_one_wide(recipe):
     equals_the_write_up(alive(config), 1e-7)
 
 
-# ---- checkpoints and results from before ----
+# ---- checkpoints and results ----
 
-def written(model, path, without=()):
-    """The model's checkpoint, from before there were some flags."""
-    flags = {name: value for name, value in asdict(model.config).items() if name not in without}
+def written(model, path):
+    """The model's checkpoint."""
     meta = dict(name="x", encoding="byte", vocab_size=37)
-    checkpoint.save(path, dict(model=model.state_dict(), config=flags, meta=meta, step=3))
+    checkpoint.save(path, dict(model=model.state_dict(), config=asdict(model.config), meta=meta, step=3))
     return path
 
 
-@pytest.mark.parametrize("step, without, size", [(8, ["constraint_round"], 8), (8, [], 8), (1, [], 9)])
-def test_an_older_checkpoint_of_variant_b_is_what_it_was(step, without, size, tmp_path):
+@pytest.mark.parametrize("step, size", [(8, 8), (1, 9)])
+def test_a_checkpoint_of_variant_b_keeps_its_head_size(step, size, tmp_path):
     model = alive(config_of((64, 4, 3), constraint_round=step))
-    path = written(model, tmp_path / "ckpt.pt", without)
+    path = written(model, tmp_path / "ckpt.pt")
     again = checkpoint.build(checkpoint.read(path), path)
     assert {block.attn.head_size for block in again.transformer.h} == {size}
     assert again.config.constraint_round == step
     assert torch.equal(again(tokens(2, 9)).logits, model.float()(tokens(2, 9)).logits)
 
 
-def test_an_older_checkpoint_of_variant_a_has_no_rounded_size(tmp_path):
-    model = alive(config_of((64, 4, 3), constraint_variant="A"))
-    path = written(model, tmp_path / "ckpt.pt", ["constraint_round"])
-    again = checkpoint.build(checkpoint.read(path), path)
-    assert again.config.constraint_round == 1 and again.config.problems() == []
-
-
-def test_an_older_checkpoint_is_another_model_than_todays(tmp_path):
+def test_a_checkpoint_with_a_rounded_size_is_another_model(tmp_path):
     """Nothing loads it with heads of the exact size, not even by mistake."""
     model = alive(config_of((64, 4, 3), constraint_round=8))
-    path = written(model, tmp_path / "ckpt.pt", ["constraint_round"])
+    path = written(model, tmp_path / "ckpt.pt")
     state, flags = checkpoint.read(path), set(GPTConfig.defaults())
     with pytest.raises(UserError, match="constraint_round=1 here is 8 there"):
         checkpoint.same_model(state, path, config_of((64, 4, 3)), flags)
@@ -305,19 +297,7 @@ def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
                 continue
             found += 1
             with torch.device("meta"):
-                flags = own_mechanism.flags_of(dict(config=run["spec"]["model"]), path)
-                model = GPT(GPTConfig(**checkpoint.as_it_was(flags)))
+                model = GPT(GPTConfig(**run["spec"]["model"]))
             assert model.transformer.h[1].attn.head_size == size
             assert (model.num_params(), model.flops_per_token()) == (run["params"], run["flops_per_token"])
     assert found
-
-
-def test_a_run_on_file_is_reused_for_the_size_that_it_had():
-    def key(without=(), **more):
-        model = {name: value for name, value in asdict(config_of((64, 4, 3), **more)).items()
-                 if name not in without}
-        return runs.key_of(dict(model=model, train=dict(adamw_lr=0.1), code="x"))
-
-    older = ["constraint_round"]
-    assert key(older) == key(constraint_round=8) != key()
-    assert key(older, constraint_variant="A") == key(constraint_variant="A")

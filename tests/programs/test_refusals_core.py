@@ -365,8 +365,6 @@ COMMANDS = [
         ("--ckpt=broken.pt", "broken.pt"), ("--ckpt=list.pt", "list.pt"),
         ("--ckpt=nan.pt", "nan.pt: transformer.wte.weight holds NaN or infinities"),
         ("--ckpt=large.pt", "large.pt gives nan nats"),
-        ("--text --ckpt a", "python -m lab.probe text --ckpt"),
-        ("--ckpt=a --audit --text=x", "python -m lab.probe look --ckpt"),
         ("--baseline_checkpoint", ": --baseline_checkpoint needs a value"),
         ("--ckpt=bytes.pt --set=state.0.1=withdrawn", "state.0.1=withdrawn: the model has no head states")),
     *under("evaluate.py --ckpt=switched.pt --set",  # what cannot be changed after training

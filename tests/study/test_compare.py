@@ -745,11 +745,11 @@ def on_file(found, name="x"):
 
 
 def of_other_code(found, **change):
-    """The same results as other code, or another torch, would have left them; None: an older trial.json."""
+    """The same results as other code, or another torch, would have left them; None: it is not known."""
     found = json.loads(json.dumps(found))
     names = {}
     for name, run in list(found["runs"].items()):
-        run["spec"] = {key: value for key, value in {**run["spec"], **change}.items() if value is not None}
+        run["spec"] = {**run["spec"], **change}
         names[name] = trial.folder_of(run["spec"]).name
         found["runs"][names[name]] = found["runs"].pop(name)
     for arm in found["arms"].values():
@@ -911,40 +911,6 @@ def test_other_bytes_in_meta_json_are_another_text(copied, plain, here):
     here.started = []
     study_of(plain).run(here)
     assert here.started == []
-
-
-def of_before(found, **change):
-    """The same results as they were written when no run said what it read of meta.json."""
-    text = {key: value for key, value in next(iter(found["runs"].values()))["spec"]["data"].items()
-            if key != "meta"}
-    return of_other_code(found, data=text, **change)
-
-
-@pytest.mark.parametrize("meta, taken", [({}, True), (dict(note="other", chars=5), True),
-                                         (dict(bytes=1001), False)])
-def test_runs_on_file_from_before_are_taken_where_they_scored_todays_bytes(
-        copied, plain, here, meta, taken):
-    study = study_of(plain)
-    study.run(here)
-    path = on_file(of_before(results.collect(study, "test")))
-    assert "all of them the same" in results.recheck(path)
-    put_meta(copied, **meta)
-    here.started = []
-    again = study_of(plain, reuse=[path])
-    again.run(here)
-    assert len(here.started) == (0 if taken else 4)
-    assert sum(row["runs"] for row in again.runs.reused()) == (4 if taken else 0)
-
-
-def test_runs_of_a_part_from_before_are_taken_where_they_scored_its_bytes(copied, plain, here):
-    """Its bytes are those of its own text, whatever meta.json says of the whole split."""
-    study = study_of(plain, test_tokens=160)
-    study.run(here)
-    path = on_file(of_before(results.collect(study, "test")))
-    put_meta(copied, bytes=1001)
-    again = study_of(plain, test_tokens=160, reuse=[path])
-    again.run(None)
-    assert sum(row["runs"] for row in again.runs.reused()) == 4
 
 
 def test_runs_that_read_another_meta_json_are_not_taken(copied, plain, here):
@@ -1148,7 +1114,7 @@ def test_one_run_in_ten_is_drawn_or_as_many_as_are_asked_for(keys, done, n):
 
 def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, here):
     study, found = finished
-    path = on_file({**found, "rescored": None})  # as one from before there was this
+    path = on_file({**found, "rescored": None})  # where it is not known
     assert findings.rescored_sentence(results.read(path)) is None
     assert findings.verdicts(results.read(path))["rescored"] is None
     taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
@@ -1591,7 +1557,7 @@ def test_a_study_says_which_runs_it_leaves_out_and_how_it_was_judged_before(plai
 
 
 def test_what_a_study_was_judged_by_stays_with_its_results(plain, here, monkeypatch):
-    """Also where out/trials is gone, and where the file is from before such records were kept."""
+    """Also where out/trials is gone, and where the file does not say what else judged."""
     study = small_study(plain, here, monkeypatch)
     study("1,2", "--out_dir=out/a")
     study("1,2,3", "--out_dir=out/a")
@@ -1601,7 +1567,7 @@ def test_what_a_study_was_judged_by_stays_with_its_results(plain, here, monkeypa
     assert sorted(seen(chosen), key=str) == [three, two]
     assert chosen["left_out"] == [dict(variant="plain", seeds=[1]), dict(variant="sink", seeds=[1])]
     before = results.read("out/a/results.json.gz")
-    results.write({key: value for key, value in before.items() if key not in ("looks", "left_out")}, "out/a")
+    results.write({**before, "looks": None, "left_out": None}, "out/a")
     shutil.rmtree("out/trials")
     assert seen(study("5,6", "--out_dir=out/a")) == [dict(plain=[2, 3], sink=[2, 3])]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from nanoheads.common import ROOT
+from nanoheads.common import ROOT, UserError
 from lab.study import effects, results, stats
 from lab.study.effects import at_equal_cost, parts_of, plain_at, worth
 
@@ -253,25 +253,27 @@ def verdicts(found):
     return [(row["variant"], row["baseline"], row["verdict"]) for row in found["comparisons"]]
 
 
-def test_a_file_of_an_earlier_procedure_is_computed_anew(tmp_path):
+def test_a_file_of_an_older_version_is_refused_in_a_line_that_names_the_commit(tmp_path):
+    path = tmp_path / "old.json"
+    line = f"{path} is of an older version of this program; commit 7a2abeb is the last one that reads it"
+
+    def refusal(found):
+        path.write_text(json.dumps(found))
+        with pytest.raises(UserError) as e:
+            results.read(path)
+        return str(e.value)
+
     found = json.loads(gzip.decompress((ROOT / "results/demo.json.gz").read_bytes()))
     old = {key: value for key, value in found.items() if key != "procedure"}
+    assert refusal(old) == refusal(dict(name="x", command="", sizes={"0.1M": found, "1M": old})) == line
+    together = json.loads(gzip.decompress((ROOT / "results/all-tiny.json.gz").read_bytes()))
+    del together["together"]["procedure"]
+    assert refusal(together) == line
+    run, *_ = json.loads(json.dumps(found))["runs"].values()
+    del run["spec"]["libraries"]
+    assert refusal({**found, "runs": {**found["runs"], "x": run}}) == line
     old["comparisons"] = [{**row, "verdict": "leaning"} for row in old["comparisons"]]
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    ladder = dict(name="x", command="", sizes={"0.1M": old}, ladder={}, held_out="0.1M")
-    (tmp_path / "ladder.json").write_text(json.dumps(ladder))
-    again = results.read(tmp_path / "old.json")
-    assert verdicts(again) == verdicts(effects.figures(again)) and again["procedure"] == effects.PROCEDURE
-    # until 2026-11-26 the same procedure called identical scores the same, and counted them
-    path = ROOT / "results" / "controls-tiny.json.gz"
-    found = json.loads(gzip.decompress(path.read_bytes()))
-    row = next(row for row in found["comparisons"] if row["verdict"] == "identical")
-    row.update(verdict="same", p=1.0, p_corrected=1.0, p_same=0.0)
-    (tmp_path / "same.json").write_text(json.dumps(found))
-    assert results.read(tmp_path / "same.json") == results.read(path)
-    several = results.read(tmp_path / "ladder.json")
-    assert several["sizes"]["0.1M"] == again and not {"ladder", "held_out"} & several.keys()
-    # control: one of today's procedure is shown as it is, and --recheck names what is not as computed
+    # one of today's procedure is shown as it is, and --recheck names what is not as computed
     old["procedure"] = effects.PROCEDURE
     (tmp_path / "new.json").write_text(json.dumps(old))
     assert {row[2] for row in verdicts(results.read(tmp_path / "new.json"))} == {"leaning"}

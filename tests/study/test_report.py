@@ -49,7 +49,8 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
 
         def curve(b):
             return dict(tokens=tokens, seconds=[round(t / 7000 * (1 + i / 40), 2) for t in tokens],
-                        bpb=[round(b + 5.7 * math.exp(-4 * t / evals), 6) for t in range(evals)])
+                        bpb=[round(b + 5.7 * math.exp(-4 * t / evals), 6) for t in range(evals)],
+                        train=[None] * evals)
 
         flags = {"variant": {"routing": "published", "routing_top_k": i}, "baseline": {"n_embd": 128 + 8 * i},
                  "budget": {"max_iters": 150 * budgets.get(name, 1)}, "plain": {}}[kind]
@@ -138,7 +139,7 @@ def poisoned(found):
     bad = "<script>alert('x')</script><img src=http://evil.example/a.png>| `a` **b**\n & \x00\x1b[31m "
     bad += "\ud800 " + "w" * 300
     found.update(question=bad, name=bad.replace("\ud800", ""), command=bad, commit=bad)
-    found["failures"] = [dict(arm="plain", seed=1, why=bad, log=bad)]
+    found["failures"] = [dict(arm="plain", seed=1, stage="judge", why=bad, log=bad)]
     found["data"].update(note=bad, name=bad)
     found["machine"]["processor"] = bad
     for entry in found["arms"].values():
@@ -380,8 +381,8 @@ def test_better_only_than_a_smaller_baseline_is_told():
     assert headline(found).endswith("ACAG, a gate for each element is not shown to be better at equal "
                                     "parameters.")
     alone = make_found(1)
-    next(c for c in alone["comparisons"] if c["equal"] == ["tuned rates"])["verdict"] = "undecided"
-    assert headline(alone).endswith("bits/byte; not shown to be better at equal tuned rates.")
+    next(c for c in alone["comparisons"] if c["equal"] == ["parameters"])["verdict"] = "undecided"
+    assert headline(alone).endswith("bits/byte; not shown to be better at equal parameters.")
     label = headline(alone).partition(":")[0]
     for name in ("of one", label):
         first = report.in_text({**alone, "name": name}).replace("\n", " ")
@@ -563,7 +564,8 @@ def test_verdicts_of_an_unfinished_study_are_marked_wherever_they_stand():
     assert [text.get_text() for text in legend.get_texts()] == ["interim: better"]
     assert headline({**make_found(5), "planned": 10**4}).startswith("Interim: 2 of 5 variants were shown")
     # what failed is not to come, unless it is tried again
-    found["failures"] = [dict(arm="plain", seed=9 + i, why="killed", log=str(i)) for i in range(4)]
+    found["failures"] = [dict(arm="plain", seed=9 + i, stage="judge", why="killed", log=str(i))
+                         for i in range(4)]
     assert findings.verdicts(found)["finished"]
 
 
@@ -612,7 +614,8 @@ def test_what_p_does_not_know_of_is_said_of_each_text():
 
 def test_failures_edges_and_changed_code_are_reported():
     found = make_found(3)
-    found["failures"] = [dict(arm="routing_1", seed=4, why="loss is nan in step 73", log="out/0f/trial.log")]
+    found["failures"] = [dict(arm="routing_1", seed=4, stage="judge", why="loss is nan in step 73",
+                              log="out/0f/trial.log")]
     found["commit"] = "55b4914-dirty"
     text = Page(html_of(found)).text
     for words in ("1 failed run is missing", "loss is nan in step 73", "out/0f/trial.log", "in no commit",
@@ -625,7 +628,8 @@ def test_variant_whose_runs_all_failed_is_listed_as_failed():
     for c in found["comparisons"]:
         if c["variant"] == "routing_1":
             c.update(dict.fromkeys(("mean", "low", "high", "p_corrected")), differences=[])
-    found["failures"] = [dict(arm="routing_1", seed=s, why="out of memory", log="x") for s in found["seeds"]]
+    found["failures"] = [dict(arm="routing_1", seed=s, stage="judge", why="out of memory", log="x")
+                         for s in found["seeds"]]
     assert re.search(r"^routing_1 +failed ", report.in_text(found), re.M)
     row = rows_in(tables.TABLES["verdicts"](found))[-1]
     assert row["variant"] == "routing_1" and row["verdict"] == "failed"
@@ -805,8 +809,6 @@ def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
 
 def test_a_study_at_best_rates_says_so():
     found, words = {**make_found(2), "candidates": {"plain": []}}, "have their own best rates"
-    assert not findings.at_own_rates(found)  # judged again at tuned rates, as files before 2026-11-23
-    found["pairs"] = [pair for pair in found["pairs"] if "tuned rates" not in pair[2]]
     assert findings.at_own_rates(found) and any(words in line for line in findings.notices(found))
     assert not any(words in line for line in findings.notices({**found, "candidates": {}}))
     assert findings.equal_of(found, dict(equal=[])) == "hyperparameters, rates aside"

@@ -677,7 +677,7 @@ def test_a_trial_on_a_shared_gpu_allocates_its_part_of_the_memory(monkeypatch):
 
 @pytest.mark.parametrize("at_once, words", [
     ("1", "trial: out of memory; lower batch_size"),
-    ("4", "trial: out of memory with 4 trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, lower")])
+    ("4", "trial: out of memory; lower jobs_per_gpu, or jobs, of which 4 share this GPU; or lower batch")])
 def test_memory_that_runs_out_on_a_shared_gpu_has_a_second_reason(at_once, words, spec, monkeypatch):
     def runs_out(folder, train):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

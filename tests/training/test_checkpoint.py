@@ -257,15 +257,6 @@ def test_flags_that_a_checkpoint_does_not_know_take_their_defaults(state):
     assert checkpoint.build(state, "x").config == GPTConfig(**TINY)
 
 
-def test_a_default_that_was_another_one_is_read(state):
-    """unet_init was 0.5 also where there were no skips."""
-    state["config"]["unet_init"] = 0.5
-    config = checkpoint.config_of(state, "x.pt")
-    assert config.unet_init is None and checkpoint.build(state, "x.pt").config == config
-    state["config"]["unet_init"] = 0.7
-    assert "unet_init=0.7" in line(checkpoint.build, state, "x.pt")
-
-
 def test_a_checkpoint_of_a_newer_version_is_one_line(state):
     state["config"]["flux"] = 3
     said = line(checkpoint.build, state, "x.pt")
@@ -367,6 +358,14 @@ print(faults()); pick_device("cpu"); print(faults())
     before, after = map(int, subprocess.run([sys.executable, "-c", program], cwd=common.ROOT, check=True,
                                             capture_output=True, text=True).stdout.split())
     assert after < before / 4
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_a_line_that_names_the_commit(state):
+    state["config"]["routing_capacity"] = 0.0
+    with pytest.raises(UserError) as e:
+        checkpoint.build(state, "old.pt")
+    assert str(e.value) == ("old.pt is of an older version of this program; commit 7a2abeb is the last one "
+                            "that reads it")
 
 
 def test_flags_younger_than_a_checkpoint_are_off(tmp_path):
