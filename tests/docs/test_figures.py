@@ -50,6 +50,7 @@ def known():
     return {*figures_on_file()}
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_pages_are_those_of_the_results():
     texts = {str(page): page.read_text(encoding="utf-8") for page in PAGES}
     for name, text in texts.items():
@@ -57,6 +58,7 @@ def test_the_tables_of_the_pages_are_those_of_the_results():
     assert sum(len(tables.MARK.findall(text)) for text in texts.values()) >= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_differences_on_a_page_are_those_of_the_results(page, known):
     text = page.read_text(encoding="utf-8").replace("−", "-").replace("\\[", "[").replace("\\]", "]")
@@ -72,6 +74,7 @@ def both():
     return effects.pooled(results.read(RESULTS / "all-tiny.json.gz"))
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_front_page_is_drawn_from_the_results(both, tmp_path):
     """As pixels: another version of matplotlib may write other bytes, and move a letter a little."""
     for name, file in tables.PICTURES.items():
@@ -94,6 +97,7 @@ def differences_of(found):
     return by
 
 
+@pytest.mark.slow
 def test_the_sentences_of_the_front_page_have_the_figures_of_the_results(both):
     by, rows = differences_of(both), {c["variant"]: c for c in findings.against_plain(both)}
     words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
@@ -115,6 +119,7 @@ def test_the_sentences_of_the_front_page_have_the_figures_of_the_results(both):
     assert (equal["constraint_a"], equal["diff"], equal["short_conv"]) == ("undecided", "same", "better")
 
 
+@pytest.mark.slow
 def test_the_seeds_and_scores_of_the_plain_gpt_are_those_of_the_results():
     words = " ".join((ROOT / "docs/results/mechanisms.md").read_text(encoding="utf-8").split())
     texts = results.read(RESULTS / "all-tiny.json.gz")["texts"]

@@ -83,18 +83,6 @@ def test_what_reads_others_weights_is_imported_where_it_is_asked_for():
     assert done.stdout == "[]\n", done.stderr
 
 
-# ---- tests that `make test` leaves out ----
-
-def test_every_slow_test_is_there():
-    gone = []
-    for line in (ROOT / "tests/slow.txt").read_text().splitlines():
-        file, name = line.split("::")
-        path = next(ROOT.glob(f"tests/*/{file}"), None)
-        if path is None or f"def {name}(" not in path.read_text(encoding="utf-8"):
-            gone.append(line)
-    assert gone == []
-
-
 # ---- the map in README.md ----
 
 BESIDE_MODEL = {"own_mechanism", "own_files"}  # files of nanoheads/ that know the model

@@ -92,6 +92,7 @@ def slow_metrics(model, x, y):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [{}, dict(n_head=1), dict(n_head=64), dict(n_layer=1, n_head=8)])
 @pytest.mark.parametrize("ids", [None, "some"])
 def test_metrics_are_those_of_a_head_at_a_time(size, ids):
@@ -168,6 +169,7 @@ def slow_piece_metrics(model, x, y):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, dict(parallel=True), dict(sentinel="sigmoid", n_layer=2)], ids=str)
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_metrics_of_mlps_and_blocks_are_those_of_one_at_a_time(scope, flags):
@@ -178,6 +180,7 @@ def test_metrics_of_mlps_and_blocks_are_those_of_one_at_a_time(scope, flags):
     assert len(set(want["importance"])) == 3 and min(want["importance"]) > 1e-6
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_block_that_a_slip_would_give_are_others():
     """Negative controls: without the attention's part, without the factor, of the whole batch at once."""
     model = scoped("block")
@@ -208,6 +211,7 @@ def test_a_withdrawn_block_is_measured_as_nothing_and_what_is_not_finite_raises(
 
 # ---- metrics of every mechanism ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MECHANISMS, "all_on"])
 @pytest.mark.parametrize("ids", [None, [[0, 2, 3], [], [1]]])
 def test_every_mechanism_is_measured_and_its_gate_is_what_multiplies(name, ids):
@@ -290,6 +294,7 @@ def test_a_closed_head_sends_nothing_and_comes_back():
 
 # ---- inserting ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
 def test_inserted_heads_leave_the_logits_alone_and_learn(name):
     flags = {"plain": {}, "all_on": ALL_ON}.get(name) or MECHANISMS.get(name, {})

@@ -108,6 +108,7 @@ def agree(got, want):
                                              for key in want)  # logits of the language model are float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("n", [1, 5, T, 2 * T, 2 * T + 3])
 def test_a_line_says_what_one_token_at_a_time_says(make, flags, n):
@@ -124,6 +125,7 @@ def shifted(values):
     return [*values[1:], values[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["logits", "probabilities", "head_logits", "gates", "maps", "nats",
                                    "names"])
 def test_the_oracle_catches_a_shifted_line(make, wrong):
@@ -169,6 +171,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     assert all(sum(row) == pytest.approx(1, abs=1e-4) for row in maps)
 
 
+@pytest.mark.slow
 def test_json_has_the_mean_of_each_series_and_the_page(make, tmp_path, capsys):
     paths, raw = [make(), make(name="b.pt", sentinel="sigmoid")], random_text(2 * T + 5)
     (tmp_path / "t.txt").write_bytes(raw)
@@ -203,6 +206,7 @@ def test_json_of_one_token_has_no_mean_of_what_no_token_has(make, tmp_path, caps
     assert found["tokens"] == 1 and found["runs"][0]["means"]["nats"] is None
 
 
+@pytest.mark.slow
 def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
     """On the page, in the terminal, and under a sample; once a label has moved a score, nowhere."""
     (tmp_path / "t.txt").write_bytes(random_text(T))
@@ -217,6 +221,7 @@ def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
             assert ((tmp_path / name).read_text().count(look.UNTRAINED) == 1) != trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, T])
 def test_the_top_tokens_are_those_of_explain(make, n):
     model, tokenizer = model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
@@ -297,6 +302,7 @@ def same(rows, want):
     return np.allclose(np.array(rows, float), want, rtol=0, atol=2e-6, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MECHANISMS, "plain"])
 def test_series_are_the_traces_of_every_mechanism(name):
     """Also where a text has as many tokens as a layer has heads, or one."""
@@ -519,6 +525,7 @@ def test_a_sample_of_any_model_is_seen(make, tmp_path, capsys):
     assert line["explain"] == [] and line["blocks"] == {} and "a2c.value" in page
 
 
+@pytest.mark.slow
 def test_of_a_long_sample_the_last_block_is_audited(make, tmp_path, capsys):
     out = tmp_path / "s.jsonl"
     sample.main(["--ckpt", make(), "--start", "abcdefghij", "--max_new_tokens", "30", "--audit", str(out)])
@@ -531,6 +538,7 @@ def test_of_a_long_sample_the_last_block_is_audited(make, tmp_path, capsys):
     assert capsys.readouterr().out.count("fair (block 0)") == 2
 
 
+@pytest.mark.slow
 def test_what_was_set_counts_and_is_said(make, tmp_path):
     path, out = make(constraint_names=NAMES, n_layer=3), tmp_path / "o.jsonl"
     (tmp_path / "t.txt").write_text("some text")
@@ -574,6 +582,7 @@ def files(tmp_path, monkeypatch, make):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, line", [
     (["--text", "nowhere.txt"], "--text: nowhere.txt cannot be read: No such file"),
     (["--text", "."], "--text: . cannot be read: Is a directory"),
@@ -601,6 +610,7 @@ def test_bad_input_is_one_clear_line(files, refusal, args, line):
     assert set(files.iterdir()) == before  # nothing is left behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, line", [
     (["--ckpt", "a.pt", "--text", "nowhere.txt"], "probe.py look: --text: nowhere.txt cannot be read"),
     (["--ckpt", "a.pt", "--start", "Z"], "probe.py look: --start, for a.pt: 'Z' (U+005A) at position 0"),
@@ -612,6 +622,7 @@ def test_the_program_refuses_in_one_line(files, args, line):
     assert e.value.code.startswith(line) and "\n" not in e.value.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, line", [
     (["--ckpt", "a.pt", "--ckpt", "a.pt"], "sample: --audit takes one checkpoint"),
     (["--ckpt", "a.pt", "--audit", "no/such/s.jsonl"], "sample: --audit: cannot write into"),
@@ -735,6 +746,7 @@ def test_the_page_says_what_the_lines_say(make, tmp_path):
     assert about["blocks.2.entropy"]["heads"] == ["0", "1", "2 fair", "3 fair", "4 clear", "5 clear"]
 
 
+@pytest.mark.slow
 def test_a_long_text_has_its_beginning_on_the_page(make, tmp_path, monkeypatch):
     monkeypatch.setattr(look, "PAGE_TOKENS", 40)
     page = write_page(make(), b"x" * 100, tmp_path)

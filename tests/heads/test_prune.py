@@ -135,6 +135,7 @@ def test_importance_is_the_slope_of_the_loss_by_the_gate():
     assert order_of("importance", model, B=4) == ascending(gate_slopes(model, x, y), 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", [0, 1, 2])
 def test_rescored_importance_is_that_of_the_model_without_what_went(floor):
     model, order, n = alive(seed=2), [], 12 - 3 * max(1, floor)
@@ -154,6 +155,7 @@ def test_random_is_a_draw_by_the_seed():
     assert order_of("random", model) != order_of("random", model, seed=4)
 
 
+@pytest.mark.slow
 def test_importance_beats_its_reverse(run, data, monkeypatch):
     """The control: the same heads in the other order must cost more."""
     model = model_of(run)
@@ -168,6 +170,7 @@ def test_importance_beats_its_reverse(run, data, monkeypatch):
 
 # ---- what goes ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score, rescored", [("random", False), ("entropy", False), ("importance", False),
                                              ("importance", True)])
 @pytest.mark.parametrize("floor", [1, 3])
@@ -188,6 +191,7 @@ def test_without_a_floor_a_layer_can_be_emptied():
     assert len(order_of("importance", smaller, 3, 1)) == 3  # and it can be pruned further
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
     model, (x, _) = alive(**flags), text()
@@ -203,6 +207,7 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
             assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score, rescored", [("random", False), ("entropy", False), ("importance", False),
                                              ("importance", True)])
 def test_heads_that_share_keys_go_together(score, rescored):
@@ -223,6 +228,7 @@ def test_heads_that_share_keys_go_together(score, rescored):
         without_heads(model, order[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"unet"}))
 def test_a_model_without_a_block_passes_the_stream_by_it(name):
     flags = {k: v for k, v in MODELS[name].items() if not k.startswith("unet")}
@@ -244,6 +250,7 @@ def test_a_model_without_a_block_passes_the_stream_by_it(name):
         assert attentions(smaller)[-1].head_ids == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_blocks_are_those_that_cost_least_at_no_more_flops():
     model, (x, y) = alive(n_layer=5), text()
     one = model.flops_per_token() - without_blocks(model, [0]).flops_per_token()
@@ -273,6 +280,7 @@ def test_memory_is_weights_and_cache():
 
 # ---- the program ----
 
+@pytest.mark.slow
 def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
     found = prune_json(["--ckpt", run, "--to", "0.5", "--by", "importance_rescored", "--out_dir",
                         tmp_path / "half", "--tokens", "0", "--rounds", "1"], tmp_path)
@@ -289,6 +297,7 @@ def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
     assert row["bpb"] > row["bpb_before"]
 
 
+@pytest.mark.slow
 def test_what_was_pruned_can_be_pruned_again(run, tmp_path):
     prune_json(["--ckpt", run, "--to", "0.5", "--by", "importance", "--out_dir", tmp_path / "half"], tmp_path)
     found = prune_json(["--ckpt", tmp_path / "half", "--to", "0.5", "--by", "importance", "--out_dir",
@@ -300,6 +309,7 @@ def test_what_was_pruned_can_be_pruned_again(run, tmp_path):
         {(0, *second[0]), (1, *second[1]), *map(tuple, row["gone"])}
 
 
+@pytest.mark.slow
 def test_recovery_goes_on_from_the_pruned_weights(run, tmp_path, rows):
     out = tmp_path / "out"
     found = prune_json(["--ckpt", run, "--to", "0.5", "--by", "random", "--out_dir", out, "--recover", "20",
@@ -318,6 +328,7 @@ def test_recovery_goes_on_from_the_pruned_weights(run, tmp_path, rows):
         assert math.isclose(step["adamw_lr"], 0.3 * lr * (20 - at) / 20, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_recovery_moves_no_heads(run, tmp_path):
     """Whatever changed heads during the run: only what was pruned is gone afterwards."""
     state = checkpoint.read(run)
@@ -331,6 +342,7 @@ def test_recovery_moves_no_heads(run, tmp_path):
     assert not (out / "heads.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
     """What train.py refuses, prune.py says in its own line."""
     state = checkpoint.read(run)
@@ -341,6 +353,7 @@ def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
     assert message.startswith("prune: --recover: ") and "labels='weak'" in message
 
 
+@pytest.mark.slow
 def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):
     found = prune_json(["--ckpt", run, "--ckpt", run / "best.pt", "--to", "0.5", "0.75", "--by", "random",
                         "entropy", "--out_dir", tmp_path / "out", "--rounds", "0"], tmp_path)
@@ -370,6 +383,7 @@ def test_the_picture_shows_means_and_names_every_criterion():
     assert len(draw_curves([dict(row, bpb_recovered=2.0) for row in rows]).axes) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(1.0, 0.5), (0.9, 0.1), (0.75, 0.5, 0.25), (0.9, 0.85, 0.8)], ids=str)
 def test_every_point_and_every_name_of_the_picture_is_seen(shares):
     """Points lie within the axes, names beside them and apart from one another, no line to any of them."""
@@ -386,12 +400,14 @@ def test_every_point_and_every_name_of_the_picture_is_seen(shares):
     assert all(a.y1 <= b.y0 + 1 for a, b in zip(boxes, boxes[1:]))
 
 
+@pytest.mark.slow
 def test_all_leaves_out_what_a_checkpoint_has_not(run, tmp_path):
     found = prune_json(["--ckpt", run, "--to", "0.25", "--by", "all", "--rounds", "0"], tmp_path)
     assert [row["by"] for row in found["rows"]] == [by for by in CRITERIA if by not in ("gate", "blocks")]
     assert not (tmp_path / "pruning.png").exists()  # one share is no curve
 
 
+@pytest.mark.slow
 def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
     deep = saved(tmp_path / "deep.pt", alive(n_layer=8), data)
     found = prune_json(["--ckpt", deep, "--to", "0.25", "--by", "blocks", "importance", "--out_dir",
@@ -441,6 +457,7 @@ def test_blocks_that_flags_name_by_number_are_not_removed(flags):
 
 # ---- what is refused, each in one line ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv, words", [
     (["--by", "importanse"], "importance?"),
     (["--by", "charm"], "random, gate"),
@@ -494,6 +511,7 @@ def test_bad_checkpoints_are_refused(bad_checkpoint, refusal):
     assert words in refusal(["--ckpt", path, "--to", "0.5", "--by", "random"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["value_residual", "value_embedding", "stream_scalars", "diff_v1", "mudd",
                                   "depth_attention"])
 def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):

@@ -84,6 +84,7 @@ def apart(model, other, ids=IDS):
 
 # ---- in ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_folder_read_says_what_the_original_says(name, tmp_path):
     there = original(*ORIGINALS[name])
@@ -96,6 +97,7 @@ def test_a_folder_read_says_what_the_original_says(name, tmp_path):
     assert torch.equal(here.generate(prompt, 12, temperature=0), want)  # through our cache and theirs
 
 
+@pytest.mark.slow
 def test_what_makes_the_families_differ_is_seen(tmp_path):
     """Negative controls: without each of these flags the logits are others."""
     for name, changed in (("gpt_neo", dict(window_layers=[0, 2])), ("gpt_neo", dict(window=6)),
@@ -127,6 +129,7 @@ def test_sharded_weights_are_read_and_a_missing_file_is_named(tmp_path):
     refused(tmp_path, files[1].name)
 
 
+@pytest.mark.slow
 def test_half_precision_and_older_files_are_read(tmp_path):
     half = original(*ORIGINALS["llama"]).bfloat16()
     half.save_pretrained(tmp_path)
@@ -168,6 +171,7 @@ def gpt2_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, words", [
     ("no config", ["config.json"]),
     ("no weights", ["model.safetensors"]),
@@ -242,6 +246,7 @@ def test_a_file_that_may_not_be_read_says_so(name, gpt2_folder, unreadable, tmp_
     refused(folder, f"{folder / name} cannot be read: Permission denied")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, fields, words", [
     ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), ["'yarn'", "llama3"]),
     ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["low_freq_factor"]),
@@ -282,6 +287,7 @@ def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
         refused(path, "no checkpoint")
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_read_from_what_was_downloaded(gpt2_folder, monkeypatch, tmp_path):
     """As from a folder; a folder of that name, where there is one, comes first."""
     asked = []
@@ -296,6 +302,7 @@ def test_a_name_of_the_hub_is_read_from_what_was_downloaded(gpt2_folder, monkeyp
 
 # ---- from there to a run ----
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data):
     there = original("GPTNeo", dict(NEO, vocab_size=256))
     there.save_pretrained(tmp_path / "neo")
@@ -367,6 +374,7 @@ def same_everywhere(model, there):
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WRITTEN, *MECHANISMS])
 def test_transformers_says_what_we_say(name, tmp_path):
     flags = WRITTEN.get(name) or dict(MECHANISMS[name], recipe="modern")
@@ -407,6 +415,7 @@ def test_the_code_of_a_folder_names_every_file_for_version_4(tmp_path):
     assert {*named, "modeling_nanoheads"} == {path.stem for path in (tmp_path / "out").glob("*.py")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", ["agency", "key_offset", "roles", "window_global_random"])
 def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeypatch):
@@ -421,6 +430,7 @@ def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeyp
     assert apart(model, there) < 1e-6
 
 
+@pytest.mark.slow
 def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     model = awake(GPT(GPTConfig(**SIZES)))
     said, there = written(model, tmp_path / "own", family="nanoheads")
@@ -437,6 +447,7 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_late_skips_are_written_once_they_have_risen(tmp_path):
     model = awake(GPT(GPTConfig(**SIZES, unet="concat", unet_from=5, unet_ramp=4)))
     model.at_step(6)
@@ -448,6 +459,7 @@ def test_late_skips_are_written_once_they_have_risen(tmp_path):
     assert apart(there, model) < 1e-6 and apart(ours(tmp_path / "out"), model) < 1e-6
 
 
+@pytest.mark.slow
 def test_as_a_model_of_transformers(tmp_path):
     """Left padding, labels, beams, save_pretrained and back, another dtype: as everywhere there."""
     flags = dict(MECHANISMS["constraint_a"], **MECHANISMS["key_offset"], acag="headwise", recipe="modern")
@@ -495,6 +507,7 @@ def test_as_a_model_of_transformers(tmp_path):
     assert half.dtype == torch.bfloat16 and apart(half.eval(), model) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
     """As other programs score texts of several lengths; without the mask, padding on the left is seen."""
@@ -546,6 +559,7 @@ def test_every_import_of_an_own_mechanism_leads_into_its_folder(line, stands, mi
     assert "from . import" in code and not hf.imports_of_ours(code) and model_py is sys.modules["model"]
 
 
+@pytest.mark.slow
 def test_the_folder_needs_nothing_of_this_repository(tmp_path):
     model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
     hf.export(model, None, tmp_path / "out")
@@ -563,6 +577,7 @@ def test_the_folder_needs_nothing_of_this_repository(tmp_path):
 TEXT = "Hello  world,\n\n it's naïve — 12345 ok \U0001f600\t\n  end "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
 def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
     monkeypatch.setattr(hf, "HOME", tmp_path)
@@ -589,6 +604,7 @@ def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
         assert Tokenizer.from_meta(meta).encode(TEXT).tolist() == want.tolist()
 
 
+@pytest.mark.slow
 def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypatch, gpt2_files):
     """So that a GPT-2 folder alone is enough: no network, no other copy of the byte pairs."""
     merges, encoder = (gpt2_files / file.names[0] for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
@@ -610,6 +626,7 @@ def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypat
 
 # ---- the program ----
 
+@pytest.mark.slow
 def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
     train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={bytes_data}",
                 f"--out_dir={tmp_path / 'run'}", "--sentinel=sigmoid"])
@@ -701,6 +718,7 @@ def desk(tmp_path_factory):
     return desk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["sh", "python"])
 def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     """In the order of the page, the Python parts after the commands whose files they read."""
@@ -820,6 +838,7 @@ def test_tokens_of_sentencepiece_spell_the_texts_bytes(prepends, tmp_path):
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["256", [256], {"a": 1}, None, -1, 0, 1.5, True, 10**400, [[]]])
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_a_vocab_size_that_is_no_number_is_one_line(size, tokenizer, gpt2_folder, tmp_path):
@@ -837,6 +856,7 @@ FILES = ("config.json", "tokenizer.json", "vocab.json")
 
 
 # an empty tokenizer.json counts as none
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", [(name, text) for name in FILES for text in NO_JSON
                                         if text or name != "tokenizer.json"])
 def test_json_that_is_too_deep_or_none_is_one_line(name, text, gpt2_folder, tmp_path):
@@ -858,6 +878,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_line_or_none(name, gpt2_folder, tm
         assert name in ("tokenizer.json", "vocab.json")  # a folder of that name is no tokenizer file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [dict(a="x"), dict(a=-1), dict(a=1e300), dict(a=None), dict(a=[0]), 3, {}])
 def test_ids_that_are_no_numbers_are_a_damaged_tokenizer(vocab, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")

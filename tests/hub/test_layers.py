@@ -71,6 +71,7 @@ def additive(masks):
             for name, mask in masks.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("make, causal", [(acag, True), (acag, False), (a2c, True), (a2c, False),
                                           (constraint, True)])
@@ -229,6 +230,7 @@ def test_the_critics_scalars_have_a_gradient():
     assert layer.attn.a2c.critic.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_the_block_of_the_write_up_trains_on_its_labels():
     torch.manual_seed(0)
     block, x = TransformerBlockWithConstraint(C, H, names=["a", "b"], max_len=16), normal(4, T, C).float()

@@ -72,6 +72,7 @@ def scores_agree(name, hinted=False):
     oracle.equals_the_oracle(model, idx, hint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hinted", [False, True], ids=["", "hint"])
 @pytest.mark.parametrize("name", GATED)
 def test_gates_and_scores_equal_the_oracle(name, hinted):
@@ -126,6 +127,7 @@ def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
 BAND = torch.ones(9, 9).tril().triu(-2).bool()[None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, BAND, torch.eye(9).bool()[None, None]],
                          ids=["causal", "window", "oneself"])
 @pytest.mark.parametrize("gate", [1.0, 0.3, 1e-8])
@@ -151,6 +153,7 @@ def test_one_key_has_no_entropy_and_its_own_value(T):
         assert all(g.isfinite().all() for g in oracle.gradients([y, lse, entropy, log_p2, spread], fast))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [4.0, 9.0, 20.0])
 @pytest.mark.parametrize("gate", [1.0, 1e-2, 1e-8])
 @pytest.mark.parametrize("dtype, tol, slack", [(torch.float32, 2e-5, 1e-5), (torch.bfloat16, 0.1, 0.03)])
@@ -163,6 +166,7 @@ def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, g
         assert (a.double() - b).norm() < slack * b.norm()
 
 
+@pytest.mark.slow
 def test_gated_scores_store_no_t_by_t(monkeypatch):
     T = 512
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**16)
@@ -201,6 +205,7 @@ def gated_rows_agree(flags, T):
             oracle.close(out.traces[f"blocks.{layer}.{name}"].double(), want[name], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 2, 7, 16])
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", READERS)
@@ -213,6 +218,7 @@ def ungated_statistics(q, k, v, *, score_mod, **how):
     return attend(q, k, v, score_mod=score_mod, **how)[0], attend(q, k, v, **how)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["acag", "published", "sink", "acag+sink", "a2c", "window"])
 def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
     """A control. With a2c alone nothing but the traces reads them."""
@@ -238,6 +244,7 @@ ROUTED = {"first": dict(constraint_router_input="first"), "score": dict(constrai
           "skip first": dict(constraint_skip=0.5, constraint_router_input="first")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTED)
 def test_cached_padded_and_cut_short_it_says_the_same(name):
     """A token at a time with a cache, rows of other lengths beside it, and without what comes later."""
@@ -447,6 +454,7 @@ def run(labelled, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
     rows = run("a", max_iters=300, lr_decay_iters=300, eval_interval=300, constraint_coef=3.0, batch_size=8)
     first, last = ({k: row[f"aux/constraint.{k}"] for k in ("digit", "even")} for row in (rows[0], rows[-1]))
@@ -463,6 +471,7 @@ def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
     assert later < 0.9, "a control: it is about the token itself, not the next one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(grad_accum=2), dict(constraint_warmup=6, constraint_stop=4)], ids=str)
 def test_a_resumed_run_is_the_same(run, tmp_path, keys):
     once, _ = run("once", **keys), run("twice", **{**keys, "max_iters": 3})
@@ -475,6 +484,7 @@ def test_a_resumed_run_is_the_same(run, tmp_path, keys):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_labelled_nothing_is_paid(run):
     rows = run("a", constraint_names=["nothing"], constraint_coef=5.0)
     assert all(row["aux/constraint.nothing"] == 0 and math.isfinite(row["grad_norm"]) for row in rows
@@ -482,6 +492,7 @@ def test_where_nothing_is_labelled_nothing_is_paid(run):
     assert all(row["aux/constraint.nothing"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kl", "huber"])
 def test_a_run_may_have_a_teacher(run, tmp_path, kind):
     run("teacher", max_iters=20, constraint_coef=1.0)
@@ -522,6 +533,7 @@ def test_a_function_that_is_no_teacher_is_one_line(run, tmp_path, text, words):
     assert words in str(e.value.code) and "\n" not in str(e.value.code)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_path):
     run("alone")
     run("pupil", teacher=tmp_path / "alone", constraint_match="kl")
@@ -537,6 +549,7 @@ def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_pa
     assert not (tmp_path / "alone_on").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
     def refused(words, **keys):
         with pytest.raises(SystemExit) as e:
@@ -573,6 +586,7 @@ def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
 
 # ---- in a study ----
 
+@pytest.mark.slow
 def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
     """Other labels are another run; a run of none keeps its folder."""
     data = Dataset(labelled)

@@ -64,6 +64,7 @@ def equals_the_write_up(model, tol=1e-9):
         agree([y, got], [want, scores], [x, *attn.parameters()], tol)
 
 
+@pytest.mark.slow
 @sizes
 @recipes
 @modes
@@ -74,6 +75,7 @@ def test_variant_b_equals_the_write_up_forward_and_gradient(size, recipe, mode):
     oracle.equals_the_oracle(model, tol=1e-6)  # the whole model; its RoPE has tables of float64
 
 
+@pytest.mark.slow
 @recipes
 def test_logits_may_have_a_largest_value_and_heads_several_for_a_name(recipe):
     equals_the_write_up(alive(config_of((64, 4, 2), recipe=recipe, constraint_heads=2, qk_norm=True,
@@ -96,6 +98,7 @@ def test_the_write_up_notices_the_scale_of_a_padded_size():
         equals_the_write_up(model)
 
 
+@pytest.mark.slow
 def test_the_write_up_notices_other_pairs_of_a_rotation(monkeypatch):
     """Rolled by half of an odd size, dimensions meet others than their partners."""
     monkeypatch.setattr(kernels, "halves_swapped", lambda x: x.roll(x.size(-1) // 2, -1))
@@ -106,6 +109,7 @@ def test_the_write_up_notices_other_pairs_of_a_rotation(monkeypatch):
 
 # ---- parameters ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("C, H, names, heads, D", [
     (1024, 16, 3, 1, 53), (144, 4, 3, 1, 20), (96, 6, 3, 1, 10), (768, 12, 3, 1, 51), (48, 5, 2, 1, 6),
     (36, 6, 1, 1, 5), (64, 4, 3, 2, 6)])
@@ -135,6 +139,7 @@ def test_a_rounded_size_has_fewer_parameters():
 
 # ---- what every model does ----
 
+@pytest.mark.slow
 @sizes
 @recipes
 @modes
@@ -179,6 +184,7 @@ def test_rope_of_an_odd_size_leaves_the_last_dimension_alone(D):
         assert torch.equal(cos[:, :-1].float(), even[0]) and torch.equal(sin[:, :-1].float(), even[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [1, 5, 6, 53])
 def test_the_hand_written_gradient_of_heads_knows_odd_sizes(D):
     rope = [t[:, None, None].double() for t in kernels.rope_tables(5, D)]
@@ -210,6 +216,7 @@ ON_TOP = {"alone": {}, "two maps": MECHANISMS["diff"], "window": dict(window=3),
           "skipped": dict(constraint_skip=0.5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ON_TOP.values(), ids=ON_TOP)
 @recipes
 def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, padding, monkeypatch):
@@ -223,6 +230,7 @@ def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, pa
     agree([padded], [as_it_is], list(model.parameters()), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D, to", [(5, 8), (8, 8), (53, 56)])
 def test_attention_of_padded_heads_is_the_formula(D, to, padding):
     q, k, v = (normal(2, 3, 6, D, seed=i, grad=True) for i in range(3))
@@ -262,6 +270,7 @@ def test_a_size_that_cannot_be_is_refused_in_one_line(more, words):
     assert config_of((64, 4, 3), **more).problems() == [words]
 
 
+@pytest.mark.slow
 @recipes
 def test_heads_may_be_one_wide(recipe):
     config = config_of((36, 4, 3), constraint_heads=10, recipe=recipe)
@@ -279,6 +288,7 @@ def written(model, path, without=()):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, without, size", [(8, ["constraint_round"], 8), (8, [], 8), (1, [], 9)])
 def test_an_older_checkpoint_of_variant_b_is_what_it_was(step, without, size, tmp_path):
     model = alive(config_of((64, 4, 3), constraint_round=step))
@@ -308,6 +318,7 @@ def test_an_older_checkpoint_is_another_model_than_todays(tmp_path):
         checkpoint.build(state, path, settings=["constraint_round=1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, size", [("all-tiny.json.gz", 8), ("constraints-tiny.json.gz", 8)])
 def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
     """Their parameters and FLOPs are counted as they were."""

@@ -63,6 +63,7 @@ def test_no_gradient_of_flash_attention_is_differentiated_twice():
         gradient.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("D", [1, 8, 15])
 def test_flex_attention_takes_narrow_heads(D, monkeypatch):

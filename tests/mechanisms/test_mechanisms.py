@@ -172,6 +172,7 @@ MASKS = {"causal": None,
          "window+global": windowed(21, 9) | (torch.arange(21) < 2) & windowed(21, 99)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(16,), (0,), (5,), (40,), (16, 16), (0, 7)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_cpu_flash_equals_dense_attention_in_values_log_sum_exp_and_both_gradients(mask, widths):
@@ -266,6 +267,7 @@ def test_bfloat16_entropy_is_within_a_tenth_of_a_nat():
     assert (entropy.double() - want).abs().max() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     dict(acag="headwise"),
     dict(acag="elementwise", acag_mode="published"),
@@ -304,6 +306,7 @@ WINDOWS += [dict(window=30, window_global=5, window_random=2, window_block=size)
             for size in (7, 16, 48, 128, 150, 299)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", WINDOWS, ids=lambda f: "-".join(map(str, f.values())) or "causal")
 @pytest.mark.parametrize("block_size", [300, 500])
 def test_flex_attention_under_its_block_mask_sees_what_the_dense_mask_says(flags, block_size):
@@ -361,6 +364,7 @@ ROUTERS = {"published": dict(routing="published"),
            "sigmoid": dict(routing="sigmoid", routing_top_k=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routing_weights_and_penalty_equal_loops_over_tokens(name):
     model = tiny(ROUTERS[name], routing_coef=0.3).train()  # the write-up's code routes in training alone
@@ -382,6 +386,7 @@ def test_routing_weights_and_penalty_equal_loops_over_tokens(name):
     assert model_penalty > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
 def test_an_unselected_head_has_weight_zero_except_under_the_zero_mask(name):
     model = tiny(ROUTERS[name])
@@ -611,6 +616,7 @@ def learns_states(model):
     return True
 
 
+@pytest.mark.slow
 def test_learned_states_pass_the_gradient_of_the_expected_factor():
     """The value is the state's factor to the last bit. The control has the factor alone, and no gradient."""
     model, plain = tiny(LEARNED), tiny(dict(agency=True))
@@ -732,6 +738,7 @@ def without(model, layer, scope):
     return model.hidden(tokens(2, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_what_is_withdrawn_adds_nothing_and_a_withdrawn_block_is_the_identity(scope, parallel):
@@ -749,6 +756,7 @@ def test_what_is_withdrawn_adds_nothing_and_a_withdrawn_block_is_the_identity(sc
     assert torch.equal(model.hidden(idx), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_packing_takes_a_withdrawn_mlp_and_a_withdrawn_blocks_heads_out(scope, monkeypatch):
     model, ran = scoped(scope), []
@@ -776,6 +784,7 @@ def test_the_factor_of_every_state_of_an_mlp_with_and_without_consent(enforce):
     assert all(block.attn.agency is None for block in model.transformer.h), "heads have no states"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_a_forgotten_factor_is_noticed(scope, monkeypatch):
     """The control of the comparison with the oracle: a block that weighs no MLP."""
@@ -853,6 +862,7 @@ def test_learned_states_of_mlps_and_blocks_have_the_expected_factors_gradient(sc
 
 # ---- U-Net skips ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["concat", "add", "scalar", "published"])
 @pytest.mark.parametrize("n_layer", [2, 3, 4, 5])
 @pytest.mark.parametrize("on", [True, False])
@@ -861,6 +871,7 @@ def test_block_i_joins_the_output_of_block_n_minus_i_plus_1(mode, n_layer, on):
     equals_the_oracle(model, tokens(1, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layer, weights", [
     (2, [0.5]),
     (3, [0.5]),
@@ -895,6 +906,7 @@ def test_with_skips_off_the_skip_contributes_nothing(mode):
         close(fuse(h, skip), (h if mode == "concat" else fuse.bias) + h @ fuse.weight[:, 8:].T, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layer", [4, 5, 6, 7])
 def test_a_skip_never_meets_itself(n_layer):
     """And it is its block's own input only in the innermost pair of an even stack.
@@ -937,6 +949,7 @@ HINTED = [(name, False) for name in TRACED]
 HINTED += [(name, True) for name in ("constraint_a", "constraint_published", "two_each")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, hinted", HINTED)
 def test_traces_equal_what_the_slow_layer_saw(name, hinted):
     model, idx, hint = tiny(TRACED[name]), tokens(2, 9), normal(2, 96, seed=5) if hinted else None
@@ -1000,6 +1013,7 @@ def test_scores_read_the_ungated_output_except_in_published_mode():
         assert torch.equal(before, after.traces["blocks.1.head_scores"]) == same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [{}, {"a": 0.3, "b": 2.0}], ids=["even", "weighted"])
 @pytest.mark.parametrize("focal, positive", [(0.0, 1.0), (2.0, 1.0), (0.0, 3.0), (1.5, 0.5)])
 def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
@@ -1052,6 +1066,7 @@ def test_explain_names_the_tokens_with_the_highest_scores():
 
 # ---- A2C ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["published", "temperature", "key_bias"])
 def test_the_critic_changes_the_logits_as_its_mode_says(mode):
     c = GPTConfig(n_embd=12, a2c=mode)
@@ -1111,6 +1126,7 @@ def test_a_negative_critic_attends_most_to_the_least_similar_key():
         assert torch.equal(scaled[..., t, :t + 1].argmax(-1), plain[..., t, :t + 1].argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 0.999])
 def test_the_discounted_return_equals_the_double_loop(T, gamma):
@@ -1209,6 +1225,7 @@ def test_a_role_adds_its_prior_to_the_scores(past):
     agree([got * seen], [want * seen], [score, roles.strength], 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [dict(local=(1, 1, 16)), dict(long=(1, 0, 16)), dict(previous=(1, 0, 2)),
                                      dict(previous=(1, 1, 4)), dict(free=(1, 0, 16))], ids=str)
 def test_the_oracle_catches_another_prior(mistake, monkeypatch):
@@ -1329,6 +1346,7 @@ ON_CUDA = {"plain": {},
            "ALL_ON": ALL_ON}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_the_flex_attention_branch_computes_what_the_cpu_branch_does(name, monkeypatch):
     model, idx = tiny(ON_CUDA[name], block_size=200, n_embd=96), tokens(2, 150)
@@ -1344,6 +1362,7 @@ def test_the_flex_attention_branch_computes_what_the_cpu_branch_does(name, monke
         close(torch.cat([model.hidden(part, cache) for part in idx.split((100, 1, 49), 1)], 1), want, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["acag_detach+random", "ALL_ON"])
 def test_the_flex_attention_branch_has_no_graph_breaks(name, monkeypatch):
     """Graphs are counted: with fullgraph=True Dynamo captures what else breaks a graph, such as nonzero()."""
@@ -1411,6 +1430,7 @@ def test_variant_a_takes_narrow_heads():
     equals_the_oracle(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [
     ("acag", "a2c_published"),
     ("acag", "constraint_published"),

@@ -120,6 +120,7 @@ def test_equals_hugging_face_gpt2_with_copied_weights():
         assert torch.allclose(model(idx).logits, hf(idx).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_hand_written_cpu_gradients_equal_autograds():
     x = torch.randn(5, 7, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rms_norm, x)
@@ -145,6 +146,7 @@ def test_rotated_logits_depend_on_distance_alone():
 
 # ---- promises ----
 
+@pytest.mark.slow
 @all_flags
 def test_future_tokens_do_not_leak(flags):
     model, idx = tiny(flags), tokens(2, 16)
@@ -168,12 +170,14 @@ def test_the_leak_test_catches_a_leak():
     assert not torch.equal(model(idx).logits[:, :15], model(other).logits[:, :15])
 
 
+@pytest.mark.slow
 @all_flags
 def test_rows_of_a_batch_do_not_see_each_other(flags):
     model, idx = tiny(flags), tokens(3, 12)
     assert torch.allclose(model(idx).logits[1], model(idx[1:2]).logits[0], atol=1e-6)
 
 
+@pytest.mark.slow
 @all_flags
 def test_cached_logits_equal_uncached(flags):
     """Read in one go, token by token, and in uneven pieces."""
@@ -187,6 +191,7 @@ def test_cached_logits_equal_uncached(flags):
             assert cache.length == 16
 
 
+@pytest.mark.slow
 @all_flags
 def test_left_padding_is_never_seen(flags):
     """Each row of an unevenly long batch, whatever stands in its padding, gives what it gives alone."""
@@ -220,6 +225,7 @@ def slow_generate(model, prompt, n, **sampling):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("T", [1, 5, 15, 16, 30])
 def test_generation_keeps_the_last_half_beyond_block_size(recipe, T):
@@ -229,6 +235,7 @@ def test_generation_keeps_the_last_half_beyond_block_size(recipe, T):
     assert torch.equal(got[:, :T], prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_a_batch_of_unequal_prompts_generates_what_each_does_alone(recipe):
     model, lengths = tiny(dict(recipe=recipe)), [1, 13, 6, 20]
@@ -239,6 +246,7 @@ def test_a_batch_of_unequal_prompts_generates_what_each_does_alone(recipe):
         assert got[row, 20:].tolist() == want, f"prompt of {n}"
 
 
+@pytest.mark.slow
 def test_generation_beyond_block_size_differs_from_a_sliding_window():
     """Negative control: the policy is not 'keep the last block_size tokens', and the test can tell."""
     model, prompt = tiny(dict(recipe="modern")), tokens(1, 16)
@@ -271,6 +279,7 @@ def test_generation_returns_to_training_mode_and_leaves_no_gradient():
     assert model.training
 
 
+@pytest.mark.slow
 def test_sampling_by_hand():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     g = torch.Generator().manual_seed(0)
@@ -310,6 +319,7 @@ def test_impossible_sampling_is_refused_by_name(bad):
         check_sampling(**{**fine, **bad})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_compiles_in_one_graph_and_computes_the_same(recipe):
     torch._dynamo.reset()
@@ -361,6 +371,7 @@ def loss_and_gradients(flags, dtype=torch.float64, **options):
     return [out.loss, *out.aux.values(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 30])
 @pytest.mark.parametrize("flags", [
     dict(recipe="gpt2"), dict(recipe="modern"), dict(recipe="modern", softcap=3.0), dict(bias=True),
@@ -430,6 +441,7 @@ def test_the_last_portion_may_be_smaller_or_none(chunks):
     assert torch.allclose(want.float(), got.float(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_in_portions_compiles_in_one_graph():
     torch._dynamo.reset()
     model, idx = tiny(dict(loss_chunks=4)), tokens(2, 8)
@@ -462,6 +474,7 @@ def test_shared_parameters_start_bit_identical(one, other):
     assert all(torch.equal(a[n], b[n]) for n in shared)
 
 
+@pytest.mark.slow
 def test_initial_values_follow_the_seed_and_gpt2s_scales():
     big = dict(TINY, n_embd=256, n_layer=8)
     a, b = GPT(GPTConfig(**big, seed=1)), GPT(GPTConfig(**big, seed=2))

@@ -181,6 +181,7 @@ def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
         assert torch.equal(enliven(model)(tokens(3, T)).logits, plain(model, tokens(3, T)))
 
 
+@pytest.mark.slow
 @singles
 def test_on_is_not_off(cases):
     """The control of what equals the plain GPT here and below: with live weights no mechanism does."""
@@ -234,6 +235,7 @@ def test_neutral_together_is_the_plain_gpt():
 
 # ---- 3. the same start ----
 
+@pytest.mark.slow
 @singles
 def test_shared_parameters_start_bit_identical(cases):
     for name, flags in cases:
@@ -366,6 +368,7 @@ def same_in_training(model):
         return near(model.train().hidden(idx), want) and near(model.run_blocks(idx, losses=True)[0], want)
 
 
+@pytest.mark.slow
 @singles
 def test_training_and_evaluation_are_the_same_function(cases):
     """But the two whose gates the write-up's code drops after training: they have to be caught."""
@@ -374,6 +377,7 @@ def test_training_and_evaluation_are_the_same_function(cases):
         assert same_in_training(open_noisy_gates(alive(flags))) == (not drops), name
 
 
+@pytest.mark.slow
 def test_hard_concrete_gates_are_the_same_in_expectation():
     """Over many draws a gate's mean is near the gate of evaluation, and so is what the model computes.
 
@@ -441,6 +445,7 @@ def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
         assert padding_differs(alive(flags)) == [], name
 
 
+@pytest.mark.slow
 @in_pairs
 def test_pairs_do_not_leak_and_rows_padded_equal_rows_alone(cases):
     """Both promises of one model: to make a model takes as long as to ask it."""
@@ -450,6 +455,7 @@ def test_pairs_do_not_leak_and_rows_padded_equal_rows_alone(cases):
         assert padding_differs(model, whole=False) == [], name
 
 
+@pytest.mark.slow
 @singles
 def test_unequal_prompts_generate_what_each_does_alone(cases):
     """Past the end of the context, too."""
@@ -468,6 +474,7 @@ def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatc
     assert cache_differs(alive(MECHANISMS[name]), ONE_BY_ONE, UNEVEN) == [ONE_BY_ONE, UNEVEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if n.startswith("routing") or n == "moh"])
 def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypatch):
     """Alone, with every other mechanism, and with heads that are gone."""
@@ -519,6 +526,7 @@ def compiles_like_eager(flags, name, **options):
     return model, fast, idx, targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", AT_ONCE.values(), ids=AT_ONCE)
 def test_compiles_in_one_graph_and_trains_the_same(flags):
     compiles_like_eager(flags, "", backend="aot_eager")
@@ -531,6 +539,7 @@ def test_compiles_with_inductor_and_trains_the_same(flags):
     compiles_like_eager(flags, "inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a2c_temperature", "a2c_key_bias"])
 def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
     torch._dynamo.reset()
@@ -545,6 +554,7 @@ def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [ALL_ON, {**ALL_ON, "agency_learned": True},
                                    {**ALL_ON, "agency_scope": "mlp", "agency_learned": True},
                                    {**ALL_ON, "agency_scope": "block"}],
@@ -599,6 +609,7 @@ def test_every_auxiliary_loss_is_there():
     assert model(tokens(2, T)).aux == {} and model(tokens(2, T)).loss is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 @singles
 def test_bfloat16_is_finite(cases, how):
@@ -639,6 +650,7 @@ def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
 
 # ---- 11. two ranks ----
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows, tmp_path):
     settings = dict(dataset=bytes_data, n_layer=2, n_head=6, n_embd=48, block_size=16, batch_size=4,
                     max_iters=6, eval_interval=6, eval_tokens=256, log_interval=1, device="cpu",
@@ -712,6 +724,7 @@ def cached_heads(attn):
     return len(attn.head_ids) // (1 if attn.n_extra else attn.group) + attn.n_extra
 
 
+@pytest.mark.slow
 @singles
 def test_packed_is_the_same_function_without_the_closed_heads(cases):
     """Read in pieces with a cache that is smaller; the router still selects among all heads."""
@@ -751,6 +764,7 @@ def trained(flags, optimizer, gone=None, prune=False):
     return model, optimizers
 
 
+@pytest.mark.slow
 @singles
 def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
     """AdamW's moments are those of the heads that are left. The control: with others the ways part."""
@@ -770,6 +784,7 @@ PRUNED = {"plain": {},
           "output_gate_elementwise": MECHANISMS["output_gate_elementwise"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", PRUNED.values(), ids=PRUNED)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
@@ -818,6 +833,7 @@ def named_axes(flags):
     return {f"{paths[id(axis.module)]}.{axis.tensor}" for axis in axes}
 
 
+@pytest.mark.slow
 @singles
 def test_every_tensor_with_a_head_axis_is_named(cases):
     """And therefore pruned: built with four heads left and with two, no other tensor has another shape."""
@@ -838,6 +854,7 @@ def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
     assert "transformer.h.0.attn.sentinel.logit" in changed - named_axes(flags)
 
 
+@pytest.mark.slow
 @singles
 def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
     settings = train.TrainConfig(optimizer="muon", weight_decay=0.1).for_recipe("gpt2")
@@ -1020,6 +1037,7 @@ def test_what_is_near_a_refusal_but_means_something_trains(flags):
 
 # ---- 14. recomputed, and with a shorter context ----
 
+@pytest.mark.slow
 @singles
 def test_activation_checkpointing_changes_nothing(cases):
     for name, flags in cases:
@@ -1031,6 +1049,7 @@ def test_activation_checkpointing_changes_nothing(cases):
         assert all(near(found[0][n], found[1][n]) for n in found[0]), name
 
 
+@pytest.mark.slow
 @singles
 def test_cropping_the_context_keeps_the_function(cases):
     """Unlike a model of the shorter context with the same weights, where length or window follow from it."""

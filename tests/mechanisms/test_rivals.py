@@ -181,6 +181,7 @@ def test_routing_published_is_the_printed_code():
     assert MECHANISMS["routing_published"].items() >= pair.items()
 
 
+@pytest.mark.slow
 def test_forget_gates_are_compiled_with_blocks_recomputed():
     """Inductor on a CPU once gave other losses there, where RoPE or QK-norm is on."""
     flags = dict(block_size=16, vocab_size=37, n_layer=1, n_head=2, n_embd=32, recipe="modern",

@@ -179,6 +179,7 @@ def maps_of(model, ids):
 SCORE_GATE = dict(constraint_names=["a", "b"], constraint_gate="score")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(sink=True), {**SCORE_GATE, "sink": True, "window": 4}],
                          ids=["sink", "both"])
 def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
@@ -238,6 +239,7 @@ def bytes_model(**flags):
     return random_model(**{"vocab_size": 256, "block_size": 32, "n_layer": 2, **flags})
 
 
+@pytest.mark.slow
 def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tmp_path, capsys):
     """The table and the numbers go by original numbers, pruned and constraint heads too."""
     models = [bytes_model(), bytes_model(seed=1, **MECHANISMS["constraint_a"], sink=True)]
@@ -268,6 +270,7 @@ def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tm
     assert numbers["typical"]["previous token"][1] == pytest.approx(16 / 17)
 
 
+@pytest.mark.slow
 def test_what_detectors_cannot_do_is_one_line(checkpoint_of, refusal, request):
     request.module.main = main
     path = checkpoint_of("m", bytes_model())
@@ -300,6 +303,7 @@ def lens():
                               tokenizers=tokenizers)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_transformer_lens(lens):
     """Its own functions, on the same maps."""
     maps, ids = random_maps(3, T=12), tokens(12, n=4)
@@ -326,6 +330,7 @@ FOLDERS = {"gpt2": dict(recipe="gpt2"), "gpt2, bias": dict(recipe="gpt2", bias=T
            "modern": dict(recipe="modern")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FOLDERS.values(), ids=FOLDERS)
 def test_transformer_lens_says_the_same_of_an_exported_folder(lens, flags, tmp_path):
     """Logits and maps, to 1e-4; the detectors' scores on texts that its tokenizer reads."""
@@ -351,6 +356,7 @@ def test_transformer_lens_says_the_same_of_an_exported_folder(lens, flags, tmp_p
         assert scores[name].mean(0).std() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*did not resolve")  # what is inside attention has no hooks
 @pytest.mark.parametrize("mode", ["plain", "constraint_a", "sink", "unet_concat", "all"])
 def test_the_nanogpt_adapter_wraps_a_model_as_it_is(lens, mode):

@@ -121,6 +121,7 @@ def without_by_hand(model, layer, head, ids, scored):
                      for b in range(len(ids))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_costs_are_those_of_heads_zeroed_by_hand(name):
     """Under states too: the others are active; the model keeps its states."""
@@ -150,6 +151,7 @@ def test_costs_are_those_of_heads_zeroed_by_hand(name):
         assert [v for k, v in factors.items() if k not in ((0, 1), (1, 2))] == [("active", 1.0)] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_engagement_is_what_each_head_sends_one_token_at_a_time(name):
     """The norm of W y by hand, per head; with every token scored it is measure()'s utilisation x heads."""
@@ -191,6 +193,7 @@ def test_few_rows_at_a_time_are_all_of_them(monkeypatch):
     assert np.allclose(last_nats(model, ids, 7), once[0]) and np.allclose(power_sent(model, ids, 7), once[1])
 
 
+@pytest.mark.slow
 def test_the_head_that_copies_is_the_critical_one():
     """One of two heads says what followed earlier copies; on random text it is not critical."""
     model, rng = by_hand(), np.random.default_rng(0)
@@ -240,6 +243,7 @@ def made_result(rng, n=8, at_work=4, chosen=None):
     return dict(heads=heads, critical=critical)
 
 
+@pytest.mark.slow
 def test_random_labels_are_kept_as_by_chance():
     """Negative control: of 300 studies with critical heads drawn by lot at most 5 % or so have p < 0.05."""
     rng, kinds, p, hits = np.random.default_rng(0), ("a", "b"), [], []
@@ -276,6 +280,7 @@ def small(**flags):
     return random_model(**{"vocab_size": 256, "recipe": "modern", **flags})
 
 
+@pytest.mark.slow
 def test_the_command_says_which_critical_heads_are_kept(checkpoint_of, bytes_data, tmp_path, capsys):
     models = [small(), small(seed=1, agency=True, roles=["local", "free"])]
     for layer, head in ((0, 0), (0, 3), (1, 1)):

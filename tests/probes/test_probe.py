@@ -95,6 +95,7 @@ def say(capsys, tmp_path, *args):
 
 # ---- the data ----
 
+@pytest.mark.slow
 def test_facts_are_planted_the_same_every_time_and_leave_the_text_as_it_was(source, facts, tmp_path, capsys):
     again = tmp_path / "needle"
     prepare.main([f"--source={source}", f"--out={again}"])
@@ -212,6 +213,7 @@ def test_answers_are_scored_as_the_whole_model_does(facts):
     assert (right == (logp.argmax(-1) == x[:, -DIGITS:]).numpy()).all()
 
 
+@pytest.mark.slow
 def test_needle_reports_every_context_and_depth_of_every_run(checkpoint_of, tmp_path, capsys):
     a = checkpoint_of("a", block_size=64, recipe="modern")
     b = checkpoint_of("b", block_size=64, recipe="modern", seed=2)
@@ -240,6 +242,7 @@ def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, fa
 
 # ---- late ----
 
+@pytest.mark.slow
 def test_loss_by_position_is_that_of_every_position(checkpoint_of, facts, tmp_path, capsys):
     a, b = checkpoint_of("a", block_size=24), checkpoint_of("b", seed=2, block_size=24)
     found, text = say(capsys, tmp_path, "late", "--ckpt", a, "--ckpt", b, "--context=20", "--tokens=0")
@@ -321,6 +324,7 @@ def test_removal_is_a_column_of_minus_infinity():
 NOT_BY_KEYS = {"short_conv", "key_offset", "fox", "constraint_names"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *MECHANISMS])
 def test_nobody_can_tell_what_a_removed_key_was(name):
     flags = MECHANISMS.get(name, {})
@@ -411,6 +415,7 @@ def test_effects_of_a_window_are_those_of_each_set_alone(monkeypatch):
     assert like == pytest.approx({"oracle": 1, "opposite": -1})
 
 
+@pytest.mark.slow
 def test_keys_asks_all_runs_the_same(checkpoint_of, tmp_path, capsys):
     a = checkpoint_of("a", recipe="modern")
     b = checkpoint_of("b", recipe="modern", seed=2, **MECHANISMS["a2c_temperature"])
@@ -429,6 +434,7 @@ def test_keys_asks_all_runs_the_same(checkpoint_of, tmp_path, capsys):
 
 # ---- heads ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, dict(recipe="modern"),
                                    dict(recipe="modern", sentinel="sigmoid", acag="headwise")],
                          ids=["gpt2", "modern", "gates"])
@@ -485,6 +491,7 @@ def test_a_head_that_does_nothing_has_no_slope_and_can_go(checkpoint_of, facts, 
 
 # ---- states ----
 
+@pytest.mark.slow
 def test_states_are_those_of_the_policy_piece_by_piece(facts, tmp_path, capsys):
     """Counted once more from the metrics of each piece; ranks by scipy."""
     model = make_model(recipe="modern")
@@ -547,6 +554,7 @@ def test_a_probe_gets_what_follows_its_word(word, capsys):
 
 # ---- refusals ----
 
+@pytest.mark.slow
 def test_what_cannot_be_probed_is_one_line(checkpoint_of, facts, source, chars_data, tmp_path, refusal):
     rope, learned = checkpoint_of("rope", recipe="modern"), checkpoint_of("learned")
     other = checkpoint_of("other", data=Dataset(source))

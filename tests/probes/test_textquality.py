@@ -99,6 +99,7 @@ def same(got, want):
     return got == pytest.approx(want, abs=1e-12, nan_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_each_measure_is_the_slow_one(n):
     texts = random_texts()
@@ -111,6 +112,7 @@ def test_each_measure_is_the_slow_one(n):
         assert same(self_bleu(texts[i:i + 6]), slow_self_bleu(texts[i:i + 6]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, wrong", [
     ("rep_n", lambda right: lambda text, n: right(text, n + 1)),
     ("distinct_n", lambda right: lambda texts, n: right([sum(texts, [])], n)),  # n-grams that span two texts
@@ -171,6 +173,7 @@ def test_a_loop_without_white_space_shows_in_the_loops_alone():
     assert math.isnan(figures["rep_2"][0])
 
 
+@pytest.mark.slow
 def test_a_measure_without_a_prompt_is_that_of_the_others():
     samples = made_up()
     bits = [[10.0 * p + s for s in range(3)] for p in range(5)]
@@ -203,6 +206,7 @@ def test_one_sample_in_all_has_no_self_bleu():
     assert math.isnan(figures["self_bleu"][0]) and figures["rep_1"][0] > 0
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_mean_is_that_of_t():
     """Over prompts: more samples of a prompt, when they are the same again, say nothing more."""
     samples = made_up(P=6, S=4)
@@ -214,6 +218,7 @@ def test_the_interval_of_a_mean_is_that_of_t():
     assert jackknife(leave_one_out([row * 4 for row in samples])["rep_2"])[1] == pytest.approx(half)
 
 
+@pytest.mark.slow
 def test_the_interval_of_distinct_n_holds_the_truth_most_of_the_time():
     """80 studies of 6 prompts: 95 % intervals that hold the mean of them all in 70 or more."""
     studies = [jackknife(leave_one_out(made_up(6, 1, 20, 12, seed))["distinct_2"]) for seed in range(80)]
@@ -262,6 +267,7 @@ def judge_agrees(block_size):
     return np.allclose(nats_after(model, 10, pairs), want, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 2, 7, 8, 64])
 def test_the_judge_scores_each_byte_in_its_context(block_size):
     assert judge_agrees(block_size)
@@ -288,6 +294,7 @@ class Bigrams(nn.Module):
         return SimpleNamespace(logits=self.logits[idx])
 
 
+@pytest.mark.slow
 def test_the_judge_prefers_its_kind_of_text_to_the_same_bytes_shuffled(bytes_data):
     data = Dataset(bytes_data)
     judge = Bigrams(data.tokens("train").tolist())
@@ -346,6 +353,7 @@ def test_figures_are_those_of_the_samples(ckpt, written):
     assert lines[0] == ("sums, test: 3 prompts, 2 samples of 24 tokens each, seed 1337, temperature 0.8")
 
 
+@pytest.mark.slow
 def test_samples_are_the_models_own_with_the_seed_of_their_prompt(ckpt, written, bytes_data):
     (run, _), _ = written("--ckpt", ckpt, "--seed", "5", "--top_k", "7", "--temperature", "1.5")
     text, model = Dataset(bytes_data).tokens("test"), tiny()
@@ -366,11 +374,13 @@ def test_the_text_itself_is_what_follows_each_prompt(ckpt, written, bytes_data):
         assert len(prompt) == 6 and len(sample) == 24 and at >= 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_says_the_same_and_another_something_else(ckpt, written):
     samples = [written("--ckpt", ckpt, "--seed", seed)[0][0]["samples"] for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--temperature", "1.7"], ["--top_k", "2"], ["--top_p", "0.3"],
                                   ["--repetition_penalty", "3"], ["--set", "gate.0.0=0"]])
 def test_each_setting_matters_and_is_said(ckpt, written, more):
@@ -380,6 +390,7 @@ def test_each_setting_matters_and_is_said(ckpt, written, more):
     assert " ".join(more).lstrip("-").removeprefix("set ") in lines[0]
 
 
+@pytest.mark.slow
 def test_the_first_is_the_baseline_of_the_others(tmp_path, ckpt, written, bytes_data):
     other = write_checkpoint(tmp_path / "b.pt", tiny(n_head=4), bytes_data)
     (first, again, second, real), lines = written("--ckpt", ckpt, "--ckpt", ckpt, "--ckpt", other)
@@ -391,6 +402,7 @@ def test_the_first_is_the_baseline_of_the_others(tmp_path, ckpt, written, bytes_
     assert sum(line.startswith("  less the first") for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_greedy_text_of_a_random_model_loops(ckpt, written):
     """A negative control of the whole command: what certainly repeats is told from what does not."""
     size = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "1", "--tokens", "300"]
@@ -426,6 +438,7 @@ def test_a_prompt_longer_than_the_block_goes_on(ckpt, written):
     assert run["figures"]["judge"][0] > 0
 
 
+@pytest.mark.slow
 def test_stop_ends_samples_and_text_before_the_separator(ckpt, written):
     size = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "4", "--tokens", "400"]
     _, lines = written("--ckpt", ckpt, "--stop", short=["--tokens", "300", "--num_prompts", "2"])
@@ -474,6 +487,7 @@ def test_a_judge_that_is_not_larger_is_named(ckpt, written):
     assert lines[1].endswith("of those it judges")
 
 
+@pytest.mark.slow
 def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_data):
     judge = tiny(n_embd=32)
     path = write_checkpoint(tmp_path / "judge.pt", judge, bytes_data)
@@ -483,6 +497,7 @@ def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_dat
     assert real["figures"]["judge"][0] == pytest.approx(nats / math.log(2) / (3 * 24), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_vocabularies_of_two_kinds_compare(tmp_path, ckpt, written, sums_as_chars):
     """The same prompts, the same number of bytes, judged by bytes."""
     chars = write_checkpoint(tmp_path / "c.pt", tiny(len(SUMS)), sums_as_chars)
@@ -494,6 +509,7 @@ def test_vocabularies_of_two_kinds_compare(tmp_path, ckpt, written, sums_as_char
     assert c["samples"] == b["samples"]
 
 
+@pytest.mark.slow
 def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, written, bytes_data):
     folder = tmp_path / "wide"
     folder.mkdir()
@@ -510,6 +526,7 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
 
 # ---- bad input: one line ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, line", [
     (["--samples", "0"], "samples=0 must be at least 1"),
     (["--tokens", "0"], "tokens=0 must be at least 1"),

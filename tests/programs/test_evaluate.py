@@ -99,6 +99,7 @@ CASES = [(1, 8, 0), (5, 8, 0), (5, 8, 3), (8, 8, 0), (8, 8, 1),
          (24, 8, 3), (17, 8, 7), (26, 8, 4), (9, 1, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("n, block_size, stride", CASES)
 def test_scores_are_those_of_one_position_at_a_time(tmp_path, n, block_size, stride, recipe):
@@ -122,6 +123,7 @@ def more_context(n, block_size, stride):
     return [(max(0, end - block_size), end, scored) for _, end, scored in windows(n, block_size, stride)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong, n, stride",
                          [(drop_the_rest, 23, 0), (overlaps_twice, 23, 3),
                           (less_context, 23, 3), (more_context, 23, 0)])
@@ -164,6 +166,7 @@ def test_per_token_nats_are_in_the_splits_order(tmp_path, stride):
     assert every.sum(dtype=np.float64) == pytest.approx(score(model, data, "test", stride)[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 20])  # 20: more ranks than windows
 @pytest.mark.parametrize("stride, max_tokens", [(0, 0), (5, 0), (0, 20)])
 def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_tokens):
@@ -173,6 +176,7 @@ def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_to
     assert np.sum(parts, axis=0) == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 5, 8])
 @pytest.mark.parametrize("most", [1, 3, 7, 24])
 def test_logits_in_portions_score_the_same(n, most):
@@ -205,6 +209,7 @@ def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once(tmp_path, monkeypa
     assert seen[0] == (16, (1 << 26) // 50304) and seen[-1] == (1, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_tokens", [1, 8, 16, 1 << 20])
 @pytest.mark.parametrize("stride", [0, 3])
 def test_the_batch_size_does_not_change_the_score(tmp_path, batch_tokens, stride):
@@ -244,6 +249,7 @@ def numbered(tmp_path):
     return Dataset(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride, max_tokens", [(0, 40), (0, 16), (0, 193), (4, 60), (1, 50)])
 def test_max_tokens_takes_evenly_spaced_windows_from_the_first_to_the_last(numbered, stride, max_tokens):
     starts, count = windows_read(numbered, stride, max_tokens)
@@ -254,6 +260,7 @@ def test_max_tokens_takes_evenly_spaced_windows_from_the_first_to_the_last(numbe
     assert windows_read(numbered, stride, max_tokens) == (starts, count)  # the same at each call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 203, 10 ** 9])
 def test_max_tokens_of_zero_or_beyond_the_split_is_the_whole_split(numbered, max_tokens):
     assert windows_read(numbered, 0, max_tokens)[1] == 203
@@ -290,6 +297,7 @@ def test_nats_stay_exact_where_logits_are_large():
     assert np.allclose(nats_of(logits, targets).ravel(), want, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
     data = write_data(tmp_path / "bpe", "gpt2", n=17, sizes=dict(bytes=70, chars=60))
     path = write_checkpoint(tmp_path / "a.pt", make_model(50257), data)
@@ -629,6 +637,7 @@ def test_a_folder_that_does_not_say_what_its_tokens_stand_for_is_one_line(misspe
 CHOSEN = [*range(0, 32), *range(256, 288), *range(544, 576)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, other", [(16, 32), (32, 16), (32, 12)])  # 12: its windows end elsewhere
 def test_a_part_of_the_split_is_the_same_tokens_for_unequal_contexts(tmp_path, capsys, first, other):
     out, found, data = scored_pair(tmp_path, capsys, "--tokens", "96", first=dict(block_size=first),
@@ -652,6 +661,7 @@ def test_a_part_of_the_split_is_the_same_tokens_for_unequal_contexts(tmp_path, c
     assert len(alone) == 96 and abs(alone.mean() - losses[i].mean()) > 1e-3
 
 
+@pytest.mark.slow
 def test_with_a_stride_too_the_tokens_are_the_same_for_unequal_contexts(tmp_path):
     data = write_data(tmp_path, n=100)  # windows of 32 that score their last 5: ends are 32, 37, ..., 97
     chosen = [*range(0, 32), *range(57, 62), *range(92, 97)]
@@ -661,6 +671,7 @@ def test_with_a_stride_too_the_tokens_are_the_same_for_unequal_contexts(tmp_path
         assert np.allclose(each, oracle(model, data, "test", 5)[chosen], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_over_whole_splits_unequal_contexts_are_compared_on_all_tokens(tmp_path, capsys):
     out, found, data = scored_pair(tmp_path, capsys, first=dict(block_size=16), block_size=32)
     models = [checkpoint.build(checkpoint.read(tmp_path / f"{name}.pt"), name) for name in "ab"]
@@ -680,6 +691,7 @@ def test_training_steps_are_shown_and_a_line_says_where_they_differ():
         assert "different" not in score_table(runs)
 
 
+@pytest.mark.slow
 def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):
     out, found, _ = scored_pair(tmp_path, capsys, "--set", "gate.0.1=0", routing="moh", routing_top_k=2)
     assert [run["heads"] for run in found["runs"]] == [[3, 4], [3, 4]]
@@ -708,6 +720,7 @@ def test_questions_that_are_probes_are_named(argv, instead, refusal):
     assert instead in refusal(argv)
 
 
+@pytest.mark.slow
 def test_scoring_imports_no_probe_and_nothing_about_heads():
     code = ("import sys, evaluate\n"
             "apart = ('nanoheads.probes', 'nanoheads.heads', 'nanoheads.study')\n"
@@ -768,6 +781,7 @@ def scored(path, *settings):
     return scoring.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key, value", [("unet_skips", False), ("routing_eval_gate", False),
                                         ("routing_top_k", 2), ("routing", "sigmoid"),
                                         ("window", 3), ("act", "relu2")])
@@ -785,6 +799,7 @@ def test_a_window_can_be_taken_away(tmp_path):
     assert scored(path, "window=None") == score(plain, data, "test")[0] / 23 != scored(path)
 
 
+@pytest.mark.slow
 def test_a_gate_of_zero_by_hand_a_withdrawn_head_and_no_consent_are_the_same(switched):
     path, model, data = switched
     with torch.no_grad():
@@ -841,6 +856,7 @@ def test_an_infinity_in_a_withdrawn_head_does_not_reach_the_score(tmp_path):
         main(["--ckpt", path, "--pack=False"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_an_mlp_or_a_block_is_set_by_its_layer_alone(tmp_path, scope):
     data = write_data(tmp_path / "toy")
@@ -859,6 +875,7 @@ def test_an_mlp_or_a_block_is_set_by_its_layer_alone(tmp_path, scope):
     assert scored(path, "gate.1=0.5") == pytest.approx(scored(path, "state.1=overloaded")) != scored(path)
 
 
+@pytest.mark.slow
 def test_what_was_set_is_said_and_written(switched, tmp_path, capsys):
     path, out = switched[0], tmp_path / "s.json"
     main(["--ckpt", path, "--set", "unet_skips=False", "--set", "gate.0.3=0.25", "--json", str(out)])
@@ -870,6 +887,7 @@ def test_what_was_set_is_said_and_written(switched, tmp_path, capsys):
     assert json.loads(out.read_text())["runs"][0]["set"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting, line", [
     ("unet_skip=False", "--set unet_skip=False: unknown key unet_skip; did you mean unet_skips?"),
     ("gates.0.1=0", "unknown key gates.0.1; did you mean gate?"),
@@ -914,6 +932,7 @@ def test_a_model_without_head_states_takes_gates_alone(byte_run, refusal):
 
 # ---- bad input: one line ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, line", [
     (["--split", "dev"], "no split 'dev'; it has train, val, test"),
     (["--stride", "9"], "stride=9 must be from 1 to block_size=8"),
@@ -971,6 +990,7 @@ def test_ctrl_c_prints_the_runs_that_are_done(byte_run, capsys, monkeypatch):
     assert shown.err.strip() == "evaluate: interrupted"
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_from_anywhere(tmp_path, byte_run):
     made = subprocess.run([sys.executable, ROOT / "evaluate.py", "--ckpt", byte_run[0]],
                           cwd=tmp_path, capture_output=True, text=True)

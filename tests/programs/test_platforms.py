@@ -143,6 +143,7 @@ class NoFloat64(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS])
 def test_a_training_step_and_traces_need_no_float64(name, monkeypatch):
     monkeypatch.setattr(kernels, "eager_on_cpu", lambda x: False)
@@ -197,6 +198,7 @@ def test_ranks_that_cannot_work_together_are_refused_by_name(device, here, words
 
 # ---- what Windows lacks ----
 
+@pytest.mark.slow
 def test_a_run_and_a_sample_without_what_windows_lacks(args, rows, windows, tmp_path, capsys):
     train.main(args())
     train.main([*args(max_iters=8), "--resume"])

@@ -43,6 +43,7 @@ def data(bytes_data):
 IDX = torch.randint(256, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", [*NEUTRAL, "all"])
 def test_a_mechanism_turned_on_starts_with_the_checkpoints_logits(name, recipe, tmp_path, data):
@@ -59,6 +60,7 @@ def test_a_mechanism_turned_on_starts_with_the_checkpoints_logits(name, recipe, 
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if n not in NEUTRAL or n.startswith("window")])
 def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
     plain, flags = saved(tmp_path / "plain.pt", {}), MECHANISMS[name]
@@ -96,6 +98,7 @@ def test_a_window_over_a_checkpoint_follows_its_context(name, tmp_path, data):
     assert (model.config.block_size, model.config.window, model.mask.window) == (16, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(sentinel="sigmoid"), dict(sentinel="sigmoid", sentinel_init=-1.0),
                                    dict(sentinel="hard_concrete", sentinel_init=0.5)], ids=str)
 def test_gates_over_a_checkpoint_can_learn(flags, tmp_path, data):
@@ -142,6 +145,7 @@ def test_init_anyway_alone_is_refused():
     assert "init_anyway=True" in problem and "init_from" in problem
 
 
+@pytest.mark.slow
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
     """As at the command line; the second call resumes with the very same flags."""
     common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4", "--eval_tokens=256",
