@@ -83,14 +83,14 @@ FAULTS = (
     # ---- text ----
     Fault("bytes in the place of characters", "tokenizer.py",
           "count_chars(a) - count_chars(b))", "len(a) - len(b))",
-          ("test_tokenizer.py::test_tokens_stand_for_the_texts_own_bytes_whatever_they_spell",)),
+          ("test_evaluate.py::test_bytes_are_those_of_the_text_also_where_its_tokens_spell_others",)),
     # ---- heads ----
     Fault("importance of each entry, not of a sequence", "measuring.py",
           "(y * g).sum((1, 3)).abs().mean(0)", "(y * g).abs().sum((1, 3)).mean(0)",
           ("test_heads.py::test_metrics_are_those_of_a_head_at_a_time",)),
     Fault("a folded gate not over the head's own", "surgery.py",
           "(hand == own), 1.0, hand / own)", "(hand == own), 1.0, hand)",
-          ("test_controller.py::test_the_best_checkpoint_says_what_was_scored",)),
+          ("test_inspect_heads.py::test_gates_by_hand_go_into_the_projections_of_every_mechanism[sentinel]",)),
     # ---- studies ----
     Fault("p of one tail", "stats.py",
           "float(2 * stdtr(df, -abs(mean) / se))", "float(stdtr(df, -abs(mean) / se))",

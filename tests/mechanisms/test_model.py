@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from model import GPT, RECIPES, GPTConfig, KVCache
+from model import GPT, RECIPES, GPTConfig
 from nanoheads import logits as logits_py
 from nanoheads.kernels import relu2, rms_norm, rope_tables, rotate
 from nanoheads.logits import check_sampling, penalise, sample_token
@@ -144,71 +144,7 @@ def test_rotated_logits_depend_on_distance_alone():
     assert at(q, 9) @ at(k, 5) != pytest.approx((at(q, 9) @ at(k, 4)).item(), abs=1e-3)
 
 
-# ---- promises ----
-
-@pytest.mark.slow
-@all_flags
-def test_future_tokens_do_not_leak(flags):
-    model, idx = tiny(flags), tokens(2, 16)
-    before = model(idx).logits
-    for t in (1, 7, 15):
-        other = idx.clone()
-        other[:, t] = (other[:, t] + 1) % 37
-        after = model(other).logits
-        assert torch.equal(before[:, :t], after[:, :t])
-        assert not torch.allclose(before[:, t:], after[:, t:])
-
-
-def test_the_leak_test_catches_a_leak():
-    """Negative control: attention without its causal mask must fail the test above."""
-    model = tiny()
-    for block in model.transformer.h:
-        block.attn.attend = lambda heads: (F.scaled_dot_product_attention(heads.q, heads.k, heads.v), None)
-    idx = tokens(2, 16)
-    other = idx.clone()
-    other[:, 15] = (other[:, 15] + 1) % 37
-    assert not torch.equal(model(idx).logits[:, :15], model(other).logits[:, :15])
-
-
-@pytest.mark.slow
-@all_flags
-def test_rows_of_a_batch_do_not_see_each_other(flags):
-    model, idx = tiny(flags), tokens(3, 12)
-    assert torch.allclose(model(idx).logits[1], model(idx[1:2]).logits[0], atol=1e-6)
-
-
-@pytest.mark.slow
-@all_flags
-def test_cached_logits_equal_uncached(flags):
-    """Read in one go, token by token, and in uneven pieces."""
-    model, idx = tiny(flags), tokens(2, 16)
-    with torch.no_grad():
-        want = model.hidden(idx)
-        for sizes in ([1] * 16, [5, 1, 1, 4, 5], [16]):
-            cache = KVCache(model.config)
-            got = torch.cat([model.hidden(piece, cache) for piece in idx.split(sizes, dim=1)], dim=1)
-            assert torch.allclose(got, want, atol=1e-9)
-            assert cache.length == 16
-
-
-@pytest.mark.slow
-@all_flags
-def test_left_padding_is_never_seen(flags):
-    """Each row of an unevenly long batch, whatever stands in its padding, gives what it gives alone."""
-    model, lengths = tiny(flags), [3, 9, 6]
-    idx = tokens(3, 9)
-    pad = 9 - torch.tensor(lengths)
-    with torch.no_grad():
-        for filler in (0, 36):
-            filled = torch.where(torch.arange(9) < pad[:, None], filler, idx)
-            whole, cache = model.hidden(filled, pad=pad), KVCache(model.config)
-            first = model.hidden(filled[:, :7], cache, pad)
-            rest = model.hidden(filled[:, 7:], cache, pad)
-            for row, n in enumerate(lengths):
-                alone = model.hidden(idx[row:row + 1, 9 - n:])[0]
-                assert torch.allclose(whole[row, 9 - n:], alone, atol=1e-9)
-                assert torch.allclose(torch.cat((first, rest), 1)[row, 9 - n:], alone, atol=1e-9)
-
+# ---- generation ----
 
 def slow_generate(model, prompt, n, **sampling):
     """The policy: read at most block_size tokens; on overflow keep the last half; no cache, one row."""

@@ -29,6 +29,7 @@ from nanoheads.training.checkpoint import make_neutral, mode_of
 from nanoheads.training.optim import make_optimizers
 from conftest import ROOT
 from oracle import give_states, plain, tokens
+from test_model import FLAGS
 
 # six heads: moh routes two; 48: variant B has heads of 5, an odd size
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=48)
@@ -62,7 +63,22 @@ WITH = {f"{first}+": [(f"{a}+{b}", small(flags)) for (a, b), flags in PAIRS.item
                       if a == first and fine(flags)]
         for first in MECHANISMS}
 WITH = {first: cases for first, cases in WITH.items() if cases}
+# what no mode of MECHANISMS has: flags of a plain GPT, and where the router of constraint heads acts
+ROUTED = {"score": dict(constraint_gate="score"), "value": dict(constraint_gate="value"),
+          "hard router": dict(constraint_router="hard_concrete"),
+          "first": dict(constraint_router_input="first"),
+          "skip": dict(constraint_skip=0.5), "skip xsa": dict(constraint_skip=0.5, xsa=True, head_norm=True),
+          "skip first": dict(constraint_skip=0.5, constraint_router_input="first"),
+          "score xsa": dict(constraint_gate="score", xsa=True, head_norm=True),
+          "score acag": dict(constraint_gate="score", acag="headwise", sink=True),
+          "score window": dict(constraint_gate="score", acag="headwise", sink=True, window=3)}
+DETAILS = {"plain": [(f"plain, {flags}", flags) for flags in FLAGS],
+           "routed": [(name, dict(constraint_names=["a", "b"], constraint_layers=[0, 1], **flags))
+                      for name, flags in ROUTED.items()]}
+NOISY = ("sentinel_l0", "hard router")  # gates that are drawn anew in each training step
 singles = pytest.mark.parametrize("cases", SINGLES.values(), ids=SINGLES)
+with_details = pytest.mark.parametrize("cases", [*SINGLES.values(), *DETAILS.values()],
+                                       ids=[*SINGLES, *DETAILS])
 in_pairs = pytest.mark.parametrize("cases", WITH.values(), ids=WITH)
 
 
@@ -277,12 +293,12 @@ def leaks(model, traces=True, at=(1, 6, 12)):
     return found
 
 
-@singles
+@with_details
 def test_future_tokens_do_not_leak(cases):
     for name, flags in cases:
         model = alive(flags)
         assert leaks(model, "maps") == set(), name
-        if "sentinel_l0" not in name:  # whose gates are noisy in training
+        if not any(each in name for each in NOISY):
             model.train()
         assert leaks(model, False) == set(), name
 
@@ -321,7 +337,17 @@ def pooled_norm(*dims):
     return patch
 
 
-MISTAKES = {"constraint_a": pooled_router,
+def no_mask(monkeypatch):
+    """Each token reads all tokens."""
+    attend = model_py.attend
+
+    def unmasked(q, k, v, mask=None, **how):
+        return attend(q, k, v, mask=torch.ones(1, 1, q.size(2), k.size(2), dtype=torch.bool), **how)
+    monkeypatch.setattr(model_py, "attend", unmasked)
+
+
+MISTAKES = {"query_gain": no_mask,
+            "constraint_a": pooled_router,
             "constraint_published": pooled_router,
             "acag": full_matrix_statistics,
             "acag_published": full_matrix_statistics,
@@ -344,7 +370,7 @@ def meets_its_neighbours(model):
         return not all(near(whole[row], model.hidden(idx[row:row + 1])[0]) for row in range(2))
 
 
-@singles
+@with_details
 def test_rows_of_a_batch_do_not_see_each_other(cases):
     for name, flags in cases:
         assert not meets_its_neighbours(alive(flags)), name
@@ -416,7 +442,7 @@ def cache_differs(model, *splits):
 ONE_BY_ONE, UNEVEN = [1] * 9, [4, 1, 1, 3]
 
 
-@singles
+@with_details
 def test_cached_equals_uncached(cases):
     for name, flags in cases:
         assert cache_differs(alive(flags), ONE_BY_ONE, UNEVEN, [9]) == [], name
@@ -438,7 +464,7 @@ def padding_differs(model, whole=True):
             if not near(x[row, 9 - n:], alone[row])]
 
 
-@singles
+@with_details
 def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
     """Each row of an unevenly long batch, whatever its padding, gives what it gives alone without a cache."""
     for name, flags in cases:
