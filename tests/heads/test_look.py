@@ -1,5 +1,6 @@
 """What the lines and the page say of a text is what the model did, token for token, in any browser."""
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import helpers
 import sample
-from model import GPT, MECHANISMS, GPTConfig, HeadNorm
+from model import GPT, MECHANISMS, HeadNorm
 from nanoheads.common import UserError
 from nanoheads.heads import look
 from nanoheads.pruning import prune_heads
@@ -280,14 +282,8 @@ def wanted(traces):
     return {key: x.numpy() for key, x in found.items()}
 
 
-def tiny(**flags):
-    """A small model, each of its parameters moved off its start."""
-    flags = {**dict(block_size=T, vocab_size=256, n_layer=2, n_head=4, n_embd=64, attn_dropout=0.0), **flags}
-    model, noise = GPT(GPTConfig(**flags)).double().eval(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=noise))
-    return model
+tiny = functools.partial(helpers.tiny, std=0.3, states=False, block_size=T, vocab_size=256, n_head=4,
+                         n_embd=64)
 
 
 def read_by(model, ids):

@@ -17,6 +17,7 @@ import train
 from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from export_hf import main
+from helpers import alive, tiny
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, own_mechanism, pruning
 from nanoheads.common import UserError
@@ -55,19 +56,10 @@ ORIGINALS = {  # name: (family, fields of its config)
 IDS = torch.randint(1, 61, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def awake(model):
-    """The model in eval mode with no weight at zero or one, so that every path carries a signal."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.15) if p.dim() >= 2 else p.add_(torch.randn_like(p) / 5)
-    return model.eval()
-
-
 def original(family, fields):
     config = getattr(transformers, f"{family}Config")(**fields)
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    return awake(getattr(transformers, family + kind)(config))
+    return alive(getattr(transformers, family + kind)(config)).eval()
 
 
 def ours(path):
@@ -143,7 +135,7 @@ def test_half_precision_and_older_files_are_read(tmp_path):
 
 def test_without_transformers_a_line_says_what_to_install(gpt2_folder, tmp_path, monkeypatch):
     """What was written for our own class is read without it."""
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     hf.export(model, None, tmp_path / "ours")
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -324,12 +316,12 @@ def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data
     (dict(encoding="byte", vocab_size=300), "vocab_size=300 must be 256")])
 def test_a_damaged_vocabulary_is_not_written(tmp_path, meta, words):
     with pytest.raises(ValueError, match=words):
-        hf.export(awake(GPT(GPTConfig(**SIZES))), dict(name="x", **meta), tmp_path / "x")
+        hf.export(tiny(**SIZES).float(), dict(name="x", **meta), tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
-    model = awake(GPT(GPTConfig(**SIZES)))
+    model = tiny(**SIZES).float()
     vocab = [chr(65 + i) for i in range(58)]
     hf.export(model, dict(name="x", encoding="char", vocab_size=58, vocab=vocab), tmp_path / "x")
     state = checkpoint.read(tmp_path / "x")
@@ -378,7 +370,7 @@ def same_everywhere(model, there):
 @pytest.mark.parametrize("name", [*WRITTEN, *MECHANISMS])
 def test_transformers_says_what_we_say(name, tmp_path):
     flags = WRITTEN.get(name) or dict(MECHANISMS[name], recipe="modern")
-    model = awake(GPT(GPTConfig(**{**SIZES, **flags})))
+    model = tiny(**{**SIZES, **flags}).float()
     said, there = written(model, tmp_path / "out")
     assert type(there).__name__ == CLASSES.get(name, "NanoHeadsForCausalLM")
     same_everywhere(model, there)
@@ -392,7 +384,7 @@ OLD, NEW = ("rope_theta", "rope_scaling"), ("rope_parameters",)  # of transforme
 @pytest.mark.parametrize("name", ["llama", "llama, stretched", "qwen2", "qwen3"])
 def test_versions_4_and_5_of_transformers_read_the_same_positions(name, tmp_path):
     """A folder holds what each of them reads, and either form alone is read here as well."""
-    model = awake(GPT(GPTConfig(**{**SIZES, **WRITTEN[name]}, rope_base=50)))
+    model = tiny(**{**SIZES, **WRITTEN[name]}, rope_base=50).float()
     hf.export(model, None, tmp_path / "both")
     config = hf.config_of(tmp_path / "both")
     assert {**config["rope_parameters"]} == {
@@ -420,7 +412,7 @@ def test_the_code_of_a_folder_names_every_file_for_version_4(tmp_path):
 @pytest.mark.parametrize("name", ["agency", "key_offset", "roles", "window_global_random"])
 def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeypatch):
     """Whatever lies in the memory in which transformers builds a model."""
-    model = awake(GPT(GPTConfig(**{**SIZES, **MECHANISMS[name]}, recipe=recipe)))
+    model = tiny(**{**SIZES, **MECHANISMS[name]}, recipe=recipe).float()
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **more: empty(*args, **more).fill_(1))
     _, there = written(model, tmp_path / "hf")
@@ -432,7 +424,7 @@ def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES)))
+    model = tiny(**SIZES).float()
     said, there = written(model, tmp_path / "own", family="nanoheads")
     assert said == ("nanoheads", "")
     same_everywhere(model, there)
@@ -449,7 +441,7 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
 
 @pytest.mark.slow
 def test_late_skips_are_written_once_they_have_risen(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES, unet="concat", unet_from=5, unet_ramp=4)))
+    model = tiny(**SIZES, unet="concat", unet_from=5, unet_ramp=4).float()
     model.at_step(6)
     with pytest.raises(UserError, match="train beyond step 9"):
         hf.export(model, None, tmp_path / "out")
@@ -463,7 +455,7 @@ def test_late_skips_are_written_once_they_have_risen(tmp_path):
 def test_as_a_model_of_transformers(tmp_path):
     """Left padding, labels, beams, save_pretrained and back, another dtype: as everywhere there."""
     flags = dict(MECHANISMS["constraint_a"], **MECHANISMS["key_offset"], acag="headwise", recipe="modern")
-    model = awake(GPT(GPTConfig(**SIZES, **flags)))
+    model = tiny(**SIZES, **flags).float()
     _, there = written(model, tmp_path / "out")
     row = IDS[:1, :7]
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), row), 1)
@@ -511,7 +503,7 @@ def test_as_a_model_of_transformers(tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
     """As other programs score texts of several lengths; without the mask, padding on the left is seen."""
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["constraint_a"], acag="headwise")))
+    model = tiny(**SIZES, **MECHANISMS["constraint_a"], acag="headwise").float()
     _, there = written(model, tmp_path / "out")
     lengths, rows = (32, 19, 7), torch.zeros(3, 32, dtype=torch.long)
     mask = torch.zeros_like(rows)
@@ -528,7 +520,7 @@ def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
 
 
 def test_a_mask_with_a_hole_is_refused_and_a_boolean_one_is_read(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     _, there = written(model, tmp_path / "out")
     ids = IDS[:1, :5]
     for mask in ([1, 1, 0, 1, 1], [1, 0, 0, 1, 1], [0, 1, 0, 1, 1]):
@@ -549,7 +541,7 @@ def test_every_import_of_an_own_mechanism_leads_into_its_folder(line, stands, mi
     """Else the folder has no such module, or finds another class of the same name where the repository is."""
     model_py = sys.modules["model"]
     own_mechanism.add(mine("import torch\n", f"import torch\n{line}\n"))
-    model = awake(GPT(GPTConfig(**SIZES, forget=True)))
+    model = tiny(**SIZES, forget=True).float()
     if not stands:
         with pytest.raises(UserError, match="cannot hold its import of nanoheads"):
             hf.export(model, None, tmp_path / "out")
@@ -561,7 +553,7 @@ def test_every_import_of_an_own_mechanism_leads_into_its_folder(line, stands, mi
 
 @pytest.mark.slow
 def test_the_folder_needs_nothing_of_this_repository(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     hf.export(model, None, tmp_path / "out")
     code = ("import sys, torch, transformers\n"
             "there = transformers.AutoModelForCausalLM.from_pretrained('out', trust_remote_code=True)\n"
@@ -651,7 +643,7 @@ def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
 
 
 def test_force_replaces_no_run_and_loses_nothing_on_the_way(tmp_path, monkeypatch):
-    model, run, out = awake(GPT(GPTConfig(**SIZES))), tmp_path / "run", tmp_path / "hf"
+    model, run, out = tiny(**SIZES).float(), tmp_path / "run", tmp_path / "hf"
     run.mkdir()
     (run / "config.json").write_text('{"train": {}}')
     (run / "best.pt").write_bytes(b"hours of work")

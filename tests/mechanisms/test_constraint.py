@@ -1,4 +1,5 @@
 """Constraint heads in training: gates, routers, losses, a teacher, skipping, against slow references."""
+import functools
 import json
 import math
 from dataclasses import asdict
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import helpers
 import model as model_py
 import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
@@ -25,15 +27,7 @@ from train import main
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
              constraint_layers=[0, 1])
-
-
-def alive(seed=0, **flags):
-    """A small GPT in float64 with a signal in every path."""
-    model = GPT(GPTConfig(**{**SMALL, **flags})).double().eval()
-    torch.manual_seed(seed)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0.0 if p.dim() >= 2 else 1.0, 0.3 if p.dim() >= 2 else 0.1)
-    return model
+tiny = functools.partial(helpers.tiny, std=0.3, **SMALL)
 
 
 def read_by_blocks(model, idx, **kw):
@@ -58,7 +52,7 @@ GATED = {"score": dict(constraint_gate="score", constraint_heads=2), "value": di
 
 def scores_agree(name, hinted=False):
     """Whether all of the model, scores and gates of each block, and their gradients, are the oracle's."""
-    model, idx = alive(**GATED[name]), tokens(2, 9)
+    model, idx = tiny(**GATED[name]), tokens(2, 9)
     hint = torch.randn(2, 24, dtype=torch.float64) if hinted else None
     read, out = read_by_blocks(model, idx, router_hint=hint)
     predictions = model.predictions(idx) if hint is None else {}
@@ -92,7 +86,7 @@ def test_the_oracle_notices_another_gate(name, function, wrong, monkeypatch):
 
 @pytest.mark.parametrize("mode, gate", [("query", "output"), ("published", "value")])
 def test_where_the_router_gates_follows_the_mode(mode, gate):
-    assert alive(constraint_mode=mode).config.constraint_gate == gate
+    assert tiny(constraint_mode=mode).config.constraint_gate == gate
 
 
 # ---- gates of scores: rows with log(gate) on the diagonal ----
@@ -170,7 +164,7 @@ def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, g
 def test_gated_scores_store_no_t_by_t(monkeypatch):
     T = 512
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**16)
-    model = alive(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
+    model = tiny(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
                   block_size=T)
     model, idx = model.float(), tokens(1, T)
     with Largest() as largest:
@@ -195,7 +189,7 @@ READERS = {"acag": dict(acag="headwise"), "elementwise": dict(acag="elementwise"
 
 def gated_rows_agree(flags, T):
     """Whether hidden states, their gradients, and the traces of rows are those of the stored T x T."""
-    model, idx = alive(**SCORE, **flags), tokens(2, T)
+    model, idx = tiny(**SCORE, **flags), tokens(2, T)
     oracle.equals_the_oracle(model, idx, tol=1e-9 if model.config.pos == "learned" else 1e-6)
     read, out = read_by_blocks(model, idx)
     oracle.close(out.logits.double(), oracle.logits(model, idx), 1e-5)  # float32
@@ -230,7 +224,7 @@ def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
 @pytest.mark.parametrize("flags", [{}, dict(constraint_router_input="first"), dict(constraint_skip=0.5),
                                    dict(constraint_gate="score", acag="headwise", sink=True)], ids=str)
 def test_generation_with_a_hint_is_that_of_whole_passes(flags):
-    model, idx = alive(**flags), tokens(2, 9)
+    model, idx = tiny(**flags), tokens(2, 9)
     hint = torch.randn(2, 24, dtype=torch.float64)
     got = model.generate(idx, 12, temperature=0, router_hint=hint)  # beyond the context, too
     assert got.size(1) == 21
@@ -245,7 +239,7 @@ def test_generation_with_a_hint_is_that_of_whole_passes(flags):
 # ---- the router's gates and penalties ----
 
 def test_hard_gates_are_zero_at_last_and_noisy_in_training_alone():
-    model, idx = alive(constraint_router="hard_concrete"), tokens(4, 9)
+    model, idx = tiny(constraint_router="hard_concrete"), tokens(4, 9)
     out = model(idx, traces=True)
     gates = out.traces["blocks.0.router_gates"]
     assert torch.equal(gates, model(idx, traces=True).traces["blocks.0.router_gates"])
@@ -260,7 +254,7 @@ def test_hard_gates_are_zero_at_last_and_noisy_in_training_alone():
 
 @pytest.mark.parametrize("router", ["sigmoid", "hard_concrete"])
 def test_the_routers_penalties(router):
-    model = alive(constraint_router=router, constraint_sparsity_coef=0.3, constraint_entropy_coef=0.7)
+    model = tiny(constraint_router=router, constraint_sparsity_coef=0.3, constraint_entropy_coef=0.7)
     idx, seen, few, coins = tokens(2, 9), [], [], []
     for c in (block.attn.constraint for block in model.transformer.h):
         c.fc.register_forward_hook(lambda module, args, out, c=c: seen.append(c.out(out.relu())))
@@ -279,7 +273,7 @@ def test_the_routers_penalties(router):
 # ---- what it is trained on ----
 
 def test_scores_are_judged_in_the_chosen_blocks_alone():
-    model, idx = alive(constraint_loss_layers=[1]), tokens(2, 9)
+    model, idx = tiny(constraint_loss_layers=[1]), tokens(2, 9)
     out = model(idx, idx, traces=True, constraint_targets={"b": torch.ones(2, 9)})
     want = 0.2 * F.softplus(-out.traces["blocks.1.constraint.b"]).mean()
     assert out.aux["constraint.b"].item() == pytest.approx(want.item(), rel=1e-6)
@@ -297,7 +291,7 @@ def test_warm_up_weighs_the_loss_on_labels_and_nothing_else():
 
 def test_stopped_heads_send_no_gradient_into_the_trunk():
     """Their own weights learn all the same; the language model's gradient goes the other ways."""
-    model, idx = alive(constraint_stop=3), tokens(2, 9)
+    model, idx = tiny(constraint_stop=3), tokens(2, 9)
     for step, stopped in ((0, True), (2, True), (3, False)):
         model.at_step(step)
         out = model(idx, idx, constraint_targets={"a": torch.ones(2, 9), "b": torch.zeros(2, 9)})
@@ -311,7 +305,7 @@ def test_stopped_heads_send_no_gradient_into_the_trunk():
 
 @pytest.mark.parametrize("kind", ["kl", "huber"])
 def test_a_student_is_compared_with_its_teacher(kind):
-    student, teacher = alive(constraint_match=kind, constraint_match_coef=0.5), alive(seed=3)
+    student, teacher = tiny(constraint_match=kind, constraint_match_coef=0.5), tiny(draw=3)
     idx = tokens(2, 9)
     said = teacher.predictions(idx)
     out = student(idx, idx, teacher=said, traces=True)
@@ -333,8 +327,8 @@ def test_a_student_is_compared_with_its_teacher(kind):
 @pytest.mark.parametrize("kind", ["kl", "huber"])
 def test_a_student_is_compared_with_any_features(kind):
     """By a map of its heads' outputs, of which no logit depends; gradients reach the heads."""
-    student = alive(constraint_match=kind, constraint_match_coef=0.5, constraint_features=5)
-    plain, idx = alive(), tokens(2, 9)
+    student = tiny(constraint_match=kind, constraint_match_coef=0.5, constraint_features=5)
+    plain, idx = tiny(), tokens(2, 9)
     plain.load_state_dict({name: t for name, t in student.state_dict().items() if ".features." not in name})
     assert torch.equal(student(idx).logits, plain(idx).logits)
     said = 2 * torch.randn(2, 9, 5, dtype=torch.float64)
@@ -360,7 +354,7 @@ def test_a_student_is_compared_with_any_features(kind):
 @pytest.mark.parametrize("cached", [False, True], ids=["rows", "decoding"])
 def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
     """The same function as with their gates at 0, and no attention of a closed head."""
-    model, idx, rows = alive(constraint_skip=0.5), tokens(3, 9), []
+    model, idx, rows = tiny(constraint_skip=0.5), tokens(3, 9), []
     gates = [g for name, g in model(idx, traces=True).traces.items() if name.endswith("router_gates")]
     opened = [(g > 0).any(1) for g in gates]
     assert any(o.any() and not o.all() for o in opened), "some are open, some closed"
@@ -381,7 +375,7 @@ def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
 
 
 def test_a_layer_whose_heads_are_all_closed_does_not_even_project_them():
-    model, idx, called = alive(constraint_skip=0.5, xsa=True), tokens(2, 9), []
+    model, idx, called = tiny(constraint_skip=0.5, xsa=True), tokens(2, 9), []
     with torch.no_grad():
         for block in model.transformer.h:
             block.attn.constraint.out.bias.fill_(-99.0)
@@ -550,7 +544,7 @@ def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
 
 
 def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
-    model = alive(constraint_mode="published")
+    model = tiny(constraint_mode="published")
     config = {key: value for key, value in asdict(model.config).items()
               if key not in ("constraint_gate", "constraint_router", "constraint_skip", "constraint_stop")}
     again = GPT(GPTConfig(**config)).double().eval()

@@ -14,6 +14,7 @@ from nanoheads.hub.layers import ConstraintAttention
 from nanoheads.study import results, runs, trial
 from nanoheads.training import checkpoint
 from conftest import ROOT
+from helpers import TINY_GPT, tiny
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 
 # on CPU it is the reference, not a kernel
@@ -26,21 +27,15 @@ recipes = pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 modes = pytest.mark.parametrize("mode", ["query", "published"])
 
 
-def config_of(size, **more):
+def flags_of(size, **more):
     """Two blocks, both with constraint heads. head_dim: 48 does not divide into 5 heads of a plain block."""
     C, H, names = size
-    return GPTConfig(**{**dict(block_size=16, vocab_size=37, n_layer=2, n_head=H, n_embd=C, head_dim=8,
-                               constraint_names=["a", "b", "c"][:names], constraint_layers=[0, 1],
-                               constraint_variant="B", constraint_hidden=12), **more})
+    return dict(TINY_GPT, n_head=H, n_embd=C, head_dim=8, constraint_names=["a", "b", "c"][:names],
+                constraint_layers=[0, 1], constraint_variant="B", constraint_hidden=12) | more
 
 
-def alive(config):
-    """A model in float64 with a signal in every path."""
-    model = GPT(config).double().eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0.0 if p.dim() >= 2 else 1.0, 0.2 if p.dim() >= 2 else 0.1)
-    return model
+def config_of(size, **more):
+    return GPTConfig(**flags_of(size, **more))
 
 
 # ---- the write-up's layer ----
@@ -69,7 +64,7 @@ def equals_the_write_up(model, tol=1e-9):
 @recipes
 @modes
 def test_variant_b_equals_the_write_up_forward_and_gradient(size, recipe, mode):
-    model = alive(config_of(size, recipe=recipe, constraint_mode=mode))
+    model = tiny(flags_of(size, recipe=recipe, constraint_mode=mode))
     assert {block.attn.head_size for block in model.transformer.h} == {SIZES[size]}
     equals_the_write_up(model)
     oracle.equals_the_oracle(model, tol=1e-6)  # the whole model; its RoPE has tables of float64
@@ -78,21 +73,21 @@ def test_variant_b_equals_the_write_up_forward_and_gradient(size, recipe, mode):
 @pytest.mark.slow
 @recipes
 def test_logits_may_have_a_largest_value_and_heads_several_for_a_name(recipe):
-    equals_the_write_up(alive(config_of((64, 4, 2), recipe=recipe, constraint_heads=2, qk_norm=True,
+    equals_the_write_up(tiny(flags_of((64, 4, 2), recipe=recipe, constraint_heads=2, qk_norm=True,
                                         qk_max=12.0)))
 
 
 @recipes
 @modes
 def test_a_rounded_size_does_not_equal_the_write_up(recipe, mode):
-    model = alive(config_of((64, 4, 3), recipe=recipe, constraint_mode=mode, constraint_round=8))
+    model = tiny(flags_of((64, 4, 3), recipe=recipe, constraint_mode=mode, constraint_round=8))
     assert model.transformer.h[0].attn.head_size == 8
     with pytest.raises(AssertionError, match="heads of another size"):
         equals_the_write_up(model)
 
 
 def test_the_write_up_notices_the_scale_of_a_padded_size():
-    model = alive(config_of((64, 4, 3)))
+    model = tiny(flags_of((64, 4, 3)))
     model.transformer.h[1].attn.scale = 16 ** -0.5
     with pytest.raises(AssertionError, match="off by"):
         equals_the_write_up(model)
@@ -103,8 +98,8 @@ def test_the_write_up_notices_other_pairs_of_a_rotation(monkeypatch):
     """Rolled by half of an odd size, dimensions meet others than their partners."""
     monkeypatch.setattr(kernels, "halves_swapped", lambda x: x.roll(x.size(-1) // 2, -1))
     with pytest.raises(AssertionError, match="off by"):
-        equals_the_write_up(alive(config_of((64, 4, 3), recipe="modern")))
-    equals_the_write_up(alive(config_of((48, 5, 2), recipe="modern")))  # of an even size it is the same
+        equals_the_write_up(tiny(flags_of((64, 4, 3), recipe="modern")))
+    equals_the_write_up(tiny(flags_of((48, 5, 2), recipe="modern")))  # of an even size it is the same
 
 
 # ---- parameters ----
@@ -144,7 +139,7 @@ def test_a_rounded_size_has_fewer_parameters():
 @recipes
 @modes
 def test_it_is_causal_and_the_same_with_a_cache_and_padding(size, recipe, mode):
-    model, idx = alive(config_of(size, recipe=recipe, constraint_mode=mode)), tokens(2, 9)
+    model, idx = tiny(flags_of(size, recipe=recipe, constraint_mode=mode)), tokens(2, 9)
     whole = model(idx).logits
     for t in (1, 5, 8):
         other = idx.clone()
@@ -160,7 +155,7 @@ def test_it_is_causal_and_the_same_with_a_cache_and_padding(size, recipe, mode):
 
 @recipes
 def test_bfloat16_is_near_float64(recipe):
-    model, idx = alive(config_of((64, 4, 3), recipe=recipe)), tokens(2, 9)
+    model, idx = tiny(flags_of((64, 4, 3), recipe=recipe)), tokens(2, 9)
     want = model(idx).logits
     with torch.autocast("cpu", torch.bfloat16):
         out = model.float()(idx, idx, logits=True)
@@ -220,7 +215,7 @@ ON_TOP = {"alone": {}, "two maps": MECHANISMS["diff"], "window": dict(window=3),
 @pytest.mark.parametrize("flags", ON_TOP.values(), ids=ON_TOP)
 @recipes
 def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, padding, monkeypatch):
-    model, idx = alive(config_of((64, 4, 3), recipe=recipe, **flags)), tokens(2, 9)
+    model, idx = tiny(flags_of((64, 4, 3), recipe=recipe, **flags)), tokens(2, 9)
     padded = model.hidden(idx)
     assert padding and all(size % 8 == 0 for sizes in padding for size in sizes)
     padding.clear()
@@ -273,9 +268,9 @@ def test_a_size_that_cannot_be_is_refused_in_one_line(more, words):
 @pytest.mark.slow
 @recipes
 def test_heads_may_be_one_wide(recipe):
-    config = config_of((36, 4, 3), constraint_heads=10, recipe=recipe)
-    assert ConstraintHeads.head_size(config, 0) == 1
-    equals_the_write_up(alive(config), 1e-7)
+    model = tiny(flags_of((36, 4, 3), constraint_heads=10, recipe=recipe))
+    assert ConstraintHeads.head_size(model.config, 0) == 1
+    equals_the_write_up(model, 1e-7)
 
 
 # ---- checkpoints and results from before ----
@@ -291,7 +286,7 @@ def written(model, path, without=()):
 @pytest.mark.slow
 @pytest.mark.parametrize("step, without, size", [(8, ["constraint_round"], 8), (8, [], 8), (1, [], 9)])
 def test_an_older_checkpoint_of_variant_b_is_what_it_was(step, without, size, tmp_path):
-    model = alive(config_of((64, 4, 3), constraint_round=step))
+    model = tiny(flags_of((64, 4, 3), constraint_round=step))
     path = written(model, tmp_path / "ckpt.pt", without)
     again = checkpoint.build(checkpoint.read(path), path)
     assert {block.attn.head_size for block in again.transformer.h} == {size}
@@ -300,7 +295,7 @@ def test_an_older_checkpoint_of_variant_b_is_what_it_was(step, without, size, tm
 
 
 def test_an_older_checkpoint_of_variant_a_has_no_rounded_size(tmp_path):
-    model = alive(config_of((64, 4, 3), constraint_variant="A"))
+    model = tiny(flags_of((64, 4, 3), constraint_variant="A"))
     path = written(model, tmp_path / "ckpt.pt", ["constraint_round"])
     again = checkpoint.build(checkpoint.read(path), path)
     assert again.config.constraint_round == 1 and again.config.problems() == []
@@ -308,7 +303,7 @@ def test_an_older_checkpoint_of_variant_a_has_no_rounded_size(tmp_path):
 
 def test_an_older_checkpoint_is_another_model_than_todays(tmp_path):
     """Nothing loads it with heads of the exact size, not even by mistake."""
-    model = alive(config_of((64, 4, 3), constraint_round=8))
+    model = tiny(flags_of((64, 4, 3), constraint_round=8))
     path = written(model, tmp_path / "ckpt.pt", ["constraint_round"])
     state, flags = checkpoint.read(path), set(GPTConfig.defaults())
     with pytest.raises(UserError, match="constraint_round=1 here is 8 there"):

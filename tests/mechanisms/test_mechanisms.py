@@ -1,6 +1,7 @@
 """Every mechanism against the oracle, values and gradients; its kernels, its details, mistakes once made."""
 
 import copy
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import helpers
 import model as model_py
 import oracle
 from conftest import pass_of
+from helpers import TINY_GPT
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C, Agency, ConstraintHeads,
                    GPTConfig, Roles, KVCache, Heads, Sentinel, Window)
 from nanoheads.heads.states import find_violations
@@ -22,27 +25,15 @@ from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
-from oracle import (agree, close, constraint_loss, dense, equals_the_oracle, give_states, gradients, normal,
-                    sigmoid, softmax, tokens)
+from oracle import (agree, close, constraint_loss, dense, equals_the_oracle, gradients, normal, sigmoid,
+                    softmax, tokens)
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=96)
+TINY = {**TINY_GPT, "n_embd": 96}
+tiny = functools.partial(helpers.tiny, n_embd=96, std=0.08)
 INF = MECHANISMS["routing_inf"]  # the write-up's formula: softmax over the selected
 STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}
-
-
-def tiny(flags={}, alive=True, **more):
-    """A small GPT in float64; alive: with a signal in every path, no weight zero, heads in every state."""
-    model = GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
-    torch.manual_seed(0)
-    if not alive:
-        return model
-    for p in model.parameters():
-        mean, std = (0, 0.08) if p.dim() >= 2 else (1, 0.1)
-        torch.nn.init.normal_(p, mean, std)
-    give_states(model)
-    return model
 
 
 # ---- names ----
@@ -397,7 +388,7 @@ def test_the_write_ups_gates_shrink_the_heads_to_about_one_in_h_at_the_start():
     x = normal(2, 16, 96)
 
     def size(**flags):
-        model = tiny(flags, alive=False)
+        model = tiny(flags, live=False)
         attn = model.transformer.h[0].attn  # the other weights are the same in all of these
         return attn(x, pass_of(model, x))[0].norm().item()
 
@@ -410,7 +401,7 @@ def test_the_write_ups_gates_shrink_the_heads_to_about_one_in_h_at_the_start():
 @pytest.mark.parametrize("flags", [INF, dict(routing="moh"), dict(routing="sigmoid")],
                          ids=lambda f: f["routing"])
 def test_different_tokens_select_different_heads_at_the_start(flags):
-    router, x = tiny(flags, alive=False).transformer.h[0].attn.router, normal(1, 64, 96)
+    router, x = tiny(flags, live=False).transformer.h[0].attn.router, normal(1, 64, 96)
 
     def choices():
         return {tuple(row) for row in router(x)[1][0].tolist()}
@@ -519,7 +510,7 @@ def test_gates_and_fusions_never_decay_and_stay_with_adamw_while_routers_decay(o
 
 @pytest.mark.parametrize("enforce", [True, False])
 def test_the_factor_of_every_state_with_and_without_consent(enforce):
-    model = tiny(dict(agency=True, agency_enforce=enforce), alive=False)
+    model = tiny(dict(agency=True, agency_enforce=enforce), live=False)
     agency = model.transformer.h[1].attn.agency
     for head, (state, factor) in enumerate(STATES.items()):
         for consent in (True, False):
@@ -615,7 +606,7 @@ def test_a_head_without_consent_is_withdrawn_and_teaches_nothing():
 
 
 def test_learned_states_start_active():
-    model = tiny(LEARNED, alive=False)
+    model = tiny(LEARNED, live=False)
     for agency in (block.attn.agency for block in model.transformer.h):
         assert (agency.static_gate() == 1).all() and not agency.metrics.any()
         agency.metrics.normal_()
@@ -745,7 +736,7 @@ def test_packing_takes_a_withdrawn_mlp_and_a_withdrawn_blocks_heads_out(scope, m
 
 @pytest.mark.parametrize("enforce", [True, False])
 def test_the_factor_of_every_state_of_an_mlp_with_and_without_consent(enforce):
-    model = tiny(dict(agency=True, agency_scope="mlp", agency_enforce=enforce), alive=False)
+    model = tiny(dict(agency=True, agency_scope="mlp", agency_enforce=enforce), live=False)
     for state, factor in STATES.items():
         for consent in (True, False):
             model.set_head(1, None, state=state, consent=consent)
@@ -832,14 +823,14 @@ def test_block_i_joins_the_output_of_block_n_minus_i_plus_1(mode, n_layer, on):
     (9, [0.5, 0.375, 0.25, 0.125]),
 ])
 def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
-    concat = tiny(dict(unet="concat"), alive=False, n_layer=n_layer)
+    concat = tiny(dict(unet="concat"), live=False, n_layer=n_layer)
     eye, zero = torch.eye(96).double(), torch.zeros(96, 96).double()
     assert len(concat.fuse) == len(weights)
     for fuse, share in zip(concat.fuse, weights):
         close(fuse.weight, torch.cat((share * eye, zero), 1), 0)
-    for fuse, share in zip(tiny(dict(unet="add"), alive=False, n_layer=n_layer).fuse, weights):
+    for fuse, share in zip(tiny(dict(unet="add"), live=False, n_layer=n_layer).fuse, weights):
         assert sigmoid(fuse.logit).item() == pytest.approx(share, abs=1e-6)
-    for fuse, share in zip(tiny(dict(unet="scalar", unet_init=0.5), alive=False,
+    for fuse, share in zip(tiny(dict(unet="scalar", unet_init=0.5), live=False,
                                 n_layer=n_layer).fuse, weights):
         assert fuse.weight.item() == share
 
@@ -1137,7 +1128,7 @@ def test_positions_are_counted_in_float32_under_bfloat16(monkeypatch):
 
 
 def test_a_prior_learns_from_strength_0_and_a_free_head_has_none():
-    model = tiny(MECHANISMS["roles"], alive=False, roles_strength=0.0)
+    model = tiny(MECHANISMS["roles"], live=False, roles_strength=0.0)
     model(tokens(2, 9), tokens(2, 9, seed=2)).loss.backward()
     for block in model.transformer.h:
         slope = block.attn.roles.strength.grad
@@ -1305,7 +1296,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monk
 
 @pytest.mark.parametrize("gated", ["headwise", "elementwise"])
 def test_heads_can_go_one_after_the_other(gated):
-    model, idx = tiny(dict(output_gate=gated, agency=True), alive=True), tokens(2, 9)
+    model, idx = tiny(dict(output_gate=gated, agency=True), live=True), tokens(2, 9)
     for head in (1, 4, 0):
         model.set_head(0, head, gate=0.0)
     want = model.hidden(idx)
@@ -1338,7 +1329,7 @@ def test_random_blocks_do_not_follow_the_seed():
 
 
 def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
-    model = tiny(dict(agency=True), alive=False)
+    model = tiny(dict(agency=True), live=False)
     agency = model.transformer.h[0].attn.agency
     model.set_head(0, 1, consent=False)
     model.set_head(0, 1, state="overloaded")

@@ -13,9 +13,9 @@ from nanoheads import logits as logits_py
 from nanoheads.kernels import relu2, rms_norm, rope_tables, rotate
 from nanoheads.logits import check_sampling, penalise, sample_token
 from nanoheads.timing import mfu
+from helpers import TINY_GPT, tiny
 from oracle import tokens
 
-TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
 FLAGS = [dict(recipe="gpt2"),
          dict(recipe="gpt2", bias=True),
          dict(recipe="gpt2", tied=False),
@@ -34,19 +34,6 @@ FLAGS = [dict(recipe="gpt2"),
          dict(recipe="modern", rope_share=0.5),
          dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
 all_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f"{k}={v}" for k, v in f.items()))
-
-
-def tiny(flags={}, alive=True, **more):
-    """A small GPT in float64; alive: no zero weights, so that every path carries a signal."""
-    model = GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
-    if alive:
-        torch.manual_seed(0)
-        for p in model.parameters():
-            if p.dim() >= 2:
-                torch.nn.init.normal_(p, 0, 0.15)
-            else:
-                torch.nn.init.normal_(p, 1, 0.1)
-    return model
 
 
 # ---- oracles ----
@@ -106,10 +93,10 @@ def test_equals_hugging_face_gpt2_with_copied_weights():
     transformers = pytest.importorskip("transformers",
                                        reason="transformers is not installed: requirements-test.txt has it")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+    config = transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=48, n_layer=2, n_head=6,
                                      initializer_range=0.2)
     hf = transformers.GPT2LMHeadModel(config).eval()
-    model = GPT(GPTConfig(**TINY, recipe="gpt2", bias=True, act="gelu_tanh")).eval()
+    model = GPT(GPTConfig(**TINY_GPT, recipe="gpt2", bias=True, act="gelu_tanh")).eval()
     theirs = hf.state_dict()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -132,7 +119,7 @@ def test_hand_written_cpu_gradients_equal_autograds():
 
 
 def test_rotated_logits_depend_on_distance_alone():
-    config = GPTConfig(**TINY, recipe="modern")
+    config = GPTConfig(**TINY_GPT, recipe="modern")
     cos, sin = (t.double() for t in rope_tables(config.block_size, config.head_size))
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
 
@@ -144,7 +131,7 @@ def test_rotated_logits_depend_on_distance_alone():
     assert at(q, 9) @ at(k, 5) != pytest.approx((at(q, 9) @ at(k, 4)).item(), abs=1e-3)
 
 
-# ---- generation ----
+# ---- promises ----
 
 def slow_generate(model, prompt, n, **sampling):
     """The policy: read at most block_size tokens; on overflow keep the last half; no cache, one row."""
@@ -259,7 +246,7 @@ def test_impossible_sampling_is_refused_by_name(bad):
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_compiles_in_one_graph_and_computes_the_same(recipe):
     torch._dynamo.reset()
-    model = GPT(GPTConfig(**TINY, recipe=recipe, zero_init=False))
+    model = GPT(GPTConfig(**TINY_GPT, recipe=recipe, zero_init=False))
     idx, targets = tokens(2, 16), tokens(2, 16, seed=2)
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: a graph break is an error
     want, got = (m(idx, targets, logits=True) for m in (model, fast))
@@ -272,7 +259,7 @@ def test_compiles_in_one_graph_and_computes_the_same(recipe):
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_activation_checkpointing_changes_nothing(recipe):
     def grads(**kw):
-        model = GPT(GPTConfig(**TINY, recipe=recipe, dropout=0.1, **kw)).train()
+        model = GPT(GPTConfig(**TINY_GPT, recipe=recipe, dropout=0.1, **kw)).train()
         torch.manual_seed(3)
         model(tokens(2, 16), tokens(2, 16, seed=2)).loss.backward()
         return [p.grad for p in model.parameters()]
@@ -403,7 +390,7 @@ def test_unscored_targets_do_not_count():
     (dict(pos="rope"), dict(pos="learned")),
 ])
 def test_shared_parameters_start_bit_identical(one, other):
-    a, b = (dict(GPT(GPTConfig(**{**TINY, "zero_init": False, **flags})).named_parameters())
+    a, b = (dict(GPT(GPTConfig(**{**TINY_GPT, "zero_init": False, **flags})).named_parameters())
             for flags in (one, other))
     shared = [n for n in a if n in b and a[n].shape == b[n].shape and not n.endswith("c_proj.weight")]
     assert len(shared) > 4
@@ -412,7 +399,7 @@ def test_shared_parameters_start_bit_identical(one, other):
 
 @pytest.mark.slow
 def test_initial_values_follow_the_seed_and_gpt2s_scales():
-    big = dict(TINY, n_embd=256, n_layer=8)
+    big = dict(TINY_GPT, n_head=4, n_embd=256, n_layer=8)
     a, b = GPT(GPTConfig(**big, seed=1)), GPT(GPTConfig(**big, seed=2))
     assert not torch.equal(a.transformer.wte.weight, b.transformer.wte.weight)
     block = a.transformer.h[0]
@@ -438,7 +425,7 @@ def test_parameter_counts_are_those_of_gpt2(monkeypatch):
 def test_flops_count_agrees_with_pytorchs_counter():
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
-    model = GPT(GPTConfig(**{**TINY, "n_embd": 64, "block_size": 16}, tied=False, pos="rope"))
+    model = GPT(GPTConfig(**{**TINY_GPT, "n_head": 4, "n_embd": 64}, tied=False, pos="rope"))
     idx = tokens(4, 16)
     # the counter knows no CPU flash attention
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -449,7 +436,7 @@ def test_flops_count_agrees_with_pytorchs_counter():
 
 
 def test_an_unknown_device_has_no_utilisation_rather_than_a_wrong_one(monkeypatch):
-    model = GPT(GPTConfig(**TINY))
+    model = GPT(GPTConfig(**TINY_GPT))
     assert mfu(model, 1e6, "cpu", "bfloat16") is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert mfu(model, 1e6, "cuda", "float32") is None
@@ -479,7 +466,7 @@ def test_a_recipe_sets_only_the_flags_left_open():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_dropout_is_off_in_eval_mode_and_on_in_training(dropout):
-    model, idx = GPT(GPTConfig(**TINY, dropout=dropout)), tokens(2, 16)
+    model, idx = GPT(GPTConfig(**TINY_GPT, dropout=dropout)), tokens(2, 16)
     a, b = model.train()(idx).logits, model(idx).logits
     assert torch.equal(a, b) == (dropout == 0)
     assert torch.equal(model.eval()(idx).logits, model(idx).logits)

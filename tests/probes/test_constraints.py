@@ -1,4 +1,5 @@
 """probe.py constraints against slow counts and planted truths: figures, passages, removals, refusals."""
+import functools
 import json
 import time
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, roc_auc_score
 from torch.nn import functional as F
 
+import helpers
 from model import GPT, GPTConfig
 from nanoheads import intervals, timing
 from nanoheads.common import UserError
@@ -76,14 +78,8 @@ def labels(data, tmp_path_factory):
     return write_labels(tmp_path_factory.mktemp("labels") / "weak", data)
 
 
-def make_model(seed=1, spread=1.0, **flags):
-    sizes = dict(recipe="modern", block_size=32, vocab_size=256, n_layer=3, n_head=2, n_embd=32, seed=seed)
-    model = GPT(GPTConfig(**{**sizes, **flags})).eval()
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i + seed))
-            p.add_(0.1 * (spread - 1) * noise)  # zero_init, too, where it is above 1
-    return model
+make_model = functools.partial(helpers.make_model, spread=1.0, noise=0.0, recipe="modern", n_layer=3,
+                               n_head=2, n_embd=32)
 
 
 def with_heads(**flags):
@@ -175,7 +171,7 @@ def test_differences_are_paired_and_absent_where_there_are_no_pairs():
 
 @pytest.mark.parametrize("layers", [[1], [0, 2]])
 def test_states_are_what_the_blocks_attention_reads(layers):
-    model = with_heads(spread=3.0, constraint_layers=layers)
+    model = with_heads(noise=0.2, constraint_layers=layers)
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
     seen = {}
     for i, block in enumerate(model.transformer.h):
@@ -187,14 +183,14 @@ def test_states_are_what_the_blocks_attention_reads(layers):
     for n, name in enumerate(NAMES):
         want = torch.stack([traces[f"blocks.{i}.constraint.{name}"] for i in layers]).mean(0)
         assert torch.allclose(scores[..., n], want, atol=1e-5)
-    plain = make_model(spread=3.0)
+    plain = make_model(noise=0.2)
     states, scores = read(plain, ids, layers)
     assert states.shape == (2, 20, 32 * len(layers)) and scores.shape == (2, 20, 0)
     assert not plain.transformer.h[1].attn._forward_pre_hooks, "nothing stays behind"
 
 
 def test_blocks_whose_scores_no_loss_has_seen_are_left_out():
-    flags = dict(spread=3.0, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
+    flags = dict(noise=0.2, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
     model, ids = with_heads(**flags), torch.arange(20)[None]
     assert layers_of(model) == [1, 2] and layers_of(make_model()) == []
     scores, traces = read(model, ids, [1])[1], model(ids, traces=True).traces
@@ -584,7 +580,7 @@ def test_removal_sets_are_what_they_are_called():
 
 
 def test_changes_are_those_of_keys_that_nobody_sees():
-    model, rng = with_heads(spread=3.0), np.random.default_rng(7)
+    model, rng = with_heads(noise=0.2), np.random.default_rng(7)
     ids = torch.randint(256, (24,), generator=torch.Generator().manual_seed(0))
 
     def said(rows):
@@ -630,7 +626,7 @@ def test_top_tokens_explain_where_they_are_what_is_read(models, data, tmp_path, 
 
 @pytest.mark.slow
 def test_explain_reports_every_run(models, saved, tmp_path, capsys):
-    args = ["explain", *models[:2], "--ckpt", saved("b", with_heads(seed=5, spread=3.0)), "--windows=6"]
+    args = ["explain", *models[:2], "--ckpt", saved("b", with_heads(seed=5, noise=0.2)), "--windows=6"]
     found, text = say(capsys, tmp_path, *args)
     again, _ = say(capsys, tmp_path, *args)
     other, _ = say(capsys, tmp_path, *args, "--seed=1")
@@ -691,7 +687,7 @@ def test_what_cannot_be_compared_is_one_line(models, saved, labels, data, bytes_
 @pytest.mark.slow
 def test_skipping_counts_what_is_closed_and_scores_what_is_left(data, saved, tmp_path, capsys):
     """Shares counted gate by gate; bits per byte of a model with that threshold in its config."""
-    model = with_heads(spread=4.0)
+    model = with_heads(noise=0.3)
     path = saved("a", model)
     main(["skip", "--ckpt", path, "--below", "0.5", "1", "--rounds", "1", "--batch", "4", "--tokens", "640",
           "--json", str(tmp_path / "f.json")])

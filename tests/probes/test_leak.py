@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from model import GPT, GPTConfig
+from helpers import tiny
 from nanoheads.common import UserError
 from nanoheads.probes.leak import leaks
 from probe import main
@@ -137,11 +137,7 @@ def test_a_row_that_changes_with_two_others_together_is_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_a_causal_transformer_passes(recipe):
-    sizes = dict(vocab_size=V, block_size=2 * T, n_layer=2, n_head=2, n_embd=16)
-    model = GPT(GPTConfig(**sizes, recipe=recipe)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    model = tiny(vocab_size=V, block_size=2 * T, n_head=2, n_embd=16, recipe=recipe, std=0.3).float()
     leak, skipped, calls, _ = leaks(lambda ids: model(ids).logits, V, T)
     assert leak is None and calls > 3 * 2 * (T - 1)
     assert not skipped

@@ -1,4 +1,5 @@
 """Probes against slow references and hand-made models: who remembers, what removing a key or head means."""
+import functools
 import importlib
 import json
 import math
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import helpers
 import oracle
 from conftest import write_dataset
 from scipy.stats import spearmanr
@@ -16,7 +18,7 @@ from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
-from model import GPT, MECHANISMS, GPTConfig
+from model import MECHANISMS
 from nanoheads.common import UserError
 from nanoheads.heads.measuring import measure
 from nanoheads.intervals import over_windows
@@ -59,16 +61,8 @@ def facts(source, tmp_path_factory):
     return Dataset(out)
 
 
-def make_model(seed=1, spread=6.0, **flags):
-    """A tiny model in float64 whose weights are large enough that every key shows in the logits."""
-    sizes = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16, seed=seed)
-    model = GPT(GPTConfig(**{**sizes, **flags})).double().eval()
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            # zero_init too
-            p.mul_(spread).add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i),
-                                                  dtype=p.dtype))
-    return model
+make_model = functools.partial(helpers.make_model, spread=6.0, noise=0.3, dtype=torch.float64, n_head=2,
+                               n_embd=16)
 
 
 def save(path, model, data):

@@ -1,4 +1,5 @@
 """Text quality: each measure against a slow obvious one; what probe.py text says of tiny models."""
+import functools
 import json
 import math
 import random
@@ -15,7 +16,8 @@ from conftest import ROOT, write_dataset
 from scipy import stats
 from torch import nn
 
-from model import GPT, GPTConfig
+import helpers
+from model import GPTConfig
 from nanoheads.intervals import jackknife
 from nanoheads.probes import continuations
 from nanoheads.probes.continuations import text_table
@@ -229,15 +231,8 @@ def test_the_interval_of_distinct_n_holds_the_truth_most_of_the_time():
 
 # ---- the judge ----
 
-def tiny(vocab_size=256, spread=4.0, block_size=16, **flags):
-    """A tiny model whose weights are large enough that every token of context shows in the logits."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**dict(block_size=block_size, vocab_size=vocab_size, n_layer=1, n_head=2,
-                                    n_embd=16), **flags})).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(spread)
-    return model
+make_model = functools.partial(helpers.make_model, spread=4.0, noise=0.0, block_size=16, n_layer=1, n_head=2,
+                               n_embd=16)
 
 
 @torch.no_grad()
@@ -262,7 +257,7 @@ def random_pairs():
 
 
 def judge_agrees(block_size):
-    model, pairs = tiny(block_size=block_size, n_layer=2), random_pairs()
+    model, pairs = make_model(block_size=block_size, n_layer=2), random_pairs()
     want = [slow_nats(model, 10, *pair) for pair in pairs]
     return np.allclose(nats_after(model, 10, pairs), want, atol=1e-3)
 
@@ -318,7 +313,7 @@ SHORT = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "2", "--toke
 
 @pytest.fixture
 def ckpt(tmp_path, bytes_data):
-    return write_checkpoint(tmp_path / "a.pt", tiny(), bytes_data)
+    return write_checkpoint(tmp_path / "a.pt", make_model(), bytes_data)
 
 
 @pytest.fixture
@@ -356,7 +351,7 @@ def test_figures_are_those_of_the_samples(ckpt, written):
 @pytest.mark.slow
 def test_samples_are_the_models_own_with_the_seed_of_their_prompt(ckpt, written, bytes_data):
     (run, _), _ = written("--ckpt", ckpt, "--seed", "5", "--top_k", "7", "--temperature", "1.5")
-    text, model = Dataset(bytes_data).tokens("test"), tiny()
+    text, model = Dataset(bytes_data).tokens("test"), make_model()
     for p, row in enumerate(run["samples"]):
         prompt = text[p * (1000 // 3):][:6]
         assert run["prompts"][p] == bytes(prompt).decode()
@@ -392,7 +387,7 @@ def test_each_setting_matters_and_is_said(ckpt, written, more):
 
 @pytest.mark.slow
 def test_the_first_is_the_baseline_of_the_others(tmp_path, ckpt, written, bytes_data):
-    other = write_checkpoint(tmp_path / "b.pt", tiny(n_head=4), bytes_data)
+    other = write_checkpoint(tmp_path / "b.pt", make_model(n_head=4), bytes_data)
     (first, again, second, real), lines = written("--ckpt", ckpt, "--ckpt", ckpt, "--ckpt", other)
     assert first["less_the_first"] is None and real["less_the_first"] is None
     assert {value for value, _ in again["less_the_first"].values()} == {0.0}
@@ -450,7 +445,7 @@ def test_stop_ends_samples_and_text_before_the_separator(ckpt, written):
 
 
 def test_a_model_that_stops_at_once_says_nothing(tmp_path, written, bytes_data, ckpt):
-    model = tiny()
+    model = make_model()
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -465,7 +460,7 @@ def test_a_model_that_stops_at_once_says_nothing(tmp_path, written, bytes_data, 
 
 
 def test_padding_of_the_vocabulary_has_no_text(tmp_path, written, chars_data):
-    path = write_checkpoint(tmp_path / "padded.pt", tiny(64, spread=0.1), chars_data)
+    path = write_checkpoint(tmp_path / "padded.pt", make_model(vocab_size=64, spread=0.1), chars_data)
     (run, _), _ = written("--ckpt", path, "--judge", path)
     lengths = [len(text) for row in run["samples"] for text in row]
     assert max(lengths) < 24 and set("".join(sum(run["samples"], []))) <= set("abcdefgh \n")
@@ -475,7 +470,8 @@ def test_padding_of_the_vocabulary_has_no_text(tmp_path, written, chars_data):
 # ---- who judges ----
 
 def test_a_uniform_judge_gives_8_bits_a_byte(tmp_path, ckpt, written, bytes_data):
-    judge = write_checkpoint(tmp_path / "flat.pt", tiny(recipe="modern", n_embd=32), bytes_data)  # head at 0
+    # its head starts at 0
+    judge = write_checkpoint(tmp_path / "flat.pt", make_model(recipe="modern", n_embd=32), bytes_data)
     (run, real), lines = written("--ckpt", ckpt, "--judge", judge)
     for one in (run, real):
         assert one["figures"]["judge"] == [pytest.approx(8), pytest.approx(0, abs=1e-9)]
@@ -489,7 +485,7 @@ def test_a_judge_that_is_not_larger_is_named(ckpt, written):
 
 @pytest.mark.slow
 def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_data):
-    judge = tiny(n_embd=32)
+    judge = make_model(n_embd=32)
     path = write_checkpoint(tmp_path / "judge.pt", judge, bytes_data)
     (_, real), _ = written("--ckpt", ckpt, "--judge", path)
     nats = sum(slow_nats(judge, 10, list(prompt.encode()), list(text.encode()))
@@ -500,7 +496,7 @@ def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_dat
 @pytest.mark.slow
 def test_vocabularies_of_two_kinds_compare(tmp_path, ckpt, written, sums_as_chars):
     """The same prompts, the same number of bytes, judged by bytes."""
-    chars = write_checkpoint(tmp_path / "c.pt", tiny(len(SUMS)), sums_as_chars)
+    chars = write_checkpoint(tmp_path / "c.pt", make_model(vocab_size=len(SUMS)), sums_as_chars)
     (a, b, real), _ = written("--ckpt", ckpt, "--ckpt", chars, "--judge", ckpt)
     assert a["prompts"] == b["prompts"]
     assert {len(text) for row in b["samples"] for text in row} == {24} and b["figures"]["judge"][0] > 0
@@ -515,7 +511,7 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
     folder.mkdir()
     text = {split: "é" * 900 + "abcdefgh" * 50 for split in ("train", "val", "test")}
     write_dataset(folder, text, "char", sorted(set("éabcdefgh")))
-    wide = write_checkpoint(tmp_path / "w.pt", tiny(9), folder)
+    wide = write_checkpoint(tmp_path / "w.pt", make_model(vocab_size=9), folder)
     (tmp_path / "p.txt").write_text("abc\nha\n")
     a, b = written("--ckpt", wide, "--ckpt", ckpt, "--prompts", str(tmp_path / "p.txt"),
                    short=["--tokens", "26", "--samples", "1"])[0]
@@ -551,9 +547,9 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
 def test_bad_input_is_one_clear_line(tmp_path, ckpt, refusal, monkeypatch, bytes_data, sums_as_chars,
                                      chars_data, args, line):
     monkeypatch.chdir(tmp_path)
-    write_checkpoint("large.pt", tiny(spread=1e38), bytes_data)
-    write_checkpoint("chars.pt", tiny(len(SUMS)), sums_as_chars)
-    write_checkpoint("letters.pt", tiny(10), chars_data)
+    write_checkpoint("large.pt", make_model(spread=1e38), bytes_data)
+    write_checkpoint("chars.pt", make_model(vocab_size=len(SUMS)), sums_as_chars)
+    write_checkpoint("letters.pt", make_model(vocab_size=10), chars_data)
     assert line in refusal(["text", "--ckpt", ckpt, *SHORT, *args])
 
 
@@ -564,7 +560,7 @@ def test_bad_input_is_one_clear_line(tmp_path, ckpt, refusal, monkeypatch, bytes
     ("1 plus\n12 é".encode(), "p.txt, line 2: 'é' (U+00E9) at position 3 is not among the 18 symbols"),
 ])
 def test_a_bad_file_of_prompts_is_one_clear_line(tmp_path, refusal, sums_as_chars, content, line):
-    path = write_checkpoint(tmp_path / "c.pt", tiny(len(SUMS)), sums_as_chars)
+    path = write_checkpoint(tmp_path / "c.pt", make_model(vocab_size=len(SUMS)), sums_as_chars)
     if content is not None:
         (tmp_path / "p.txt").write_bytes(content)
     assert line in refusal(["text", "--ckpt", path, "--prompts", str(tmp_path / "p.txt")])

@@ -1,4 +1,5 @@
 """Scores: every token once, in the context that the policy grants, against an oracle of single positions."""
+import functools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evaluate
+import helpers
 from conftest import ROOT, put_meta, put_split, write_dataset
 from helpers import byte_pairs
 from evaluate import main, score_table
@@ -49,14 +51,8 @@ def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
     return Dataset(folder)
 
 
-def make_model(vocab_size=256, spread=8.0, **flags):
-    """A tiny model whose weights are large enough that every token of context shows in the logits."""
-    model = GPT(GPTConfig(**{**dict(block_size=8, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=16),
-                             **flags})).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(spread)
-    return model
+make_model = functools.partial(helpers.make_model, spread=8.0, noise=0.0, block_size=8, n_head=2,
+                               n_embd=16)
 
 
 def write_checkpoint(path, model, data, **more):
@@ -300,9 +296,9 @@ def test_nats_stay_exact_where_logits_are_large():
 @pytest.mark.slow
 def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
     data = write_data(tmp_path / "bpe", "gpt2", n=17, sizes=dict(bytes=70, chars=60))
-    path = write_checkpoint(tmp_path / "a.pt", make_model(50257), data)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(vocab_size=50257), data)
     run = scoring.evaluate(path, "test", 0, "cpu", progress=False)
-    nats, count = score(make_model(50257), data, "test")
+    nats, count = score(make_model(vocab_size=50257), data, "test")
     assert (run["tokens"], run["bytes"], run["chars"]) == (count, 70, 60) == (17, 70, 60)
     assert run["nats_per_token"] == pytest.approx(nats / 17)
     assert run["ppl"] == pytest.approx(math.exp(nats / 17))
@@ -328,8 +324,8 @@ def test_words_of_gpt2_tokens_are_not_counted_where_that_needs_a_download(tmp_pa
     monkeypatch.setattr(sources, "HOME", tmp_path)
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     data = write_data(tmp_path / "bpe", "gpt2", n=17)
-    run = scoring.evaluate(write_checkpoint(tmp_path / "a.pt", make_model(50257), data), "test", 0, "cpu",
-                            progress=False)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(vocab_size=50257), data)
+    run = scoring.evaluate(path, "test", 0, "cpu", progress=False)
     assert run["words"] is run["word_ppl"] is None and "word" not in score_table([run])
 
 
@@ -600,7 +596,7 @@ def test_bytes_are_those_of_the_text_also_where_its_tokens_spell_others(misspelt
 def test_one_model_has_one_number_of_bits_per_byte(misspelt, tmp_path, capsys):
     """A uniform model, on the whole split and on parts of it, in evaluate.py and in a study."""
     data, text = misspelt
-    model = make_model(data.vocab_size, block_size=16)
+    model = make_model(vocab_size=data.vocab_size, block_size=16)
     nn.init.zeros_(model.lm_head.weight)
     path = write_checkpoint(tmp_path / "a.pt", model, data)
     size, n = len(text.encode()), len(data.tokens("test"))
@@ -742,7 +738,7 @@ def nanogpt(path, model, **config):
 def test_a_nanogpt_checkpoint_is_scored_on_the_dataset_that_it_names(tmp_path, monkeypatch):
     data = write_data(tmp_path / "data/toy", "char")
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
-    model = make_model(len(VOCAB))
+    model = make_model(vocab_size=len(VOCAB))
     named, unnamed = nanogpt(tmp_path / "n.pt", model, dataset="toy"), nanogpt(tmp_path / "u.pt", model)
     want = score(model, data, "test")[0] / 23
     assert scoring.evaluate(named, "test", 0, "cpu", progress=False)["nats_per_token"] == pytest.approx(want)
@@ -1025,7 +1021,7 @@ def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byt
 def test_a_meta_json_that_says_something_else_than_at_the_training_is_refused(tmp_path, capsys, field, value):
     """Twice the bytes once halved the bits per byte, without a word."""
     data = write_data(tmp_path / "toy", "char")
-    path = write_checkpoint(tmp_path / "a.pt", make_model(len(VOCAB)), data)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(vocab_size=len(VOCAB)), data)
     before = dict(bytes=23, separator=11)[field]
     put_meta(data.dir, **{field: value})
     with pytest.raises(SystemExit) as e:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import put_split, write_dataset
-from helpers import byte_pairs, torchrun, untimed
+from helpers import byte_pairs, tiny, torchrun, untimed
 from scipy.stats import t as student
 
 import probe
@@ -408,12 +408,8 @@ def padded(row, width, fill):
 def test_neither_padding_nor_another_document_changes_a_logit_or_a_loss(name):
     """Causal attention needs no mask for it; router losses would count padding, and are refused."""
     flags = ALL_ON if name == "all_on" else MECHANISMS[name]
-    sizes = dict(SIZES, n_head=6, n_embd=72, block_size=24)
-    model = GPT(GPTConfig(**sizes, **flags)).double().train()
+    model = tiny(flags, **{**SIZES, "n_head": 6, "n_embd": 72, "block_size": 24}).train()
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.dim() < 2))
     row, other, third = (torch.randint(256, (n,), generator=generator).tolist() for n in (12, 20, 17))
 
     def computed(*rows, fill=0, width=24):

@@ -12,6 +12,7 @@ from nanoheads import pruning
 from nanoheads.common import UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
+from helpers import tiny
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=2, n_head=6, n_embd=72)
 NEUTRAL_FLAGS = {"window": 16, "score_cap": 1e6}  # what has to be said for a setting to be neutral
@@ -19,11 +20,7 @@ NEUTRAL_FLAGS = {"window": 16, "score_cap": 1e6}  # what has to be said for a se
 
 def saved(path, flags):
     """A checkpoint of a model that is alive: no weight is zero."""
-    model = GPT(GPTConfig(**SIZES, **flags)).eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        mean, std = (0, 0.15) if p.dim() >= 2 else (1, 0.1)
-        torch.nn.init.normal_(p, mean, std)
+    model = tiny(flags, **SIZES).float()
     checkpoint.save(path, dict(model=model.state_dict(), config=asdict(model.config), meta=None))
     return model
 
