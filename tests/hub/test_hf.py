@@ -98,7 +98,7 @@ def test_what_makes_the_families_differ_is_seen(tmp_path):
         there = original(*ORIGINALS[name])
         there.save_pretrained(tmp_path / name)
         state = checkpoint.read(tmp_path / name)
-        assert apart(checkpoint.build(state, "x", **changed), there) > 1e-4, changed
+        assert apart(checkpoint.build(state, "x", **changed), there) > 5e-5, changed  # above: below 1e-5
 
 
 def test_names_without_prefix_and_mask_tables_of_old_files(tmp_path):
