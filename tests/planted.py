@@ -1,5 +1,5 @@
 """
-Twenty faults that the tests must find: each is planted alone in a copy of the repository, and the tests that
+Faults that the tests must find: each is planted alone in a copy of the repository, and the tests that
 are named beside it are run there.
 
     python tests/planted.py            # all of them: a table, and exit code 1 where one is not found
@@ -50,6 +50,10 @@ FAULTS = (
           "read = read / (heads.positions + 1)[..., None]",
           "read = read / heads.positions.clamp_min(1)[..., None]",
           ("test_constraint.py::test_gates_and_scores_equal_the_oracle[output-]",)),
+    Fault("statistics that another mechanism reads are not detached", "model.py",
+          "stats = RowStats(*(s if s is None else s.detach() for s in stats))", "pass",
+          ("test_mechanisms.py::"
+           "test_other_mixtures_equal_the_written_out_formula[detached beside another reader]",)),
     Fault("slopes of ALiBi from 1 on", "nanoheads/rivals.py",
           "first = [2 ** (-8 * (i + 1) / power)", "first = [2 ** (-8 * i / power)",
           ("test_attention.py::test_slopes_of_alibi_are_the_papers",)),

@@ -109,6 +109,7 @@ MIXTURES = {
     "two maps, grouped": dict(diff=True, n_kv_head=3, query_gain=True, sink=True, head_mix=True,
                               head_ids=[[2, 3], [0, 1, 4, 5]], stream_scalars=True),
     "two maps of queries as keys": dict(diff=True, a2c="published", depth_attention=True, acag="headwise"),
+    "detached beside another reader": dict(acag="headwise", acag_detach=True, sink=True),
     "pairs": dict(diff_v1=True, fox=True, constraint_names=["a"], constraint_layers=[0, 1], window=4,
                   head_ids=[[2, 3], [0, 1, 4, 5]], depth_attention=True, sentinel="sigmoid",
                   head_mix=True),
