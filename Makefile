@@ -21,7 +21,7 @@ demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
 	$(PY) compare.py config/studies/demo.py
 
-# what a change usually breaks, in 111 s of CPU, measured on two cores: all but the tests of tests/slow.txt
+# what a change usually breaks, in 111 s of CPU, measured on two cores: all but the tests marked slow
 # (a process per core, each with one thread: threads that wait for each other spin)
 test: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow"

@@ -37,8 +37,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell with
 TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
             max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
             device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
-CPU_TIMES = {}
-SLOW = set(Path(__file__).with_name("slow.txt").read_text().split())  # by tests/choose_slow.py
 
 
 def write_dataset(folder, splits, encoding="byte", vocab=None):
@@ -71,33 +69,6 @@ def put_meta(folder, **fields):
         split.update({key: fields[key] for key in ("bytes", "tokens", "chars") if key in fields})
     meta.update({key: value for key, value in fields.items() if key not in ("bytes", "tokens", "chars")})
     (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def cpu_seconds():
-    """Of this process and of the children that it has waited for."""
-    return sum(os.times()[:4])
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if f"{item.path.name}::{item.originalname}" in SLOW:
-            item.add_marker("slow")
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item):
-    """TEST_TIMES=times.json pytest -n 0: adds {test: CPU seconds}, fixtures too, to that file."""
-    before = cpu_seconds()
-    yield
-    CPU_TIMES[item.nodeid] = round(cpu_seconds() - before, 3)
-
-
-def pytest_sessionfinish():
-    path = os.environ.get("TEST_TIMES")
-    if path:
-        old = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
-        Path(path).write_text(json.dumps({**old, **CPU_TIMES}, indent=0))
 
 
 @pytest.fixture(scope="session")

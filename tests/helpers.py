@@ -24,6 +24,7 @@ from nanoheads import checkpoint, corpus
 from lab.labels.targets import encode, label_file, write_meta
 from lab.study import trial
 from lab.study.variants import StudyConfig
+from oracle import give_states
 
 ROOT = Path(__file__).resolve().parents[1]
 MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names here say where they are
@@ -69,6 +70,31 @@ def unread():
 # ---- models and checkpoints ----
 
 
+# of six heads some go and some stay; variant B of constraint heads makes them 5 wide, an odd size
+TINY_GPT = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=48)
+
+
+@torch.no_grad()
+def alive(model, std=0.15, draw=0, states=True):
+    """The module with a signal in every path: matrices are N(0, std), all other parameters N(1, 0.1).
+
+    draw: the seed. states: of a GPT with agency, see give_states(); else all heads stay active.
+    """
+    torch.manual_seed(draw)
+    for p in model.parameters():
+        p.normal_(0.0, std) if p.dim() >= 2 else p.normal_(1.0, 0.1)
+    if states and isinstance(model, GPT):
+        give_states(model)
+    return model
+
+
+def tiny(flags={}, live=True, std=0.15, draw=0, states=True, **more):
+    """A small GPT in float64, in evaluation: TINY_GPT with other flags. live: see alive(); else as it starts.
+    """
+    model = GPT(GPTConfig(**{**TINY_GPT, **more, **flags})).double().eval()
+    return alive(model, std, draw, states) if live else model
+
+
 VOCAB = ["\n", " ", *"abcdefghij", "é"]
 
 
@@ -91,15 +117,19 @@ def make_checkpoint(path, encoding="char", seed=0, vocab_size=None, **flags):
     return str(path)
 
 
-def make_model(seed=1, **flags):
-    """A tiny random model whose heads matter: weights large enough to show in bits and samples."""
+def make_model(spread=3.0, noise=0.1, seed=1, dtype=torch.float32, **flags):
+    """A tiny GPT of bytes, in evaluation, of which every token that is read shows in bits and samples.
+
+    Its weights are `spread` times those that it starts with; noise: the deviation of what is added to them,
+    also where they start at 0.
+    """
     sizes = dict(block_size=32, vocab_size=256, n_layer=2, n_head=3, n_embd=24, seed=seed)
-    model = GPT(GPTConfig(**{**sizes, **flags}))
+    model = GPT(GPTConfig(**{**sizes, **flags})).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(3).add_(0.1 * torch.randn(p.shape, generator=generator))
-    return model.eval()
+            p.mul_(spread).add_(noise * torch.randn(p.shape, generator=generator, dtype=dtype))
+    return model
 
 
 # ---- tokenizers of others ----

@@ -24,7 +24,7 @@ def give_states(model, generator=None):
     for layer, block in enumerate(model.transformer.h):
         if block.agency is not None:
             model.set_head(layer, None, state=OF_PIECES[layer % len(OF_PIECES)])
-        for head, state in enumerate(STATES) if block.attn.agency is not None else ():
+        for head, state in zip(block.attn.all_head_ids(), STATES) if block.attn.agency is not None else ():
             model.set_head(layer, head, state=state)
         if model.config.agency_learned:
             (block.agency or block.attn.agency).metrics.normal_(generator=generator)

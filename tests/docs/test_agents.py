@@ -48,6 +48,7 @@ def test_the_loop_keeps_what_is_better_than_before(verdicts, times, tmp_path, mo
     assert len(given) == 2 * len(verdicts) and given[1][-1] == "--minutes=10"
 
 
+@pytest.mark.slow
 def test_its_mechanism_keeps_the_promises(tmp_path, monkeypatch, own_mechanisms_go, capsys):
     monkeypatch.chdir(tmp_path)
     loop([("better", -0.02), ("worse", 0.1)], monkeypatch)

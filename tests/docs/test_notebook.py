@@ -228,6 +228,7 @@ def test_what_a_stored_notebook_should_not_hold_is_found(words, change):
 
 # ---- in a fresh clone ----
 
+@pytest.mark.slow
 def test_a_fresh_clone_prepares_trains_measures_and_draws(fresh):
     folder, cells = fresh
     assert (folder / "data/pystdlib/meta.json").is_file() and (folder / "out/heads/ckpt.pt").is_file()
@@ -241,6 +242,7 @@ def test_a_fresh_clone_prepares_trains_measures_and_draws(fresh):
     assert not cells["install"]["outputs"], "a clone has all it needs"
 
 
+@pytest.mark.slow
 def test_gates_skips_and_a_folder_are_those_of_the_commands(fresh, stored, capsys, monkeypatch):
     """probe.py inspect says the same of a gate set by hand and of the skips."""
     folder, cells = fresh
@@ -262,6 +264,7 @@ def test_gates_skips_and_a_folder_are_those_of_the_commands(fresh, stored, capsy
     assert tables["folder"]["0.1"] == tables["close"]["0.1"][1:]
 
 
+@pytest.mark.slow
 def test_stored_outputs_are_what_the_code_gives(fresh, stored):
     """To TOLERANCE where sums are rounded the same; elsewhere the losses, and every word."""
     _, cells = fresh
@@ -275,6 +278,7 @@ def test_stored_outputs_are_what_the_code_gives(fresh, stored):
         assert differences({"train": stored["train"]}, cells, tolerance=ELSEWHERE) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, old, new", [
     ("close", None, None), ("gate", None, None), ("skips", None, None), ("folder", None, None),
     ("heads", None, None), ("prune", None, None), ("train", None, None),
@@ -331,6 +335,7 @@ def hosted(tmp_path):
     return install
 
 
+@pytest.mark.slow
 def test_the_first_cell_fetches_and_installs(hosted, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -351,6 +356,7 @@ def test_without_an_address_the_first_cell_says_what_to_set(hosted):
 
 # ---- on a run of one's own ----
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_is_opened_and_not_trained(opened):
     """It has no gates, no states and no heads.jsonl: what there is to see is shown."""
     run, cells = opened
@@ -363,6 +369,7 @@ def test_a_run_of_ones_own_is_opened_and_not_trained(opened):
     assert not pictures(cells["draw"]) and pictures(cells["attend"]) == 1
 
 
+@pytest.mark.slow
 def test_closed_heads_cost_what_inspect_heads_says(opened, capsys):
     run, cells = opened
     shown = table_of(printed(cells["close"]))
@@ -375,6 +382,7 @@ def test_closed_heads_cost_what_inspect_heads_says(opened, capsys):
         assert f"\ngate.{head}=0: {bits} bits/byte ({difference})\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pruned_models_are_those_of_prune_py(opened, tmp_path, capsys, monkeypatch):
     """Their bits per byte, and what sample.py has them say."""
     run, cells = opened
@@ -402,6 +410,7 @@ def test_pruned_models_are_those_of_prune_py(opened, tmp_path, capsys, monkeypat
 
 # ---- what fails ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source, words", [("1 / 0", "ZeroDivisionError"),
                                            ("import sys; sys.exit('train: no')", "train: no")])
 def test_a_cell_that_fails_is_a_failure(tmp_path, source, words):

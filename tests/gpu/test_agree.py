@@ -20,6 +20,7 @@ def rows(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_float32_agrees_with_float64_and_every_row_is_written(rows):
     code, found = rows(*NAMES, "--dtypes", "float32")
     assert code == 0
@@ -30,6 +31,7 @@ def test_float32_agrees_with_float64_and_every_row_is_written(rows):
     assert kinds == {"logits", "loss", "aux", "gradient", "decoding", "choices"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "acag"])
 def test_a_device_that_computes_with_other_weights_fails(rows, monkeypatch, name, dtype):
@@ -46,6 +48,7 @@ def test_a_device_that_computes_with_other_weights_fails(rows, monkeypatch, name
     assert code == 1 and not row["passed"] and row["off"] > row["allowed"]
 
 
+@pytest.mark.slow
 def test_decoding_that_reads_a_wrong_cache_fails(rows, monkeypatch):
     append = agree.KVCache.append
 
@@ -64,6 +67,7 @@ def test_what_is_not_finite_or_missing_never_passes():
     assert agree.error(one * 1.5, one, 0.0) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_is_a_row_and_the_rest_go_on(rows, monkeypatch):
     monkeypatch.setitem(agree.CASES, "sink", dict(sink=True, n_inner=-1))
     code, found = rows("sink", "plain", "--recipes", "gpt2", "--dtypes", "float32")
@@ -71,6 +75,7 @@ def test_a_model_that_fails_is_a_row_and_the_rest_go_on(rows, monkeypatch):
     assert "n_inner=-1" in found[0]["error"] and "\n" not in found[0]["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["routing_published", "moh", "routing_sigmoid"])
 def test_routers_choose_as_they_are_told(name):
     """Also where rounding would have chosen other heads: here, whatever the reference chose."""
@@ -86,6 +91,7 @@ def test_routers_choose_as_they_are_told(name):
     assert not torch.equal(told[0], own[0])
 
 
+@pytest.mark.slow
 def test_several_processes_write_into_one_file(rows):
     code, found = rows("plain", "sink", "--recipes", "gpt2", "--dtypes", "float32", "--jobs", "2")
     assert code == 0 and {r["name"] for r in found} == {"plain", "sink"} and all(r["passed"] for r in found)

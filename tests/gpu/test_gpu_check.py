@@ -77,6 +77,7 @@ def test_programs_of_the_script_exist():
     assert all((ROOT / program).is_file() for program in programs)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(start, tmp_path):
     script = start("agree", "decode", "bench", LIMIT="2", SLOW="--contexts", BAD="gpu.agree")
     printed, _ = script.communicate(timeout=60)

@@ -44,12 +44,14 @@ def run(*argv):
 
 # ---- the entries ----
 
+@pytest.mark.slow
 def test_every_mechanism_is_compiled_on_every_card():
     trained = {(c.entry, c.card) for c in entries.checks() if c.kind == "train"}
     assert {(name, card) for name in (*MECHANISMS, "all_on", "muon") for card in CARDS} <= trained
     assert {c.entry for c in entries.byte_checks()} >= set(MECHANISMS)
 
 
+@pytest.mark.slow
 def test_every_check_is_a_model_that_can_be_built():
     for each in (*entries.checks(), *entries.byte_checks()):
         if each.entry in ENTRIES:
@@ -170,6 +172,7 @@ def compiled(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_each_check_goes_to_a_process_of_its_card_and_kind(compiled):
     wanted = entries.checks(("xsa", "plain"))
     assert compiled(wanted) == {each: {"entry": each.entry} for each in wanted}

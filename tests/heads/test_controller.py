@@ -128,6 +128,7 @@ def logits(run):
 
 # ---- off, measured alone ----
 
+@pytest.mark.slow
 def test_off_there_is_no_trace_of_it(args, tmp_path):
     main(args(**{**LIVE, "controller_interval": ..., "controller_tokens": ..., "controller_heldout": ...,
                  "controller_warmup": ..., "controller_patience": ...}))
@@ -135,6 +136,7 @@ def test_off_there_is_no_trace_of_it(args, tmp_path):
     assert not (tmp_path / "run" / "heads.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_digit_of_the_training(args, tmp_path):
     off = {key: ... for key in OFTEN}
     main(args("off", **{**LIVE, **off}))
@@ -171,6 +173,7 @@ def test_a_metric_that_is_not_finite_stops_with_its_name(run):
 
 # ---- gates ----
 
+@pytest.mark.slow
 def test_rules_lower_what_is_long_high_and_a_little_what_is_long_small(run, monkeypatch):
     r = run(dict(sentinel="sigmoid"), controller="rules", controller_step=0.4)
     given(monkeypatch, entropy=lambda layer, head: 0.9 if (layer, head) == (0, 1) else 0.3,
@@ -199,6 +202,7 @@ def test_rules_have_hysteresis(run, monkeypatch):
     assert moved == [False, False, True, True, True, False, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_network_learns_which_heads_are_worth_their_cost(run, monkeypatch):
     """Closing a head of high importance costs 0.01 nats, of the others nothing: the network finds out."""
     r = run(dict(sentinel="sigmoid"), controller="ann", controller_cost=0.001)
@@ -220,6 +224,7 @@ def test_a_network_learns_which_heads_are_worth_their_cost(run, monkeypatch):
         assert change[at] > 0.5 if worthy(*at) else change[at] < -0.5, at
 
 
+@pytest.mark.slow
 def test_a_policy_by_reward_learns_to_close_what_costs(run, monkeypatch):
     """Where the loss does not depend on the gates, open heads only cost: the actor lowers all of them."""
     r = run(dict(sentinel="sigmoid"), controller="rl", controller_step=0.3)
@@ -237,6 +242,7 @@ def test_a_policy_by_reward_learns_to_close_what_costs(run, monkeypatch):
     assert logits(r).mean() < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["rules", "ann", "rl"])
 @pytest.mark.parametrize("values", [dict(), dict(entropy=1.0, gradient=0.0, importance=0.0, utilisation=0.0),
                                     dict(gradient=1e30, importance=1e30, conflict=-1.0),
@@ -260,6 +266,7 @@ def test_bounds_hold_back_and_never_push():
         assert attn.sentinel.logit.tolist() == want
 
 
+@pytest.mark.slow
 def test_sparsity_warms_up(run):
     r = run(dict(sentinel="hard_concrete", sentinel_coef=0.01), sparsity_warmup=20)
     seen = [float(attentions(r.model)[1].sentinel.coef)]
@@ -281,6 +288,7 @@ def closing(run, at, logit=-9.0):
         attentions(run.model)[at[0]].sentinel.logit[at[1]] = logit
 
 
+@pytest.mark.slow
 def test_heads_are_frozen_then_dropped_and_the_logits_stay(run):
     r = run(dict(sentinel="hard_concrete"), prune_gate=0.05, prune_margin=1.0)
     closing(r, (0, 2))
@@ -321,6 +329,7 @@ def test_a_drop_that_costs_too_much_is_taken_back(run, monkeypatch):
     assert not any(e[1] == "kept" for e in events(r.out_dir)[2:]), "it has to be low for long again"
 
 
+@pytest.mark.slow
 def test_every_layer_keeps_its_floor_and_constraint_heads_stay(run):
     r = run(dict(sentinel="sigmoid", sentinel_init=-9.0, constraint_names=["a"], constraint_layers=[1]),
             prune_gate=0.05, prune_floor=2, prune_margin=100.0)
@@ -331,6 +340,7 @@ def test_every_layer_keeps_its_floor_and_constraint_heads_stay(run):
 
 # ---- growth ----
 
+@pytest.mark.slow
 def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypatch):
     r = run(dict(head_ids=[[0, 1]] * 2, sentinel="sigmoid"), grow_heads=1, grow_ramp=4, grow_used=0.1)
     monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
@@ -354,6 +364,7 @@ def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypa
     train.training_step(r, x[:, :-1], x[:, 1:])
 
 
+@pytest.mark.slow
 def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
     """Its gate is low by hand: it is neither pruned for that, nor when withdrawn, nor does it then run on."""
     monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
@@ -371,6 +382,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
     assert rows_of(r.out_dir, "violations.jsonl") == []
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
     """Also while a head opens and another is frozen; gates set by hand are in no checkpoint."""
     monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
@@ -394,6 +406,7 @@ def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
     assert torch.equal(r.model(x).logits, scored)
 
 
+@pytest.mark.slow
 def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monkeypatch):
     falling = iter(np.linspace(3, 1, 100))
     monkeypatch.setattr(Measurements, "held_out", lambda self, run: float(next(falling)))
@@ -414,6 +427,7 @@ def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monke
     assert r.model.config.head_ids == [[0, 1, 2, 3]] * 2
 
 
+@pytest.mark.slow
 def test_stacking_doubles_the_blocks_once_with_their_moments(run, monkeypatch):
     monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     r = run(grow_stack=True)
@@ -448,6 +462,7 @@ LEARNED = {**LIFE, "policy": ..., "policy_budget": ..., "policy_dwell": ...,
            "prune_floor": 2, "controller_interval": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["rules", "ann", "rl", "stack", "learned"])
 def test_a_life_of_16_steps_equals_8_and_8(args, rows, tmp_path, who):
     keys = {**LIVE, **LIFE, "controller": who}
@@ -492,6 +507,7 @@ def test_a_damaged_state_of_a_controller_is_one_line(args, fails, tmp_path, chan
     assert said.startswith(str(path)) and words in said
 
 
+@pytest.mark.slow
 def test_a_killed_life_goes_on_exactly(args, tmp_path):
     keys = {**LIVE, **LIFE, "max_iters": 60, "eval_interval": 60, "save_interval": 5}
     main(args("whole", **keys))
@@ -510,6 +526,7 @@ def test_a_killed_life_goes_on_exactly(args, tmp_path):
     assert events(tmp_path / "whole") == events(tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_of_a_life_can_be_evaluated_sampled_and_continued(args, tmp_path):
     main(args(**{**LIVE, **LIFE}))
     state = checkpoint.read(tmp_path / "run" / "best.pt")
@@ -519,6 +536,7 @@ def test_the_best_checkpoint_of_a_life_can_be_evaluated_sampled_and_continued(ar
     main(args("more", init_from=tmp_path / "run", n_layer=..., n_head=..., n_embd=..., block_size=...))
 
 
+@pytest.mark.slow
 def test_two_ranks_decide_alike(args, tmp_path):
     """Were they not to, their models would no longer fit together and the run would end."""
     keys = {**LIVE, **LIFE, "controller": "rules", "grad_clip": 1.0}
@@ -531,6 +549,7 @@ def test_two_ranks_decide_alike(args, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(1, 17)), "from one rank alone"
 
 
+@pytest.mark.slow
 def test_a_compiled_run_lives_the_same(args, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     keys = {**LIVE, **LIFE, "max_iters": 8, "controller": "rules"}
@@ -584,6 +603,7 @@ def test_a_misaligned_head_stays_so_a_little_longer(run, monkeypatch, limit, see
     assert states == ["active", "misaligned", "misaligned", "active"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_work", [(0, 2), (3,), ()], ids=["two", "one", "none"])
 def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monkeypatch, at_work):
     r = run(dict(agency=True), policy=True, policy_dwell=1)
@@ -752,6 +772,7 @@ def test_a_budget_withdraws_the_least_important_and_their_turn_comes(run, monkey
     assert torch.allclose(packed(x).logits, r.model.eval()(x).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enforce, kind", [(True, "blocked"), (False, "forced")])
 def test_violations_are_counted_on_transitions(run, enforce, kind):
     r = run(dict(agency=True, agency_enforce=enforce), policy=True, policy_no_consent=["0.1", "1.3"],
@@ -774,6 +795,7 @@ def test_violations_are_counted_on_transitions(run, enforce, kind):
     assert rows_of(r.out_dir)[-1][kind] == 2 and rows_of(r.out_dir)[-1]["active"] == (6 if enforce else 8)
 
 
+@pytest.mark.slow
 def test_a_head_that_grows_back_is_still_without_consent(run):
     """Dropped and inserted again it is a new head; what the run's config says of it holds all the same."""
     flags = dict(agency=True, head_ids=[[0, 2], [0, 1, 2]])
@@ -789,6 +811,7 @@ def test_a_head_that_grows_back_is_still_without_consent(run):
     assert rows_of(r.out_dir)[-1]["blocked"] == 2
 
 
+@pytest.mark.slow
 def test_the_console_says_which_heads_come_and_go(run, capsys):
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1, grow_used=0.0, grow_ramp=1, grow_delta=99.0)
     measured(r, 5)
@@ -838,6 +861,7 @@ def scope_states(r):
     return [state for _, state in sorted(states_of(r.model).items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_states_of_mlps_and_blocks_follow_their_metrics(run, monkeypatch, scope):
     use = {"now": 0.3}
@@ -887,6 +911,7 @@ def test_a_budget_withdraws_the_least_important_mlps_or_blocks(run, monkeypatch,
     assert len(all_heads(packed)) == (8 if scope == "block" else 16)
 
 
+@pytest.mark.slow
 def test_what_is_withdrawn_drifts_to_the_mean_of_all_and_its_turn_comes(run, monkeypatch):
     """The mean is that of all MLPs, 1.525 at first: with its own for each block none would ever come back."""
     r = run(dict(agency=True, agency_scope="mlp", n_layer=4), policy=True, policy_budget=0.5, policy_dwell=1)
@@ -897,6 +922,7 @@ def test_what_is_withdrawn_drifts_to_the_mean_of_all_and_its_turn_comes(run, mon
     assert asleep[:2] == [set(), {2, 3}] and {0, 2} in asleep and not any(1 in each for each in asleep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enforce, kind", [(True, "blocked"), (False, "forced")])
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_violations_of_mlps_and_blocks_are_logged_with_their_scope(run, scope, enforce, kind):
@@ -944,6 +970,7 @@ def test_learned_states_of_mlps_and_blocks_take_the_likeliest(run, monkeypatch, 
     assert r.model.transformer.h[1].agency.consent.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_a_run_with_states_of_mlps_or_blocks_resumes_exactly(args, rows, tmp_path, scope):
     keys = {**LIVE, **MLPS, "n_layer": 4, "agency_scope": scope, "policy_budget": 0.75, "policy_dwell": 5,
@@ -966,6 +993,7 @@ def test_a_run_with_states_of_mlps_or_blocks_resumes_exactly(args, rows, tmp_pat
         list(Agency.STATES).index(state) for state in one[-1]["pieces"]["state"]]
 
 
+@pytest.mark.slow
 def test_blocks_with_states_are_stacked_with_them(run):
     r = run(dict(agency=True, agency_scope="block"), grow_stack=True, grow_delta=99.0, policy=True)
     r.model.set_head(1, None, state="overloaded")
@@ -1031,12 +1059,14 @@ def noisy_life(run, noise=3.0):
     return {at: state for at, state in states_of(r.model).items() if state != "active"}
 
 
+@pytest.mark.slow
 def test_learned_agency_withdraws_a_head_that_says_nothing(run):
     """The control: where it reads the text, no head moves."""
     assert noisy_life(run) == {(0, 1): "withdrawn"}
     assert noisy_life(run, noise=None) == {}
 
 
+@pytest.mark.slow
 def test_without_straight_through_no_state_is_learned(run, monkeypatch):
     monkeypatch.setattr(Agency, "static_gate", lambda self, noisy=None: self.factors[self.state])
     assert noisy_life(run) == {}

@@ -1,11 +1,13 @@
 """Heads: metrics against materialised attention, closing, inserting; for every mechanism."""
 import copy
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
 
+import helpers
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
@@ -17,16 +19,7 @@ from lab.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, f
 from lab.heads.surgery import insert_heads
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
-
-
-def tiny(flags=None, ids=None, **size):
-    """A float64 model in which no parameter is 0 and no two heads are alike."""
-    model = GPT(GPTConfig(**{**SIZE, **size}, head_ids=ids, **(flags or {}))).double()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2)
-    return model.eval()
+tiny = functools.partial(helpers.tiny, states=False, **SIZE)
 
 
 def whole(flags, ids):
@@ -92,6 +85,7 @@ def slow_metrics(model, x, y):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [{}, dict(n_head=1), dict(n_head=64), dict(n_layer=1, n_head=8)])
 @pytest.mark.parametrize("ids", [None, "some"])
 def test_metrics_are_those_of_a_head_at_a_time(size, ids):
@@ -99,7 +93,7 @@ def test_metrics_are_those_of_a_head_at_a_time(size, ids):
     if size.get("n_head") == 64:  # RoPE wants an even head size
         size = {**size, "pos": "learned"}
     ids = ids and [list(range(0, n_head, 2))] * n_layer
-    model = tiny(ids=ids, **size)
+    model = tiny(head_ids=ids, **size)
     got, want = measure(model, X, Y), slow_metrics(model, X, Y)
     for name, values in want.items():
         for mine, reference in zip(got[name], values):
@@ -168,6 +162,7 @@ def slow_piece_metrics(model, x, y):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, dict(parallel=True), dict(sentinel="sigmoid", n_layer=2)], ids=str)
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_metrics_of_mlps_and_blocks_are_those_of_one_at_a_time(scope, flags):
@@ -178,6 +173,7 @@ def test_metrics_of_mlps_and_blocks_are_those_of_one_at_a_time(scope, flags):
     assert len(set(want["importance"])) == 3 and min(want["importance"]) > 1e-6
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_block_that_a_slip_would_give_are_others():
     """Negative controls: without the attention's part, without the factor, of the whole batch at once."""
     model = scoped("block")
@@ -208,11 +204,12 @@ def test_a_withdrawn_block_is_measured_as_nothing_and_what_is_not_finite_raises(
 
 # ---- metrics of every mechanism ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MECHANISMS, "all_on"])
 @pytest.mark.parametrize("ids", [None, [[0, 2, 3], [], [1]]])
 def test_every_mechanism_is_measured_and_its_gate_is_what_multiplies(name, ids):
     flags = ALL_ON if name == "all_on" else MECHANISMS[name]
-    model = tiny(flags, ids and whole(flags, ids))
+    model = tiny(flags, head_ids=ids and whole(flags, ids))
     before = copy.deepcopy(model.state_dict())
     found = measure(model, X, Y)
     assert all(p.grad is None for p in model.parameters()) and not model.training
@@ -290,11 +287,12 @@ def test_a_closed_head_sends_nothing_and_comes_back():
 
 # ---- inserting ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
 def test_inserted_heads_leave_the_logits_alone_and_learn(name):
     flags = {"plain": {}, "all_on": ALL_ON}.get(name) or MECHANISMS.get(name, {})
     pairs = GPTConfig(**SIZE, **flags).in_pairs
-    model = tiny(flags, [[2, 3], [], [0, 1]] if pairs else [[1], [], [0, 2, 3]])
+    model = tiny(flags, head_ids=[[2, 3], [], [0, 1]] if pairs else [[1], [], [0, 2, 3]])
     model.eval()
     plain = model(X).logits
     if name in ("value_residual", "head_mix"):
@@ -314,7 +312,7 @@ def test_inserted_heads_leave_the_logits_alone_and_learn(name):
 
 
 def test_moments_move_along_and_begin_at_zero():
-    model = tiny(MECHANISMS["sentinel"], [[0, 2]] * 3)
+    model = tiny(MECHANISMS["sentinel"], head_ids=[[0, 2]] * 3)
     config = TrainConfig(optimizer="muon").for_recipe("modern")
     optimizers = make_optimizers(model.train(), config)
 
@@ -340,7 +338,7 @@ def test_moments_move_along_and_begin_at_zero():
 
 
 def test_grown_and_pruned_again_is_what_it_was():
-    model = tiny(ALL_ON, [[0, 2]] * 3)
+    model = tiny(ALL_ON, head_ids=[[0, 2]] * 3)
     before = copy.deepcopy(model.state_dict())
     insert_heads(model, {0: [1, 3]})
     prune_heads(model, {0: [1, 3]})
@@ -352,4 +350,4 @@ def test_grown_and_pruned_again_is_what_it_was():
     ({3: [1]}, "cannot insert into block 3"), ({1: [0]}, "free are none")])
 def test_a_number_that_is_taken_or_not_there_is_refused(heads, words):
     with pytest.raises(ValueError, match=words):
-        insert_heads(tiny(ids=[[0, 2], [0, 1, 2, 3], [0]]), heads)
+        insert_heads(tiny(head_ids=[[0, 2], [0, 1, 2, 3], [0]]), heads)

@@ -72,6 +72,7 @@ def off_by(model, other):
 
 # ---- what a change costs ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_bits_are_those_that_evaluate_gives_the_changed_model(ckpt, inspect, change):
     path = ckpt(ALL)
@@ -83,6 +84,7 @@ def test_bits_are_those_that_evaluate_gives_the_changed_model(ckpt, inspect, cha
     assert lines[1] == f"{change}: {bpb[1]:.4f} bits/byte ({bpb[1] - bpb[0]:+.4f})"
 
 
+@pytest.mark.slow
 def test_bits_without_heads_are_those_of_the_pruned_model(ckpt, inspect):
     path = ckpt(ALL)
     data, bits = Dataset(checkpoint.read(path)["train"]["dataset"]), []
@@ -115,6 +117,7 @@ def strict(path):
     return json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{path} has {word}"))
 
 
+@pytest.mark.slow
 def test_json_has_what_is_printed(ckpt, inspect, tmp_path):
     path, out = ckpt(ALL), tmp_path / "found.json"
     changes = ["gate.0.1=0", "state.1.1=withdrawn", "consent.1.1=False", "gate.1.1=0.5"]
@@ -137,6 +140,7 @@ def test_json_has_what_is_printed(ckpt, inspect, tmp_path):
     assert found["written"] is None and found["pieces"] == []
 
 
+@pytest.mark.slow
 def test_json_without_a_change_has_one_score_and_a_state_for_each_piece(ckpt, inspect, tmp_path):
     out = tmp_path / "found.json"
     inspect(ckpt(dict(agency=True, agency_scope="mlp")), f"--json={out}", f"--save={tmp_path / 'saved'}")
@@ -150,6 +154,7 @@ def test_json_without_a_change_has_one_score_and_a_state_for_each_piece(ckpt, in
 
 # ---- consent ----
 
+@pytest.mark.slow
 def test_heads_without_consent_are_listed(ckpt, inspect):
     path = ckpt(dict(agency=True))
     assert "without consent" not in inspect(path)
@@ -161,6 +166,7 @@ def test_heads_without_consent_are_listed(ckpt, inspect):
 
 # ---- MLPs and blocks with states ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_an_mlp_or_a_block_is_set_by_hand_and_saved(ckpt, inspect, tmp_path, refusal, scope):
     path = ckpt(dict(agency=True, agency_scope=scope, bias=True))
@@ -186,6 +192,7 @@ def test_an_mlp_or_a_block_is_set_by_hand_and_saved(ckpt, inspect, tmp_path, ref
 
 # ---- saving ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [PLAIN, dict(sentinel="sigmoid"), dict(agency=True, agency_enforce=False),
                                    ALL], ids=["plain", "sentinel", "agency", "all"])
 def test_what_is_saved_has_the_changed_logits(ckpt, inspect, tmp_path, flags):
@@ -216,6 +223,7 @@ def test_what_is_saved_has_the_changed_logits(ckpt, inspect, tmp_path, flags):
     sample.main([f"--ckpt={out}", "--max_new_tokens=5", "--device=cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
     model = make_model(n_head=4, n_embd=64, **MECHANISMS[name]).double()
@@ -228,6 +236,7 @@ def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
     assert all(attn.gate_override is None for attn in attentions(folded(shown)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(agency=True), dict(sentinel="hard_concrete")], ids=str)
 def test_a_head_that_only_the_hand_opens_is_not_saved(ckpt, inspect, refusal, tmp_path, flags):
     def close(model):
@@ -258,6 +267,7 @@ def table_of(text):
     return {tuple(row[:2]): row for row in rows if len(row) == 10}
 
 
+@pytest.mark.slow
 def test_the_table_shows_heads_as_they_are(ckpt, inspect):
     path = ckpt(ALL)
     row = table_of(inspect(path))
@@ -270,6 +280,7 @@ def test_the_table_shows_heads_as_they_are(ckpt, inspect):
     assert row["1", "1"][2:5] == ["0.000", "overloaded", "no"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [PLAIN, ALL], ids=["plain", "all"])
 def test_a_layer_may_lose_all_its_heads(ckpt, inspect, tmp_path, flags):
     inspect(ckpt(flags), "--prune", "0.0", "0.1", "0.2", f"--save={tmp_path / 'less'}")
@@ -278,6 +289,7 @@ def test_a_layer_may_lose_all_its_heads(ckpt, inspect, tmp_path, flags):
 
 # ---- what is wrong ----
 
+@pytest.mark.slow
 def test_the_command_changes_and_saves(ckpt, tmp_path):
     command = [sys.executable, "-m", "lab.probe", "inspect", f"--ckpt={ckpt(ALL)}", "--device=cpu",
                "--set=consent.0.1=False", f"--save={tmp_path / 'saved'}"]

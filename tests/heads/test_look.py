@@ -1,5 +1,6 @@
 """What the lines and the page say of a text is what the model did, token for token, in any browser."""
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import helpers
 import sample
-from model import GPT, MECHANISMS, GPTConfig, HeadNorm
+from model import GPT, MECHANISMS, HeadNorm
 from nanoheads.common import UserError
 from nanoheads.pruning import prune_heads
 from nanoheads.sampling import model_and_tokenizer
@@ -105,6 +107,7 @@ def agree(got, want):
                                              for key in want)  # logits of the language model are float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("n", [1, 5, T, 2 * T, 2 * T + 3])
 def test_a_line_says_what_one_token_at_a_time_says(make, flags, n):
@@ -121,6 +124,7 @@ def shifted(values):
     return [*values[1:], values[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["logits", "probabilities", "head_logits", "gates", "maps", "nats",
                                    "names"])
 def test_the_oracle_catches_a_shifted_line(make, wrong):
@@ -166,6 +170,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     assert all(sum(row) == pytest.approx(1, abs=1e-4) for row in maps)
 
 
+@pytest.mark.slow
 def test_json_has_the_mean_of_each_series_and_the_page(make, tmp_path, capsys):
     paths, raw = [make(), make(name="b.pt", sentinel="sigmoid")], random_text(2 * T + 5)
     (tmp_path / "t.txt").write_bytes(raw)
@@ -200,6 +205,7 @@ def test_json_of_one_token_has_no_mean_of_what_no_token_has(make, tmp_path, caps
     assert found["tokens"] == 1 and found["runs"][0]["means"]["nats"] is None
 
 
+@pytest.mark.slow
 def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
     """On the page, in the terminal, and under a sample; once a label has moved a score, nowhere."""
     (tmp_path / "t.txt").write_bytes(random_text(T))
@@ -214,6 +220,7 @@ def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
             assert ((tmp_path / name).read_text().count(look.UNTRAINED) == 1) != trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, T])
 def test_the_top_tokens_are_those_of_explain(make, n):
     model, tokenizer = model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
@@ -272,14 +279,8 @@ def wanted(traces):
     return {key: x.numpy() for key, x in found.items()}
 
 
-def tiny(**flags):
-    """A small model, each of its parameters moved off its start."""
-    flags = {**dict(block_size=T, vocab_size=256, n_layer=2, n_head=4, n_embd=64, attn_dropout=0.0), **flags}
-    model, noise = GPT(GPTConfig(**flags)).double().eval(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=noise))
-    return model
+tiny = functools.partial(helpers.tiny, std=0.3, states=False, block_size=T, vocab_size=256, n_head=4,
+                         n_embd=64)
 
 
 def read_by(model, ids):
@@ -294,6 +295,7 @@ def same(rows, want):
     return np.allclose(np.array(rows, float), want, rtol=0, atol=2e-6, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MECHANISMS, "plain"])
 def test_series_are_the_traces_of_every_mechanism(name):
     """Also where a text has as many tokens as a layer has heads, or one."""
@@ -516,6 +518,7 @@ def test_a_sample_of_any_model_is_seen(make, tmp_path, capsys):
     assert line["explain"] == [] and line["blocks"] == {} and "a2c.value" in page
 
 
+@pytest.mark.slow
 def test_of_a_long_sample_the_last_block_is_audited(make, tmp_path, capsys):
     out = tmp_path / "s.jsonl"
     sample.main(["--ckpt", make(), "--start", "abcdefghij", "--max_new_tokens", "30", "--audit", str(out)])
@@ -528,6 +531,7 @@ def test_of_a_long_sample_the_last_block_is_audited(make, tmp_path, capsys):
     assert capsys.readouterr().out.count("fair (block 0)") == 2
 
 
+@pytest.mark.slow
 def test_what_was_set_counts_and_is_said(make, tmp_path):
     path, out = make(constraint_names=NAMES, n_layer=3), tmp_path / "o.jsonl"
     (tmp_path / "t.txt").write_text("some text")
@@ -668,6 +672,7 @@ def test_the_page_says_what_the_lines_say(make, tmp_path):
     assert about["blocks.2.entropy"]["heads"] == ["0", "1", "2 fair", "3 fair", "4 clear", "5 clear"]
 
 
+@pytest.mark.slow
 def test_a_long_text_has_its_beginning_on_the_page(make, tmp_path, monkeypatch):
     monkeypatch.setattr(look, "PAGE_TOKENS", 40)
     page = write_page(make(), b"x" * 100, tmp_path)

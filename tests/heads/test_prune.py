@@ -1,5 +1,6 @@
 """Pruning trained checkpoints: every criterion against brute force, what is written, and what is refused."""
 
+import functools
 import json
 import math
 import os
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from lab import prune
+import helpers
 import train
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint
+from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
@@ -23,22 +25,11 @@ from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves
                        removal_order, unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
+tiny = functools.partial(helpers.tiny, std=0.3, states=False, **SIZES)
 MODELS = {"gpt2": {}, "modern": dict(recipe="modern"), "all_on": ALL_ON,
           "constraint_b": dict(MECHANISMS["constraint_b"], n_embd=64), "moh": MECHANISMS["moh"],
           "unet": MECHANISMS["unet_concat"], "tied": MECHANISMS["a2c_published"],
           "roles": MECHANISMS["roles"]}
-
-
-def alive(seed=0, **flags):
-    """A small GPT in float64 in which every path carries a signal."""
-    model = GPT(GPTConfig(**{**SIZES, **flags})).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * (0.3 if p.dim() > 1 else 0.1))
-            if p.dim() == 1:
-                p.add_(1)
-    return model
 
 
 def text(B=6, T=16, seed=1):
@@ -96,7 +87,7 @@ def order_of(score, model, n=11, floor=0, seed=3, B=6, rescored=False):
 
 
 def test_gate_takes_the_lowest_product_of_sentinel_and_agency():
-    model = alive(**MECHANISMS["sentinel"], **MECHANISMS["agency"])
+    model = tiny(**MECHANISMS["sentinel"], **MECHANISMS["agency"])
     model.set_head(2, 1, state="overloaded")
     model.set_head(0, 3, consent=False)
     factors = {(2, 1): 0.5, (0, 3): 0.0}
@@ -106,7 +97,7 @@ def test_gate_takes_the_lowest_product_of_sentinel_and_agency():
 
 
 def test_entropy_takes_the_highest_first():
-    model, (x, y) = alive(), text()
+    model, (x, y) = tiny(), text()
     with torch.no_grad():
         traces = model(x, y, traces="maps").traces
     scores = []
@@ -131,13 +122,14 @@ def gate_slopes(model, x, y):
 
 
 def test_importance_is_the_slope_of_the_loss_by_the_gate():
-    model, (x, y) = alive(), text(4)
+    model, (x, y) = tiny(), text(4)
     assert order_of("importance", model, B=4) == ascending(gate_slopes(model, x, y), 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", [0, 1, 2])
 def test_rescored_importance_is_that_of_the_model_without_what_went(floor):
-    model, order, n = alive(seed=2), [], 12 - 3 * max(1, floor)
+    model, order, n = tiny(draw=2), [], 12 - 3 * max(1, floor)
     for _ in range(n):
         smaller = without_heads(model, order)
         values = measure(smaller, *text())["importance"]
@@ -148,12 +140,13 @@ def test_rescored_importance_is_that_of_the_model_without_what_went(floor):
 
 
 def test_random_is_a_draw_by_the_seed():
-    model = alive()
+    model = tiny()
     assert order_of("random", model) == order_of("random", model)
     assert sorted(order_of("random", model, 12)) == list(product(range(3), range(4)))
     assert order_of("random", model) != order_of("random", model, seed=4)
 
 
+@pytest.mark.slow
 def test_importance_beats_its_reverse(run, data, monkeypatch):
     """The control: the same heads in the other order must cost more."""
     model = model_of(run)
@@ -168,17 +161,18 @@ def test_importance_beats_its_reverse(run, data, monkeypatch):
 
 # ---- what goes ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score, rescored", [("random", False), ("entropy", False), ("importance", False),
                                              ("importance", True)])
 @pytest.mark.parametrize("floor", [1, 3])
 def test_every_layer_keeps_the_floor(score, rescored, floor):
-    model = alive(**MODELS["constraint_b"]).float()
+    model = tiny(**MODELS["constraint_b"]).float()
     order = order_of(score, model, 12 - 3 * floor, floor, rescored=rescored)
     assert [len(attn.head_ids) for attn in attentions(without_heads(model, order))] == [floor] * 3
 
 
 def test_without_a_floor_a_layer_can_be_emptied():
-    model = alive()
+    model = tiny()
     with torch.no_grad():
         attentions(model)[1].c_proj.weight.mul_(1e-3)
     slopes = gate_slopes(model, *text())
@@ -188,9 +182,10 @@ def test_without_a_floor_a_layer_can_be_emptied():
     assert len(order_of("importance", smaller, 3, 1)) == 3  # and it can be pruned further
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
-    model, (x, _) = alive(**flags), text()
+    model, (x, _) = tiny(**flags), text()
     order = order_of("importance", model, 6, 1)
     extra = [attn.n_extra for attn in attentions(model)]
     with torch.no_grad():
@@ -203,11 +198,12 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
             assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score, rescored", [("random", False), ("entropy", False), ("importance", False),
                                              ("importance", True)])
 def test_heads_that_share_keys_go_together(score, rescored):
     """By the mean of what they score alone; the model is the one with their gates at 0."""
-    model, (x, _) = alive(n_kv_head=2), text()
+    model, (x, _) = tiny(n_kv_head=2), text()
     order = order_of(score, model, 4, rescored=rescored)
     assert len(order) == 4 and all(b == (a[0], a[1] + 1) and a[1] % 2 == 0
                                    for a, b in zip(order[::2], order[1::2]))
@@ -223,10 +219,11 @@ def test_heads_that_share_keys_go_together(score, rescored):
         without_heads(model, order[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"unet"}))
 def test_a_model_without_a_block_passes_the_stream_by_it(name):
     flags = {k: v for k, v in MODELS[name].items() if not k.startswith("unet")}
-    model, (x, _) = alive(**flags, n_layer=4), text()
+    model, (x, _) = tiny(**flags, n_layer=4), text()
     prune_heads(model, {3: [1]})
     has_extra = [i for i, attn in enumerate(attentions(model)) if attn.n_extra]
     for gone in ([0], [1], [0, 1]):
@@ -244,8 +241,9 @@ def test_a_model_without_a_block_passes_the_stream_by_it(name):
         assert attentions(smaller)[-1].head_ids == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_blocks_are_those_that_cost_least_at_no_more_flops():
-    model, (x, y) = alive(n_layer=5), text()
+    model, (x, y) = tiny(n_layer=5), text()
     one = model.flops_per_token() - without_blocks(model, [0]).flops_per_token()
     costs = {i: nats_on(without_blocks(model, [i]), x, y) for i in range(5)}
     first = min(costs, key=costs.get)
@@ -258,13 +256,13 @@ def test_blocks_are_those_that_cost_least_at_no_more_flops():
 
 
 def test_blocks_with_constraint_heads_stay():
-    model = alive(**MODELS["constraint_b"])
+    model = tiny(**MODELS["constraint_b"])
     assert [attn.n_extra for attn in attentions(model)] == [0, 0, 3]
     assert sorted(blocks_to_drop(model, 10**12, *text())) == [0, 1]
 
 
 def test_memory_is_weights_and_cache():
-    model = alive().float()
+    model = tiny().float()
     n = sum(p.numel() for p in model.parameters())
     assert held_bytes(model) == 4 * (n + 2 * 3 * 16 * 32)  # k and v, blocks, positions, width
     smaller = without_heads(model, [(0, 1), (2, 3)])
@@ -273,6 +271,7 @@ def test_memory_is_weights_and_cache():
 
 # ---- the program ----
 
+@pytest.mark.slow
 def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
     found = prune_json(["--ckpt", run, "--to", "0.5", "--by", "importance_rescored", "--out_dir",
                         tmp_path / "half", "--tokens", "0", "--rounds", "1"], tmp_path)
@@ -289,6 +288,7 @@ def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
     assert row["bpb"] > row["bpb_before"]
 
 
+@pytest.mark.slow
 def test_what_was_pruned_can_be_pruned_again(run, tmp_path):
     prune_json(["--ckpt", run, "--to", "0.5", "--by", "importance", "--out_dir", tmp_path / "half"], tmp_path)
     found = prune_json(["--ckpt", tmp_path / "half", "--to", "0.5", "--by", "importance", "--out_dir",
@@ -300,6 +300,7 @@ def test_what_was_pruned_can_be_pruned_again(run, tmp_path):
         {(0, *second[0]), (1, *second[1]), *map(tuple, row["gone"])}
 
 
+@pytest.mark.slow
 def test_recovery_goes_on_from_the_pruned_weights(run, tmp_path, rows):
     out = tmp_path / "out"
     found = prune_json(["--ckpt", run, "--to", "0.5", "--by", "random", "--out_dir", out, "--recover", "20",
@@ -318,6 +319,7 @@ def test_recovery_goes_on_from_the_pruned_weights(run, tmp_path, rows):
         assert math.isclose(step["adamw_lr"], 0.3 * lr * (20 - at) / 20, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_recovery_moves_no_heads(run, tmp_path):
     """Whatever changed heads during the run: only what was pruned is gone afterwards."""
     state = checkpoint.read(run)
@@ -331,6 +333,7 @@ def test_recovery_moves_no_heads(run, tmp_path):
     assert not (out / "heads.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
     """What train.py refuses, prune.py says in its own line."""
     state = checkpoint.read(run)
@@ -341,6 +344,7 @@ def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
     assert message.startswith("prune: --recover: ") and "labels='weak'" in message
 
 
+@pytest.mark.slow
 def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):
     found = prune_json(["--ckpt", run, "--ckpt", run / "best.pt", "--to", "0.5", "0.75", "--by", "random",
                         "entropy", "--out_dir", tmp_path / "out", "--rounds", "0"], tmp_path)
@@ -370,6 +374,7 @@ def test_the_picture_shows_means_and_names_every_criterion():
     assert len(draw_curves([dict(row, bpb_recovered=2.0) for row in rows]).axes) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(1.0, 0.5), (0.9, 0.1), (0.75, 0.5, 0.25), (0.9, 0.85, 0.8)], ids=str)
 def test_every_point_and_every_name_of_the_picture_is_seen(shares):
     """Points lie within the axes, names beside them and apart from one another, no line to any of them."""
@@ -386,14 +391,16 @@ def test_every_point_and_every_name_of_the_picture_is_seen(shares):
     assert all(a.y1 <= b.y0 + 1 for a, b in zip(boxes, boxes[1:]))
 
 
+@pytest.mark.slow
 def test_all_leaves_out_what_a_checkpoint_has_not(run, tmp_path):
     found = prune_json(["--ckpt", run, "--to", "0.25", "--by", "all", "--rounds", "0"], tmp_path)
     assert [row["by"] for row in found["rows"]] == [by for by in CRITERIA if by not in ("gate", "blocks")]
     assert not (tmp_path / "pruning.png").exists()  # one share is no curve
 
 
+@pytest.mark.slow
 def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
-    deep = saved(tmp_path / "deep.pt", alive(n_layer=8), data)
+    deep = saved(tmp_path / "deep.pt", tiny(n_layer=8), data)
     found = prune_json(["--ckpt", deep, "--to", "0.25", "--by", "blocks", "importance", "--out_dir",
                         tmp_path / "out", "--rounds", "0"], tmp_path)
     heads, blocks = found["rows"]
@@ -407,7 +414,8 @@ def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
 
 
 def test_the_rows_that_are_done_are_kept_where_the_next_one_fails(run, data, tmp_path, monkeypatch, capsys):
-    two = [saved(tmp_path / name, alive(seed, n_layer=2), data) for seed, name in enumerate(("a.pt", "b.pt"))]
+    two = [saved(tmp_path / name, tiny(draw=seed, n_layer=2), data)
+           for seed, name in enumerate(("a.pt", "b.pt"))]
     real, calls = prune.decoding, []
 
     def stops(*args):
@@ -427,7 +435,7 @@ def test_the_rows_that_are_done_are_kept_where_the_next_one_fails(run, data, tmp
 
 def test_heads_in_groups_are_counted_in_groups(data, tmp_path, refusal):
     """Of two layers with two groups of two, a quarter is one group, and a floor keeps one in each layer."""
-    path = saved(tmp_path / "grouped.pt", alive(n_layer=2, n_kv_head=2), data)
+    path = saved(tmp_path / "grouped.pt", tiny(n_layer=2, n_kv_head=2), data)
     said = refusal(["--ckpt", path, "--to", "0.25", "--by", "importance", "--rounds=0"])
     assert "--to 0.25 keeps 2 of" in said and "--floor 1 keeps 4" in said
     prune_json(["--ckpt", path, "--to", "0.5", "--by", "importance", "--rounds=0"], tmp_path)  # control
@@ -436,19 +444,20 @@ def test_heads_in_groups_are_counted_in_groups(data, tmp_path, refusal):
 @pytest.mark.parametrize("flags", [dict(window=3, window_layers=[1]),
                                    dict(MECHANISMS["constraint_a"], constraint_loss_layers=[2])], ids=str)
 def test_blocks_that_flags_name_by_number_are_not_removed(flags):
-    assert "names blocks by their numbers" in unfit("blocks", alive(**flags))
+    assert "names blocks by their numbers" in unfit("blocks", tiny(**flags))
 
 
 # ---- what is refused, each in one line ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["value_residual", "value_embedding", "stream_scalars", "diff_v1", "mudd",
                                   "depth_attention"])
 def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
-    model = alive(**{flag: True})
+    model = tiny(**{flag: True})
     assert flag in unfit("blocks", model) and unfit("random", model) is None
     with pytest.raises(ValueError, match=f"blocks with {flag} are not of one kind"):
         stack_blocks(model)
-    assert stack_blocks(alive(query_gain=True)), "the control"
+    assert stack_blocks(tiny(query_gain=True)), "the control"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

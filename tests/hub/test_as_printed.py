@@ -170,6 +170,7 @@ print("Value shape:", value.shape)
 """
 
 
+@pytest.mark.slow
 def test_the_snippet_of_constraint_heads_runs_as_printed():
     """The reader brings x, labels, next tokens and an optimizer, as the snippet says."""
     torch.manual_seed(0)
@@ -212,6 +213,7 @@ def squeezed(text):
     return re.sub(r"\s", "", text)
 
 
+@pytest.mark.slow
 def test_the_page_shows_both_snippets_and_they_run(no_torchtext, capsys):
     for block in (OF_CONSTRAINTS, OF_A2C):
         exec(block, {"__name__": "page"})
@@ -312,6 +314,7 @@ def additive(seen):
     return None if seen is None else torch.zeros(seen.shape).masked_fill(~seen, -math.inf)[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, per_name, width, D", [("A", 2, C, 6), ("B", 2, C, 3), ("B", 1, 20, 3)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("causal", [False, True])
@@ -348,6 +351,7 @@ def test_a_hint_takes_the_place_of_the_mean():
         assert (layer(x)[0] - y).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_head_sizes_of_the_variants():
     """1024 / 16 = 64 and 19 heads of 53, as printed."""
     for variant, D in (("A", 64), ("B", 53)):
@@ -483,6 +487,7 @@ def test_the_loss_is_the_mean_over_names_of_weighted_bce():
     assert constraint_loss(traces, unknown) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_lowers_both_losses(dtype):
     torch.manual_seed(0)

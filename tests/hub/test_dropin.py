@@ -146,6 +146,7 @@ def off(model, layer, real=REAL):
 
 # ---- layers ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("flags", [{}, dict(gate="elementwise"), dict(mode="published"), dict(detach=True),
                                    dict(mode="published", gate="elementwise")], ids=str)
@@ -195,6 +196,7 @@ def test_the_write_ups_first_example():
     assert AdaptiveContextualAttention.__init__.__defaults__[:3] == (768, 12, 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [AdaptiveContextualAttention, ConstraintAttention])
 def test_layers_are_saved_copied_and_compiled(make):
     torch.manual_seed(1)
@@ -257,6 +259,7 @@ def test_layers_say_what_is_wrong(make, words):
 
 # ---- gates: what they compute ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama", "mistral"])
 @pytest.mark.parametrize("name", [*MODES, ALL])
 def test_gates_are_the_formula(hf, kind, name):
@@ -280,6 +283,7 @@ def test_gates_are_the_formula(hf, kind, name):
         assert (a is None) == (b is None) and (a is None or (a - b).abs().max() < 1e-4 * (1 + b.abs().max()))
 
 
+@pytest.mark.slow
 def test_head_masks_are_version_4s(hf):
     """Attention weights times 0 after the softmax, as head_mask did there."""
     model = tiny(hf, "gpt2")
@@ -299,6 +303,7 @@ def without_positions(sdpa_mask, *args, **kwargs):
     return dropin.mask_and_positions(sdpa_mask, *args, **kwargs).bool()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask,kind,right", [
     (dropin.mask_and_positions, "gpt2", True), (without_padding, "gpt2", False), (None, "gpt2", False),
     (dropin.mask_and_positions, "mistral", True), (without_positions, "mistral", False)])
@@ -340,6 +345,7 @@ def test_statistics_are_those_before_dropout(hf, mechanisms):
 
 # ---- gates: in a model ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_logits_stay_and_every_mechanism_can_learn(hf, kind):
     model = tiny(hf, kind, torch.float32)
@@ -403,6 +409,7 @@ def test_dropout_stays_where_it_was(hf, kind, dropout):
     assert (run() - before).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_gates_alone_can_be_trained(hf):
     model = insert(tiny(hf, "llama", torch.float32), ALL, sentinel_coef=0.1)
     trunk = {name: p.clone() for name, p in model.named_parameters() if "nanoheads" not in name}
@@ -444,6 +451,7 @@ def told_with_and_without_cache_and_padding(model):
     return tokens, cached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama", "mistral", "qwen2", "gpt_neox"])
 def test_generation_is_the_same_with_a_cache_and_with_padding(hf, kind):
     """Longer than the windows, random gates, a router that leaves heads out."""
@@ -456,6 +464,7 @@ def test_generation_is_the_same_with_a_cache_and_with_padding(hf, kind):
     assert (cached - told(tiny(hf, kind), tokens, REAL)).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama"])
 def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
     model = insert(tiny(hf, kind), ALL)
@@ -478,6 +487,7 @@ def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
     assert all(gates.call is None for gates in (*originals, *places))  # no input is kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama"])
 def test_gates_in_a_model_are_those_of_ours(hf, kind, tmp_path):
     """The same folder read into our GPT with the same flags and parameters: the same logits."""
@@ -516,6 +526,7 @@ def test_documents_in_one_row_do_not_see_each_other(hf):
 
 # ---- files ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_saved_and_loaded_a_model_is_the_same(hf, kind, tmp_path):
     model = insert(tiny(hf, kind, torch.float32), ALL + ",head_norm", anyway=True, routing_top_k=3)
@@ -540,6 +551,7 @@ def test_a_model_without_its_gates_is_not_gated_again(hf, tmp_path):
         insert(hf.AutoModelForCausalLM.from_pretrained(tmp_path), "acag")
 
 
+@pytest.mark.slow
 def test_load_says_what_is_missing(hf, tmp_path):
     model = insert(tiny(hf, "gpt2", torch.float32), "acag")
     model.save_pretrained(tmp_path, max_shard_size="30KB")
@@ -607,6 +619,7 @@ def family(hf):
         max_position_embeddings=8, word_embed_proj_dim=16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act,words", [
     (lambda m: insert(m, "acga"), "'acga'"),
     (lambda m: insert(m, "acag", acag_mod=1), "'acag_mod'"),

@@ -17,6 +17,7 @@ import train
 from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from lab.export_hf import main
+from helpers import alive, tiny
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, own_mechanism, pruning
 from nanoheads.common import UserError
@@ -54,19 +55,10 @@ ORIGINALS = {  # name: (family, fields of its config)
 IDS = torch.randint(1, 61, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
-def awake(model):
-    """The model in eval mode with no weight at zero or one, so that every path carries a signal."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.15) if p.dim() >= 2 else p.add_(torch.randn_like(p) / 5)
-    return model.eval()
-
-
 def original(family, fields):
     config = getattr(transformers, f"{family}Config")(**fields)
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    return awake(getattr(transformers, family + kind)(config))
+    return alive(getattr(transformers, family + kind)(config)).eval()
 
 
 def ours(path):
@@ -83,6 +75,7 @@ def apart(model, other, ids=IDS):
 
 # ---- in ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_folder_read_says_what_the_original_says(name, tmp_path):
     there = original(*ORIGINALS[name])
@@ -95,6 +88,7 @@ def test_a_folder_read_says_what_the_original_says(name, tmp_path):
     assert torch.equal(here.generate(prompt, 12, temperature=0), want)  # through our cache and theirs
 
 
+@pytest.mark.slow
 def test_what_makes_the_families_differ_is_seen(tmp_path):
     """Negative controls: without each of these flags the logits are others."""
     for name, changed in (("gpt_neo", dict(window_layers=[0, 2])), ("gpt_neo", dict(window=6)),
@@ -103,7 +97,7 @@ def test_what_makes_the_families_differ_is_seen(tmp_path):
         there = original(*ORIGINALS[name])
         there.save_pretrained(tmp_path / name)
         state = checkpoint.read(tmp_path / name)
-        assert apart(checkpoint.build(state, "x", **changed), there) > 1e-4, changed
+        assert apart(checkpoint.build(state, "x", **changed), there) > 5e-5, changed  # above: below 1e-5
 
 
 def test_names_without_prefix_and_mask_tables_of_old_files(tmp_path):
@@ -126,6 +120,7 @@ def test_sharded_weights_are_read_and_a_missing_file_is_named(tmp_path):
     refused(tmp_path, files[1].name)
 
 
+@pytest.mark.slow
 def test_half_precision_and_older_files_are_read(tmp_path):
     half = original(*ORIGINALS["llama"]).bfloat16()
     half.save_pretrained(tmp_path)
@@ -139,7 +134,7 @@ def test_half_precision_and_older_files_are_read(tmp_path):
 
 def test_without_transformers_a_line_says_what_to_install(gpt2_folder, tmp_path, monkeypatch):
     """What was written for our own class is read without it."""
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     hf.export(model, None, tmp_path / "ours")
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -167,6 +162,7 @@ def gpt2_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, words", [
     ("no config", ["config.json"]),
     ("no weights", ["model.safetensors"]),
@@ -241,6 +237,7 @@ def test_a_file_that_may_not_be_read_says_so(name, gpt2_folder, unreadable, tmp_
     refused(folder, f"{folder / name} cannot be read: Permission denied")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, fields, words", [
     ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), ["'yarn'", "llama3"]),
     ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["low_freq_factor"]),
@@ -281,6 +278,7 @@ def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
         refused(path, "no checkpoint")
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_read_from_what_was_downloaded(gpt2_folder, monkeypatch, tmp_path):
     """As from a folder; a folder of that name, where there is one, comes first."""
     asked = []
@@ -295,6 +293,7 @@ def test_a_name_of_the_hub_is_read_from_what_was_downloaded(gpt2_folder, monkeyp
 
 # ---- from there to a run ----
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data):
     there = original("GPTNeo", dict(NEO, vocab_size=256))
     there.save_pretrained(tmp_path / "neo")
@@ -316,12 +315,12 @@ def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data
     (dict(encoding="byte", vocab_size=300), "vocab_size=300 must be 256")])
 def test_a_damaged_vocabulary_is_not_written(tmp_path, meta, words):
     with pytest.raises(ValueError, match=words):
-        hf.export(awake(GPT(GPTConfig(**SIZES))), dict(name="x", **meta), tmp_path / "x")
+        hf.export(tiny(**SIZES).float(), dict(name="x", **meta), tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
-    model = awake(GPT(GPTConfig(**SIZES)))
+    model = tiny(**SIZES).float()
     vocab = [chr(65 + i) for i in range(58)]
     hf.export(model, dict(name="x", encoding="char", vocab_size=58, vocab=vocab), tmp_path / "x")
     state = checkpoint.read(tmp_path / "x")
@@ -366,10 +365,11 @@ def same_everywhere(model, there):
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WRITTEN, *MECHANISMS])
 def test_transformers_says_what_we_say(name, tmp_path):
     flags = WRITTEN.get(name) or dict(MECHANISMS[name], recipe="modern")
-    model = awake(GPT(GPTConfig(**{**SIZES, **flags})))
+    model = tiny(**{**SIZES, **flags}).float()
     said, there = written(model, tmp_path / "out")
     assert type(there).__name__ == CLASSES.get(name, "NanoHeadsForCausalLM")
     same_everywhere(model, there)
@@ -383,7 +383,7 @@ OLD, NEW = ("rope_theta", "rope_scaling"), ("rope_parameters",)  # of transforme
 @pytest.mark.parametrize("name", ["llama", "llama, stretched", "qwen2", "qwen3"])
 def test_versions_4_and_5_of_transformers_read_the_same_positions(name, tmp_path):
     """A folder holds what each of them reads, and either form alone is read here as well."""
-    model = awake(GPT(GPTConfig(**{**SIZES, **WRITTEN[name]}, rope_base=50)))
+    model = tiny(**{**SIZES, **WRITTEN[name]}, rope_base=50).float()
     hf.export(model, None, tmp_path / "both")
     config = hf.config_of(tmp_path / "both")
     assert {**config["rope_parameters"]} == {
@@ -406,11 +406,12 @@ def test_the_code_of_a_folder_names_every_file_for_version_4(tmp_path):
     assert {*named, "modeling_nanoheads"} == {path.stem for path in (tmp_path / "out").glob("*.py")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", ["agency", "key_offset", "roles", "window_global_random"])
 def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeypatch):
     """Whatever lies in the memory in which transformers builds a model."""
-    model = awake(GPT(GPTConfig(**{**SIZES, **MECHANISMS[name]}, recipe=recipe)))
+    model = tiny(**{**SIZES, **MECHANISMS[name]}, recipe=recipe).float()
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **more: empty(*args, **more).fill_(1))
     _, there = written(model, tmp_path / "hf")
@@ -420,8 +421,9 @@ def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeyp
     assert apart(model, there) < 1e-6
 
 
+@pytest.mark.slow
 def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES)))
+    model = tiny(**SIZES).float()
     said, there = written(model, tmp_path / "own", family="nanoheads")
     assert said == ("nanoheads", "")
     same_everywhere(model, there)
@@ -436,8 +438,9 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_late_skips_are_written_once_they_have_risen(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES, unet="concat", unet_from=5, unet_ramp=4)))
+    model = tiny(**SIZES, unet="concat", unet_from=5, unet_ramp=4).float()
     model.at_step(6)
     with pytest.raises(UserError, match="train beyond step 9"):
         hf.export(model, None, tmp_path / "out")
@@ -447,10 +450,11 @@ def test_late_skips_are_written_once_they_have_risen(tmp_path):
     assert apart(there, model) < 1e-6 and apart(ours(tmp_path / "out"), model) < 1e-6
 
 
+@pytest.mark.slow
 def test_as_a_model_of_transformers(tmp_path):
     """Left padding, labels, beams, save_pretrained and back, another dtype: as everywhere there."""
     flags = dict(MECHANISMS["constraint_a"], **MECHANISMS["key_offset"], acag="headwise", recipe="modern")
-    model = awake(GPT(GPTConfig(**SIZES, **flags)))
+    model = tiny(**SIZES, **flags).float()
     _, there = written(model, tmp_path / "out")
     row = IDS[:1, :7]
     padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), row), 1)
@@ -494,10 +498,11 @@ def test_as_a_model_of_transformers(tmp_path):
     assert half.dtype == torch.bfloat16 and apart(half.eval(), model) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
     """As other programs score texts of several lengths; without the mask, padding on the left is seen."""
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["constraint_a"], acag="headwise")))
+    model = tiny(**SIZES, **MECHANISMS["constraint_a"], acag="headwise").float()
     _, there = written(model, tmp_path / "out")
     lengths, rows = (32, 19, 7), torch.zeros(3, 32, dtype=torch.long)
     mask = torch.zeros_like(rows)
@@ -514,7 +519,7 @@ def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
 
 
 def test_a_mask_with_a_hole_is_refused_and_a_boolean_one_is_read(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     _, there = written(model, tmp_path / "out")
     ids = IDS[:1, :5]
     for mask in ([1, 1, 0, 1, 1], [1, 0, 0, 1, 1], [0, 1, 0, 1, 1]):
@@ -535,7 +540,7 @@ def test_every_import_of_an_own_mechanism_leads_into_its_folder(line, stands, mi
     """Else the folder has no such module, or finds another class of the same name where the repository is."""
     model_py = sys.modules["model"]
     own_mechanism.add(mine("import torch\n", f"import torch\n{line}\n"))
-    model = awake(GPT(GPTConfig(**SIZES, forget=True)))
+    model = tiny(**SIZES, forget=True).float()
     if not stands:
         with pytest.raises(UserError, match="cannot hold its import of nanoheads"):
             hf.export(model, None, tmp_path / "out")
@@ -545,8 +550,9 @@ def test_every_import_of_an_own_mechanism_leads_into_its_folder(line, stands, mi
     assert "from . import" in code and not hf.imports_of_ours(code) and model_py is sys.modules["model"]
 
 
+@pytest.mark.slow
 def test_the_folder_needs_nothing_of_this_repository(tmp_path):
-    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     hf.export(model, None, tmp_path / "out")
     code = ("import sys, torch, transformers\n"
             "there = transformers.AutoModelForCausalLM.from_pretrained('out', trust_remote_code=True)\n"
@@ -562,6 +568,7 @@ def test_the_folder_needs_nothing_of_this_repository(tmp_path):
 TEXT = "Hello  world,\n\n it's naïve — 12345 ok \U0001f600\t\n  end "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
 def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
     monkeypatch.setattr(hf, "HOME", tmp_path)
@@ -588,6 +595,7 @@ def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
         assert Tokenizer.from_meta(meta).encode(TEXT).tolist() == want.tolist()
 
 
+@pytest.mark.slow
 def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypatch, gpt2_files):
     """So that a GPT-2 folder alone is enough: no network, no other copy of the byte pairs."""
     merges, encoder = (gpt2_files / file.names[0] for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
@@ -609,6 +617,7 @@ def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypat
 
 # ---- the program ----
 
+@pytest.mark.slow
 def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
     train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={bytes_data}",
                 f"--out_dir={tmp_path / 'run'}", "--sentinel=sigmoid"])
@@ -633,7 +642,7 @@ def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
 
 
 def test_force_replaces_no_run_and_loses_nothing_on_the_way(tmp_path, monkeypatch):
-    model, run, out = awake(GPT(GPTConfig(**SIZES))), tmp_path / "run", tmp_path / "hf"
+    model, run, out = tiny(**SIZES).float(), tmp_path / "run", tmp_path / "hf"
     run.mkdir()
     (run / "config.json").write_text('{"train": {}}')
     (run / "best.pt").write_bytes(b"hours of work")
@@ -700,6 +709,7 @@ def desk(tmp_path_factory):
     return desk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["sh", "python"])
 def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     """In the order of the page, the Python parts after the commands whose files they read."""
@@ -819,6 +829,7 @@ def test_tokens_of_sentencepiece_spell_the_texts_bytes(prepends, tmp_path):
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["256", [256], {"a": 1}, None, -1, 0, 1.5, True, 10**400, [[]]])
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_a_vocab_size_that_is_no_number_is_one_line(size, tokenizer, gpt2_folder, tmp_path):
@@ -836,6 +847,7 @@ FILES = ("config.json", "tokenizer.json", "vocab.json")
 
 
 # an empty tokenizer.json counts as none
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", [(name, text) for name in FILES for text in NO_JSON
                                         if text or name != "tokenizer.json"])
 def test_json_that_is_too_deep_or_none_is_one_line(name, text, gpt2_folder, tmp_path):
@@ -857,6 +869,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_line_or_none(name, gpt2_folder, tm
         assert name in ("tokenizer.json", "vocab.json")  # a folder of that name is no tokenizer file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [dict(a="x"), dict(a=-1), dict(a=1e300), dict(a=None), dict(a=[0]), 3, {}])
 def test_ids_that_are_no_numbers_are_a_damaged_tokenizer(vocab, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")

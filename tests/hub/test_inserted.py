@@ -81,6 +81,7 @@ def far(a, b):
 
 # ---- what they compute ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", PLACES)
 def test_what_is_inserted_is_ours(hf, name, kind, tmp_path):  # noqa: F811
     """The same folder read into our GPT, with the same random values: the same logits."""
@@ -114,6 +115,7 @@ def first_head(attn, kind):
             None if bias is None else torch.cat([layer.bias[:D] for layer in layers]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_constraint_head_attends_as_the_models_own_do(hf, kind):  # noqa: F811
     """One with the first head's projections and an open router: that head's output, doubled."""
@@ -139,6 +141,7 @@ def test_a_constraint_head_attends_as_the_models_own_do(hf, kind):  # noqa: F811
     assert far(got, want) < 1e-6 and far(before[REAL.bool()], want) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_losses_are_ours(hf, kind, tmp_path):  # noqa: F811
     """Those of constraint scores and of their router, as in training; gradients too."""
@@ -173,6 +176,7 @@ def test_their_losses_are_ours(hf, kind, tmp_path):  # noqa: F811
 
 # ---- in a model ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_logits_stay_in_every_family(hf, kind):  # noqa: F811
     model = tiny(hf, kind, torch.float32)
@@ -182,6 +186,7 @@ def test_the_logits_stay_in_every_family(hf, kind):  # noqa: F811
         assert far(after, before) < 1e-5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", PLACES)
 def test_training_reaches_all_that_is_new(hf, name, kind):  # noqa: F811
     """A few steps of AdamW with the trunk frozen, but where that can lower no loss by itself.
@@ -209,6 +214,7 @@ def test_training_reaches_all_that_is_new(hf, name, kind):  # noqa: F811
     assert reached == own.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", PLACES)
 def test_a_cache_and_padding_change_nothing(hf, name, kind):  # noqa: F811
     model = random_insert(tiny(hf, kind), name)
@@ -221,6 +227,7 @@ def test_a_cache_and_padding_change_nothing(hf, name, kind):  # noqa: F811
         assert (cached - static).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in KINDS])
 def test_a_cache_changes_nothing_in_other_families(hf, kind):  # noqa: F811
     """Windows, norms of queries, RoPE in part or none, keys of groups."""
@@ -231,6 +238,7 @@ def test_a_cache_changes_nothing_in_other_families(hf, kind):  # noqa: F811
     assert (cached[:1] - told(model, tokens[:1, 5:], REAL[:1, 5:])).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_a_cache_made_by_hand_is_taken(hf):  # noqa: F811
     """One that makes its layers as it needs them, token by token."""
     model, cache = random_insert(tiny(hf, "llama"), "together"), hf.DynamicCache()
@@ -250,6 +258,7 @@ def test_a_router_reads_its_own_document_alone(hf, router):  # noqa: F811
     assert (both[:, 5:] - logits(model, tokens)[:, 5:]).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama"])
 def test_models_are_copied_pickled_compiled_and_checkpointed(hf, kind):  # noqa: F811
     model = random_insert(tiny(hf, kind), "together")
@@ -274,6 +283,7 @@ def test_models_are_copied_pickled_compiled_and_checkpointed(hf, kind):  # noqa:
     assert (logits(twin, ids()) - logits(model, ids())).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", PLACES)
 def test_saved_and_loaded_a_model_is_the_same(hf, name, kind, tmp_path):  # noqa: F811
     model = random_insert(tiny(hf, kind, torch.float32), name)
@@ -292,6 +302,7 @@ def test_saved_and_loaded_a_model_is_the_same(hf, name, kind, tmp_path):  # noqa
 
 # ---- heads by hand, and off ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_is_a_factor_and_consent_is_kept(hf, kind):  # noqa: F811
     model = tiny(hf, kind)
@@ -325,6 +336,7 @@ def test_constraint_heads_can_be_turned_off_by_number(hf):  # noqa: F811
 
 # ---- bad input ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, act, words", [
     ("gpt2", lambda m: insert(m, "a2c_temperature"), "a2c cannot be inserted"),
     ("gpt2", lambda m: insert(m, "acag,unet_concat"), "unet cannot be inserted"),
@@ -345,6 +357,7 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(hf, kind, act, words): 
     assert not hasattr(model.config, "nanoheads")
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_model_without_it_is_one_clear_line(hf):  # noqa: F811
     model = insert(tiny(hf, "gpt2"), "constraint_a").train()
     model(ids(), labels=ids())

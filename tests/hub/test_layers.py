@@ -15,6 +15,7 @@ from nanoheads.common import UserError
 from lab.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention, AttentionLayer,
                             ConstraintAttention, MultiHeadAttentionWithConstraints,
                             TransformerBlockWithConstraint)
+from helpers import alive
 from oracle import agree, normal
 
 C, H, T = 32, 4, 7
@@ -71,6 +72,7 @@ def additive(masks):
             for name, mask in masks.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("make, causal", [(acag, True), (acag, False), (a2c, True), (a2c, False),
                                           (constraint, True)])
@@ -104,9 +106,7 @@ def test_with_neutral_gates_a_layer_is_multi_head_attention(make, causal, masks)
                          ids=lambda layer: type(layer).__name__)
 def test_padding_is_as_if_it_were_not_there(layer):
     """Gates too: a row gives what its real tokens alone give, wherever the padding is."""
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    alive(layer, 0.3)
     x = normal(3, T, C)
     got = first(layer(x, key_padding_mask=PADDING))
     for row, padded in enumerate(PADDING):
@@ -129,9 +129,7 @@ def test_dropout_acts_in_training_alone():
 def test_under_a_causal_mask_a_layer_is_causal(mode):
     """What ACAG's gates count, too."""
     causal, free = (AdaptiveContextualAttention(C, H, 16, mode, causal=on).double() for on in (True, False))
-    with torch.no_grad():
-        for p in causal.parameters():
-            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    alive(causal, 0.3)
     free.load_state_dict(causal.state_dict())
     x, later = normal(3, T, C), torch.ones(T, T, dtype=torch.bool).triu(1)
     assert (free(x, attn_mask=later) - causal(x)).abs().max() < 1e-12 < (free(x) - causal(x)).abs().max()
@@ -229,6 +227,7 @@ def test_the_critics_scalars_have_a_gradient():
     assert layer.attn.a2c.critic.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_the_block_of_the_write_up_trains_on_its_labels():
     torch.manual_seed(0)
     block, x = TransformerBlockWithConstraint(C, H, names=["a", "b"], max_len=16), normal(4, T, C).float()

@@ -69,8 +69,8 @@ def test_every_scale_trains(core, scale):
 
 
 def test_every_mechanism_trains(core):
-    """One process for all of them, since a start takes longer than these runs. agency_learned is left out: its
-    switches learn from what the lab measures of the heads.
+    """One process for all of them, since a start takes longer than these runs. agency_learned is left out:
+    its switches learn from what the lab measures of the heads.
     """
     names = [*(name for name in MECHANISMS if name != "agency_learned"), "acag,moh,unet_add,sentinel"]
     core("-c", f"""

@@ -109,6 +109,7 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
     assert gpt.transformer.h[0].attn.forgetting.slope.grad.abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promise, before, after", [
     ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
     ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
@@ -203,6 +204,7 @@ def said_of_pruning(path, code):
     return {wrong and wrong.partition("; ")[2] for wrong in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("has", ["nothing", "per_head", "wrong", "head_axes"])
 def test_what_the_check_says_of_head_axes_works_as_it_stands(name, has, tmp_path):
@@ -224,6 +226,7 @@ def test_what_the_check_says_of_head_axes_works_as_it_stands(name, has, tmp_path
     assert said_of_pruning(tmp_path / "gates.py", code) == {None}
 
 
+@pytest.mark.slow
 def test_the_controls_break_what_they_should_and_nothing_else(mine):
     """tests/controls.py: noise and dead parameters may be compared, the look ahead is refused."""
     own.add(ROOT / "tests" / "controls.py")
@@ -310,6 +313,7 @@ def test_its_flags_are_keys_with_ranges_and_help(mine):
         "forget_init=-1.0 means nothing while forget is off"]
 
 
+@pytest.mark.slow
 def test_the_hash_of_other_runs_does_not_see_it(mine):
     plain = model.GPTConfig(**SIZES)
     before = digest.code_digest(plain), digest.own_flags(plain)
@@ -319,6 +323,7 @@ def test_the_hash_of_other_runs_does_not_see_it(mine):
     digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
 
 
+@pytest.mark.slow
 def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
     """Also a file of ours that train.py does without."""
     path = mine("import torch\n", "import torch\nfrom lab.probes import quality\n")
@@ -333,6 +338,7 @@ def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
     assert ROOT / "lab" / "probes" / "quality.py" not in reached and ROOT / "model.py" in reached
 
 
+@pytest.mark.slow
 def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
     """Trained, gone on with, evaluated, sampled and pruned; when the file is gone, the copy is enough."""
     path, out = mine(), tmp_path / "run"
@@ -430,6 +436,7 @@ def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
     assert config.forget is True and config.n_head == 4
 
 
+@pytest.mark.slow
 def test_it_is_timed(mine):
     sizes = ["--n_layer=1", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=1", "--device=cpu"]
     done = run("bench.py", f"--mechanisms=xsa,{mine()}", "--rounds=1", "--steps=1", *sizes)
@@ -438,6 +445,7 @@ def test_it_is_timed(mine):
     assert done.returncode == 0 and re.search("^memory +forget", done.stdout, re.M), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine.py", "mechanism.py", "own_mechanism.py"])
 def test_an_export_is_read_as_text_and_runs_where_it_is_trusted(name, mine, tmp_path, capsys):
     with without_own_mechanisms():
@@ -453,6 +461,7 @@ def test_an_export_is_read_as_text_and_runs_where_it_is_trusted(name, mine, tmp_
     assert capsys.readouterr().err == f"--trust_code runs {tmp_path / 'hf' / 'own' / name}\n"
 
 
+@pytest.mark.slow
 def test_an_export_loads_in_transformers(mine, tmp_path):
     pytest.importorskip("transformers")
     own.add(mine(name="mechanism.py"))
@@ -477,6 +486,7 @@ def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
     assert (tmp_path / "report" / "mine.py").read_text() == CODE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv, words", [
     (["--check"], "--check: name a mechanism"),
     (["--mechanism=xs", "--check"], "train: command line: unknown mechanism xs; did you mean xsa?"),
@@ -489,6 +499,7 @@ def test_what_cannot_be_checked_is_one_line(argv, words):
     assert done.returncode == 1 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page(mine, tmp_path):
     """--check as it stands there; the two others are taken apart as the programs take them."""
     block = PAGE.split("```sh\n")[1].split("```")[0]

@@ -10,7 +10,7 @@ from model import GPT, GPTConfig
 from nanoheads import attention
 from nanoheads.attention import attend, in_turn
 from nanoheads.rivals import Alibi, RelativeBias
-from helpers import Largest
+from helpers import Largest, tiny
 from oracle import agree, close, normal, tokens
 
 T = 21
@@ -111,11 +111,7 @@ READERS = [{}, dict(acag="headwise", sink=True), dict(acag="headwise", acag_mode
 @pytest.mark.parametrize("more", READERS, ids=lambda flags: "+".join(flags) or "plain")
 @pytest.mark.parametrize("flags", WINDOWED.values(), ids=WINDOWED)
 def test_a_long_window_is_the_stored_mask_some_queries_at_a_time(flags, more, monkeypatch):
-    config = GPTConfig(block_size=40, vocab_size=37, n_layer=2, n_head=2, n_embd=32, **flags, **more)
-    model, idx = GPT(config).double(), tokens(2, 37)
-    torch.manual_seed(0)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0, 0.1)
+    model, idx = tiny(block_size=40, n_head=2, n_embd=32, **flags, **more), tokens(2, 37)
     want = model.hidden(idx)
     monkeypatch.setattr("model.DENSE_UP_TO", 8)
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2000)

@@ -1,4 +1,5 @@
 """Constraint heads in training: gates, routers, losses, a teacher, skipping, against slow references."""
+import functools
 import json
 import math
 from dataclasses import asdict
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import helpers
 import model as model_py
 import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
@@ -24,15 +26,7 @@ from train import main
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
              constraint_layers=[0, 1])
-
-
-def alive(seed=0, **flags):
-    """A small GPT in float64 with a signal in every path."""
-    model = GPT(GPTConfig(**{**SMALL, **flags})).double().eval()
-    torch.manual_seed(seed)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0.0 if p.dim() >= 2 else 1.0, 0.3 if p.dim() >= 2 else 0.1)
-    return model
+tiny = functools.partial(helpers.tiny, std=0.3, **SMALL)
 
 
 def read_by_blocks(model, idx, **kw):
@@ -57,7 +51,7 @@ GATED = {"score": dict(constraint_gate="score", constraint_heads=2), "value": di
 
 def scores_agree(name, hinted=False):
     """Whether all of the model, scores and gates of each block, and their gradients, are the oracle's."""
-    model, idx = alive(**GATED[name]), tokens(2, 9)
+    model, idx = tiny(**GATED[name]), tokens(2, 9)
     hint = torch.randn(2, 24, dtype=torch.float64) if hinted else None
     read, out = read_by_blocks(model, idx, router_hint=hint)
     predictions = model.predictions(idx) if hint is None else {}
@@ -71,6 +65,7 @@ def scores_agree(name, hinted=False):
     oracle.equals_the_oracle(model, idx, hint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hinted", [False, True], ids=["", "hint"])
 @pytest.mark.parametrize("name", GATED)
 def test_gates_and_scores_equal_the_oracle(name, hinted):
@@ -90,7 +85,7 @@ def test_the_oracle_notices_another_gate(name, function, wrong, monkeypatch):
 
 @pytest.mark.parametrize("mode, gate", [("query", "output"), ("published", "value")])
 def test_where_the_router_gates_follows_the_mode(mode, gate):
-    assert alive(constraint_mode=mode).config.constraint_gate == gate
+    assert tiny(constraint_mode=mode).config.constraint_gate == gate
 
 
 # ---- gates of scores: rows with log(gate) on the diagonal ----
@@ -125,6 +120,7 @@ def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
 BAND = torch.ones(9, 9).tril().triu(-2).bool()[None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, BAND, torch.eye(9).bool()[None, None]],
                          ids=["causal", "window", "oneself"])
 @pytest.mark.parametrize("gate", [1.0, 0.3, 1e-8])
@@ -150,6 +146,7 @@ def test_one_key_has_no_entropy_and_its_own_value(T):
         assert all(g.isfinite().all() for g in oracle.gradients([y, lse, entropy, log_p2, spread], fast))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [4.0, 9.0, 20.0])
 @pytest.mark.parametrize("gate", [1.0, 1e-2, 1e-8])
 @pytest.mark.parametrize("dtype, tol, slack", [(torch.float32, 2e-5, 1e-5), (torch.bfloat16, 0.1, 0.03)])
@@ -162,10 +159,11 @@ def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, g
         assert (a.double() - b).norm() < slack * b.norm()
 
 
+@pytest.mark.slow
 def test_gated_scores_store_no_t_by_t(monkeypatch):
     T = 512
     monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**16)
-    model = alive(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
+    model = tiny(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
                   block_size=T)
     model, idx = model.float(), tokens(1, T)
     with Largest() as largest:
@@ -190,7 +188,7 @@ READERS = {"acag": dict(acag="headwise"), "elementwise": dict(acag="elementwise"
 
 def gated_rows_agree(flags, T):
     """Whether hidden states, their gradients, and the traces of rows are those of the stored T x T."""
-    model, idx = alive(**SCORE, **flags), tokens(2, T)
+    model, idx = tiny(**SCORE, **flags), tokens(2, T)
     oracle.equals_the_oracle(model, idx, tol=1e-9 if model.config.pos == "learned" else 1e-6)
     read, out = read_by_blocks(model, idx)
     oracle.close(out.logits.double(), oracle.logits(model, idx), 1e-5)  # float32
@@ -200,6 +198,7 @@ def gated_rows_agree(flags, T):
             oracle.close(out.traces[f"blocks.{layer}.{name}"].double(), want[name], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 2, 7, 16])
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", READERS)
@@ -212,6 +211,7 @@ def ungated_statistics(q, k, v, *, score_mod, **how):
     return attend(q, k, v, score_mod=score_mod, **how)[0], attend(q, k, v, **how)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["acag", "published", "sink", "acag+sink", "a2c", "window"])
 def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
     """A control. With a2c alone nothing but the traces reads them."""
@@ -220,50 +220,25 @@ def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
         gated_rows_agree(READERS[name], 7)
 
 
-def test_traces_of_gated_scores_say_what_their_map_says():
-    traces = alive(**SCORE)(tokens(2, 9), traces="maps").traces
-    for layer in range(2):
-        entropy, p2 = oracle.row_statistics(traces[f"blocks.{layer}.map"].double())
-        oracle.close(traces[f"blocks.{layer}.entropy"].double(), entropy, 1e-5)
-        oracle.close(traces[f"blocks.{layer}.concentration"].double(), p2, 1e-5)
-
-
-ROUTED = {"first": dict(constraint_router_input="first"), "score": dict(constraint_gate="score"),
-          "hard": dict(constraint_router="hard_concrete"), "value": dict(constraint_gate="value"),
-          "skip": dict(constraint_skip=0.5), "skip xsa": dict(constraint_skip=0.5, xsa=True, head_norm=True),
-          "score xsa": dict(constraint_gate="score", xsa=True, head_norm=True),
-          "score acag": dict(constraint_gate="score", acag="headwise", sink=True),
-          "score window": dict(constraint_gate="score", acag="headwise", sink=True, window=3),
-          "skip first": dict(constraint_skip=0.5, constraint_router_input="first")}
-
-
-@pytest.mark.parametrize("name", ROUTED)
-def test_cached_padded_and_cut_short_it_says_the_same(name):
-    """A token at a time with a cache, rows of other lengths beside it, and without what comes later."""
-    model, idx = alive(**ROUTED[name]), tokens(2, 9)
-    whole = model(idx).logits
-    assert (model(idx[:, :5]).logits - whole[:, :5]).abs().max() < 1e-10
-    cache, parts = model_py.KVCache(model.config), []
-    for t in range(9):
-        parts.append(model.head(model.hidden(idx[:, t:t + 1], cache)))
-    assert (torch.cat(parts, 1) - whole).abs().max() < 1e-5
-    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), idx), 1)
-    shifted = model.head(model.hidden(padded, pad=torch.tensor([3, 3])))[:, 3:]
-    assert (shifted - whole).abs().max() < 1e-5
+@pytest.mark.parametrize("flags", [{}, dict(constraint_router_input="first"), dict(constraint_skip=0.5),
+                                   dict(constraint_gate="score", acag="headwise", sink=True)], ids=str)
+def test_generation_with_a_hint_is_that_of_whole_passes(flags):
+    model, idx = tiny(**flags), tokens(2, 9)
     hint = torch.randn(2, 24, dtype=torch.float64)
-    one = model.generate(idx, 12, temperature=0, router_hint=hint)  # beyond the context, too
-    assert len(model.generate(idx, 12, temperature=0)[0]) == len(one[0]) == 21
+    got = model.generate(idx, 12, temperature=0, router_hint=hint)  # beyond the context, too
+    assert got.size(1) == 21
     greedy = idx
     for _ in range(5):
         last = model(greedy, router_hint=hint).logits[:, -1].argmax(-1, keepdim=True)
         greedy = torch.cat((greedy, last), 1)
-    assert torch.equal(one[:, :14], greedy)
+    assert torch.equal(got[:, :14], greedy)
+    assert not torch.equal(got, model.generate(idx, 12, temperature=0)), "a control: the hint is read"
 
 
 # ---- the router's gates and penalties ----
 
 def test_hard_gates_are_zero_at_last_and_noisy_in_training_alone():
-    model, idx = alive(constraint_router="hard_concrete"), tokens(4, 9)
+    model, idx = tiny(constraint_router="hard_concrete"), tokens(4, 9)
     out = model(idx, traces=True)
     gates = out.traces["blocks.0.router_gates"]
     assert torch.equal(gates, model(idx, traces=True).traces["blocks.0.router_gates"])
@@ -278,7 +253,7 @@ def test_hard_gates_are_zero_at_last_and_noisy_in_training_alone():
 
 @pytest.mark.parametrize("router", ["sigmoid", "hard_concrete"])
 def test_the_routers_penalties(router):
-    model = alive(constraint_router=router, constraint_sparsity_coef=0.3, constraint_entropy_coef=0.7)
+    model = tiny(constraint_router=router, constraint_sparsity_coef=0.3, constraint_entropy_coef=0.7)
     idx, seen, few, coins = tokens(2, 9), [], [], []
     for c in (block.attn.constraint for block in model.transformer.h):
         c.fc.register_forward_hook(lambda module, args, out, c=c: seen.append(c.out(out.relu())))
@@ -297,7 +272,7 @@ def test_the_routers_penalties(router):
 # ---- what it is trained on ----
 
 def test_scores_are_judged_in_the_chosen_blocks_alone():
-    model, idx = alive(constraint_loss_layers=[1]), tokens(2, 9)
+    model, idx = tiny(constraint_loss_layers=[1]), tokens(2, 9)
     out = model(idx, idx, traces=True, constraint_targets={"b": torch.ones(2, 9)})
     want = 0.2 * F.softplus(-out.traces["blocks.1.constraint.b"]).mean()
     assert out.aux["constraint.b"].item() == pytest.approx(want.item(), rel=1e-6)
@@ -315,7 +290,7 @@ def test_warm_up_weighs_the_loss_on_labels_and_nothing_else():
 
 def test_stopped_heads_send_no_gradient_into_the_trunk():
     """Their own weights learn all the same; the language model's gradient goes the other ways."""
-    model, idx = alive(constraint_stop=3), tokens(2, 9)
+    model, idx = tiny(constraint_stop=3), tokens(2, 9)
     for step, stopped in ((0, True), (2, True), (3, False)):
         model.at_step(step)
         out = model(idx, idx, constraint_targets={"a": torch.ones(2, 9), "b": torch.zeros(2, 9)})
@@ -329,7 +304,7 @@ def test_stopped_heads_send_no_gradient_into_the_trunk():
 
 @pytest.mark.parametrize("kind", ["kl", "huber"])
 def test_a_student_is_compared_with_its_teacher(kind):
-    student, teacher = alive(constraint_match=kind, constraint_match_coef=0.5), alive(seed=3)
+    student, teacher = tiny(constraint_match=kind, constraint_match_coef=0.5), tiny(draw=3)
     idx = tokens(2, 9)
     said = teacher.predictions(idx)
     out = student(idx, idx, teacher=said, traces=True)
@@ -351,8 +326,8 @@ def test_a_student_is_compared_with_its_teacher(kind):
 @pytest.mark.parametrize("kind", ["kl", "huber"])
 def test_a_student_is_compared_with_any_features(kind):
     """By a map of its heads' outputs, of which no logit depends; gradients reach the heads."""
-    student = alive(constraint_match=kind, constraint_match_coef=0.5, constraint_features=5)
-    plain, idx = alive(), tokens(2, 9)
+    student = tiny(constraint_match=kind, constraint_match_coef=0.5, constraint_features=5)
+    plain, idx = tiny(), tokens(2, 9)
     plain.load_state_dict({name: t for name, t in student.state_dict().items() if ".features." not in name})
     assert torch.equal(student(idx).logits, plain(idx).logits)
     said = 2 * torch.randn(2, 9, 5, dtype=torch.float64)
@@ -378,7 +353,7 @@ def test_a_student_is_compared_with_any_features(kind):
 @pytest.mark.parametrize("cached", [False, True], ids=["rows", "decoding"])
 def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
     """The same function as with their gates at 0, and no attention of a closed head."""
-    model, idx, rows = alive(constraint_skip=0.5), tokens(3, 9), []
+    model, idx, rows = tiny(constraint_skip=0.5), tokens(3, 9), []
     gates = [g for name, g in model(idx, traces=True).traces.items() if name.endswith("router_gates")]
     opened = [(g > 0).any(1) for g in gates]
     assert any(o.any() and not o.all() for o in opened), "some are open, some closed"
@@ -399,7 +374,7 @@ def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
 
 
 def test_a_layer_whose_heads_are_all_closed_does_not_even_project_them():
-    model, idx, called = alive(constraint_skip=0.5, xsa=True), tokens(2, 9), []
+    model, idx, called = tiny(constraint_skip=0.5, xsa=True), tokens(2, 9), []
     with torch.no_grad():
         for block in model.transformer.h:
             block.attn.constraint.out.bias.fill_(-99.0)
@@ -446,6 +421,7 @@ def run(labelled, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
     rows = run("a", max_iters=300, lr_decay_iters=300, eval_interval=300, constraint_coef=3.0, batch_size=8)
     first, last = ({k: row[f"aux/constraint.{k}"] for k in ("digit", "even")} for row in (rows[0], rows[-1]))
@@ -462,6 +438,7 @@ def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
     assert later < 0.9, "a control: it is about the token itself, not the next one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(grad_accum=2), dict(constraint_warmup=6, constraint_stop=4)], ids=str)
 def test_a_resumed_run_is_the_same(run, tmp_path, keys):
     once, _ = run("once", **keys), run("twice", **{**keys, "max_iters": 3})
@@ -474,6 +451,7 @@ def test_a_resumed_run_is_the_same(run, tmp_path, keys):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_labelled_nothing_is_paid(run):
     rows = run("a", constraint_names=["nothing"], constraint_coef=5.0)
     assert all(row["aux/constraint.nothing"] == 0 and math.isfinite(row["grad_norm"]) for row in rows
@@ -481,6 +459,7 @@ def test_where_nothing_is_labelled_nothing_is_paid(run):
     assert all(row["aux/constraint.nothing"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kl", "huber"])
 def test_a_run_may_have_a_teacher(run, tmp_path, kind):
     run("teacher", max_iters=20, constraint_coef=1.0)
@@ -521,6 +500,7 @@ def test_a_function_that_is_no_teacher_is_one_line(run, tmp_path, text, words):
     assert words in str(e.value.code) and "\n" not in str(e.value.code)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_path):
     run("alone")
     run("pupil", teacher=tmp_path / "alone", constraint_match="kl")
@@ -537,7 +517,7 @@ def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_pa
 
 
 def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
-    model = alive(constraint_mode="published")
+    model = tiny(constraint_mode="published")
     config = {key: value for key, value in asdict(model.config).items()
               if key not in ("constraint_gate", "constraint_router", "constraint_skip", "constraint_stop")}
     again = GPT(GPTConfig(**config)).double().eval()
@@ -547,6 +527,7 @@ def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
 
 # ---- in a study ----
 
+@pytest.mark.slow
 def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
     """Other labels are another run; a run of none keeps its folder."""
     data = Dataset(labelled)

@@ -13,6 +13,7 @@ from nanoheads.common import UserError
 from lab.hub.layers import ConstraintAttention
 from lab.study import results, trial
 from conftest import ROOT
+from helpers import TINY_GPT, tiny
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 
 # on CPU it is the reference, not a kernel
@@ -25,21 +26,15 @@ recipes = pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 modes = pytest.mark.parametrize("mode", ["query", "published"])
 
 
-def config_of(size, **more):
+def flags_of(size, **more):
     """Two blocks, both with constraint heads. head_dim: 48 does not divide into 5 heads of a plain block."""
     C, H, names = size
-    return GPTConfig(**{**dict(block_size=16, vocab_size=37, n_layer=2, n_head=H, n_embd=C, head_dim=8,
-                               constraint_names=["a", "b", "c"][:names], constraint_layers=[0, 1],
-                               constraint_variant="B", constraint_hidden=12), **more})
+    return dict(TINY_GPT, n_head=H, n_embd=C, head_dim=8, constraint_names=["a", "b", "c"][:names],
+                constraint_layers=[0, 1], constraint_variant="B", constraint_hidden=12) | more
 
 
-def alive(config):
-    """A model in float64 with a signal in every path."""
-    model = GPT(config).double().eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0.0 if p.dim() >= 2 else 1.0, 0.2 if p.dim() >= 2 else 0.1)
-    return model
+def config_of(size, **more):
+    return GPTConfig(**flags_of(size, **more))
 
 
 # ---- the write-up's layer ----
@@ -63,48 +58,52 @@ def equals_the_write_up(model, tol=1e-9):
         agree([y, got], [want, scores], [x, *attn.parameters()], tol)
 
 
+@pytest.mark.slow
 @sizes
 @recipes
 @modes
 def test_variant_b_equals_the_write_up_forward_and_gradient(size, recipe, mode):
-    model = alive(config_of(size, recipe=recipe, constraint_mode=mode))
+    model = tiny(flags_of(size, recipe=recipe, constraint_mode=mode))
     assert {block.attn.head_size for block in model.transformer.h} == {SIZES[size]}
     equals_the_write_up(model)
     oracle.equals_the_oracle(model, tol=1e-6)  # the whole model; its RoPE has tables of float64
 
 
+@pytest.mark.slow
 @recipes
 def test_logits_may_have_a_largest_value_and_heads_several_for_a_name(recipe):
-    equals_the_write_up(alive(config_of((64, 4, 2), recipe=recipe, constraint_heads=2, qk_norm=True,
+    equals_the_write_up(tiny(flags_of((64, 4, 2), recipe=recipe, constraint_heads=2, qk_norm=True,
                                         qk_max=12.0)))
 
 
 @recipes
 @modes
 def test_a_rounded_size_does_not_equal_the_write_up(recipe, mode):
-    model = alive(config_of((64, 4, 3), recipe=recipe, constraint_mode=mode, constraint_round=8))
+    model = tiny(flags_of((64, 4, 3), recipe=recipe, constraint_mode=mode, constraint_round=8))
     assert model.transformer.h[0].attn.head_size == 8
     with pytest.raises(AssertionError, match="heads of another size"):
         equals_the_write_up(model)
 
 
 def test_the_write_up_notices_the_scale_of_a_padded_size():
-    model = alive(config_of((64, 4, 3)))
+    model = tiny(flags_of((64, 4, 3)))
     model.transformer.h[1].attn.scale = 16 ** -0.5
     with pytest.raises(AssertionError, match="off by"):
         equals_the_write_up(model)
 
 
+@pytest.mark.slow
 def test_the_write_up_notices_other_pairs_of_a_rotation(monkeypatch):
     """Rolled by half of an odd size, dimensions meet others than their partners."""
     monkeypatch.setattr(kernels, "halves_swapped", lambda x: x.roll(x.size(-1) // 2, -1))
     with pytest.raises(AssertionError, match="off by"):
-        equals_the_write_up(alive(config_of((64, 4, 3), recipe="modern")))
-    equals_the_write_up(alive(config_of((48, 5, 2), recipe="modern")))  # of an even size it is the same
+        equals_the_write_up(tiny(flags_of((64, 4, 3), recipe="modern")))
+    equals_the_write_up(tiny(flags_of((48, 5, 2), recipe="modern")))  # of an even size it is the same
 
 
 # ---- parameters ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("C, H, names, heads, D", [
     (1024, 16, 3, 1, 53), (144, 4, 3, 1, 20), (96, 6, 3, 1, 10), (768, 12, 3, 1, 51), (48, 5, 2, 1, 6),
     (36, 6, 1, 1, 5), (64, 4, 3, 2, 6)])
@@ -134,11 +133,12 @@ def test_a_rounded_size_has_fewer_parameters():
 
 # ---- what every model does ----
 
+@pytest.mark.slow
 @sizes
 @recipes
 @modes
 def test_it_is_causal_and_the_same_with_a_cache_and_padding(size, recipe, mode):
-    model, idx = alive(config_of(size, recipe=recipe, constraint_mode=mode)), tokens(2, 9)
+    model, idx = tiny(flags_of(size, recipe=recipe, constraint_mode=mode)), tokens(2, 9)
     whole = model(idx).logits
     for t in (1, 5, 8):
         other = idx.clone()
@@ -154,7 +154,7 @@ def test_it_is_causal_and_the_same_with_a_cache_and_padding(size, recipe, mode):
 
 @recipes
 def test_bfloat16_is_near_float64(recipe):
-    model, idx = alive(config_of((64, 4, 3), recipe=recipe)), tokens(2, 9)
+    model, idx = tiny(flags_of((64, 4, 3), recipe=recipe)), tokens(2, 9)
     want = model(idx).logits
     with torch.autocast("cpu", torch.bfloat16):
         out = model.float()(idx, idx, logits=True)
@@ -178,6 +178,7 @@ def test_rope_of_an_odd_size_leaves_the_last_dimension_alone(D):
         assert torch.equal(cos[:, :-1].float(), even[0]) and torch.equal(sin[:, :-1].float(), even[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [1, 5, 6, 53])
 def test_the_hand_written_gradient_of_heads_knows_odd_sizes(D):
     rope = [t[:, None, None].double() for t in kernels.rope_tables(5, D)]
@@ -209,10 +210,11 @@ ON_TOP = {"alone": {}, "two maps": MECHANISMS["diff"], "window": dict(window=3),
           "skipped": dict(constraint_skip=0.5)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ON_TOP.values(), ids=ON_TOP)
 @recipes
 def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, padding, monkeypatch):
-    model, idx = alive(config_of((64, 4, 3), recipe=recipe, **flags)), tokens(2, 9)
+    model, idx = tiny(flags_of((64, 4, 3), recipe=recipe, **flags)), tokens(2, 9)
     padded = model.hidden(idx)
     assert padding and all(size % 8 == 0 for sizes in padding for size in sizes)
     padding.clear()
@@ -222,6 +224,7 @@ def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, pa
     agree([padded], [as_it_is], list(model.parameters()), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D, to", [(5, 8), (8, 8), (53, 56)])
 def test_attention_of_padded_heads_is_the_formula(D, to, padding):
     q, k, v = (normal(2, 3, 6, D, seed=i, grad=True) for i in range(3))
@@ -249,11 +252,12 @@ def test_a_kernel_on_the_cpu_gets_no_zeros():
 
 # ---- refusals ----
 
+@pytest.mark.slow
 @recipes
 def test_heads_may_be_one_wide(recipe):
-    config = config_of((36, 4, 3), constraint_heads=10, recipe=recipe)
-    assert ConstraintHeads.head_size(config, 0) == 1
-    equals_the_write_up(alive(config), 1e-7)
+    model = tiny(flags_of((36, 4, 3), constraint_heads=10, recipe=recipe))
+    assert ConstraintHeads.head_size(model.config, 0) == 1
+    equals_the_write_up(model, 1e-7)
 
 
 # ---- checkpoints and results ----
@@ -265,9 +269,10 @@ def written(model, path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, size", [(8, 8), (1, 9)])
 def test_a_checkpoint_of_variant_b_keeps_its_head_size(step, size, tmp_path):
-    model = alive(config_of((64, 4, 3), constraint_round=step))
+    model = tiny(flags_of((64, 4, 3), constraint_round=step))
     path = written(model, tmp_path / "ckpt.pt")
     again = checkpoint.build(checkpoint.read(path), path)
     assert {block.attn.head_size for block in again.transformer.h} == {size}
@@ -277,7 +282,7 @@ def test_a_checkpoint_of_variant_b_keeps_its_head_size(step, size, tmp_path):
 
 def test_a_checkpoint_with_a_rounded_size_is_another_model(tmp_path):
     """Nothing loads it with heads of the exact size, not even by mistake."""
-    model = alive(config_of((64, 4, 3), constraint_round=8))
+    model = tiny(flags_of((64, 4, 3), constraint_round=8))
     path = written(model, tmp_path / "ckpt.pt")
     state, flags = checkpoint.read(path), set(GPTConfig.defaults())
     with pytest.raises(UserError, match="constraint_round=1 here is 8 there"):
@@ -287,6 +292,7 @@ def test_a_checkpoint_with_a_rounded_size_is_another_model(tmp_path):
         checkpoint.build(state, path, settings=["constraint_round=1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, size", [("all-tiny.json.gz", 8), ("constraints-tiny.json.gz", 8)])
 def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
     """Their parameters and FLOPs are counted as they were."""

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, CausalMask, GPTConfig
+from model import CausalMask, GPTConfig
 from nanoheads import attention, cpu, kernels
 from nanoheads.attention import attend, attend_lse, costs_a_plan, flex, flex_tiles, row_statistics
 from nanoheads.cpu import CpuRMSNorm, CpuShortConvolution, CpuSquaredReLU
 from nanoheads.kernels import ChunkedCrossEntropy, linear32, padded_rows
+from helpers import tiny
 from oracle import agree, dense, normal, tokens
 
 
@@ -33,11 +34,7 @@ def test_cpu_flash_reads_any_layout(D, widths):
 
 
 def test_heads_of_size_one_give_the_same_twice():
-    config = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_embd=8, n_head=8,
-                       a2c="temperature", acag="headwise")
-    model = GPT(config).double()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0, 0.3)
+    model = tiny(n_embd=8, n_head=8, a2c="temperature", acag="headwise")
     one, other = model(tokens(2, 13)).logits, model(tokens(2, 13)).logits
     assert one.isfinite().all() and torch.equal(one, other)
 
@@ -63,6 +60,7 @@ def test_no_gradient_of_flash_attention_is_differentiated_twice():
         gradient.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("D", [1, 8, 15])
 def test_flex_attention_takes_narrow_heads(D, monkeypatch):

@@ -102,6 +102,7 @@ def line_of(program, *argv):
 # ---- what is only read is not run ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program, argv",
     [
@@ -137,6 +138,7 @@ def test_it_runs_where_its_file_is_named_or_trusted(ran, capsys):
     assert capsys.readouterr().err == f"--trust_code runs {folder / 'mine.py'}\n"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):
     folder, was_run = ran
     held = torch.load(folder / "best.pt", weights_only=True)["own_mechanism"]
@@ -154,6 +156,7 @@ def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):
             assert not was_run()
 
 
+@pytest.mark.slow
 def test_a_file_with_a_byte_order_mark_is_read(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
     """As some editors on Windows write it."""
     path = Path(mine())
@@ -173,6 +176,7 @@ def test_a_study_refuses_a_teacher_whose_code_it_cannot_name(ran, bytes_data, mo
     assert not was_run()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_names_the_file_again(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
     """Or it is trusted: the folder's config.json says which of its modes is trained."""
     folder = tmp_path / "run"
@@ -188,6 +192,7 @@ def test_a_resumed_run_names_the_file_again(mine, bytes_data, tmp_path, own_mech
         assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == steps
 
 
+@pytest.mark.slow
 def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_path):
     """Neither where its training names one, nor where its record does, trusted or not."""
     path, was_run = evil
@@ -229,6 +234,7 @@ def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
     assert not was_run()
 
 
+@pytest.mark.slow
 def test_training_runs_no_code_of_what_it_starts_from(ran, bytes_data, tmp_path):
     folder, was_run = ran
     args = [
@@ -309,6 +315,7 @@ def by_hand(folder, *more):
     return done.returncode, (folder / "trial.log").read_text().strip()
 
 
+@pytest.mark.slow
 def test_a_study_names_the_file_on_the_command_line_of_its_runs(planned):
     folder, spec, was_run = planned
     file = spec["train"]["own_mechanism"]
@@ -320,6 +327,7 @@ def test_a_study_names_the_file_on_the_command_line_of_its_runs(planned):
     assert queue.command_of(plain)[3:] == [str(plain)]
 
 
+@pytest.mark.slow
 def test_a_copied_trial_runs_nothing(planned, tmp_path):
     folder, spec, was_run = planned
     code, said = by_hand(folder)
@@ -674,6 +682,7 @@ def test_one_run_names_one_mode(two, bytes_data):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_files_of_all_that_it_has_on(two, bytes_data, tmp_path):
     mine, yours = two  # noqa: F811
     out = tmp_path / "run"
@@ -763,6 +772,7 @@ def test_two_files_of_one_name_are_one_line(two, tmp_path):
 # ---- mistakes, each one line ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after, words",
     [
@@ -815,6 +825,7 @@ def trained(path, data):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after, words",
     [
@@ -856,6 +867,7 @@ def test_a_mistake_in_a_hook_names_file_and_line(
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
     folder, _ = ran
     path = folder / "mine.py"

@@ -28,10 +28,10 @@ from nanoheads.optim import make_optimizers
 from nanoheads.pruning import pack, prune_heads
 from lab.heads.states import find_violations
 from conftest import ROOT
-from oracle import give_states, plain, tokens
+from helpers import TINY_GPT, alive, tiny
+from oracle import plain, tokens
+from test_model import FLAGS
 
-# six heads: moh routes two; 48: variant B has heads of 5, an odd size
-TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=48)
 # tokens; no other dimension has this size
 T = 13
 
@@ -44,7 +44,7 @@ def together(a, b):
 
 
 def fine(flags):
-    return not GPTConfig(**TINY, **flags).problems()
+    return not GPTConfig(**TINY_GPT, **flags).problems()
 
 
 def small(flags):
@@ -62,12 +62,27 @@ WITH = {f"{first}+": [(f"{a}+{b}", small(flags)) for (a, b), flags in PAIRS.item
                       if a == first and fine(flags)]
         for first in MECHANISMS}
 WITH = {first: cases for first, cases in WITH.items() if cases}
+# what no mode of MECHANISMS has: flags of a plain GPT, and where the router of constraint heads acts
+ROUTED = {"score": dict(constraint_gate="score"), "value": dict(constraint_gate="value"),
+          "hard router": dict(constraint_router="hard_concrete"),
+          "first": dict(constraint_router_input="first"),
+          "skip": dict(constraint_skip=0.5), "skip xsa": dict(constraint_skip=0.5, xsa=True, head_norm=True),
+          "skip first": dict(constraint_skip=0.5, constraint_router_input="first"),
+          "score xsa": dict(constraint_gate="score", xsa=True, head_norm=True),
+          "score acag": dict(constraint_gate="score", acag="headwise", sink=True),
+          "score window": dict(constraint_gate="score", acag="headwise", sink=True, window=3)}
+DETAILS = {"plain": [(f"plain, {flags}", flags) for flags in FLAGS],
+           "routed": [(name, dict(constraint_names=["a", "b"], constraint_layers=[0, 1], **flags))
+                      for name, flags in ROUTED.items()]}
+NOISY = ("sentinel_l0", "hard router")  # gates that are drawn anew in each training step
 singles = pytest.mark.parametrize("cases", SINGLES.values(), ids=SINGLES)
+with_details = pytest.mark.parametrize("cases", [*SINGLES.values(), *DETAILS.values()],
+                                       ids=[*SINGLES, *DETAILS])
 in_pairs = pytest.mark.parametrize("cases", WITH.values(), ids=WITH)
 
 
 def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
-    problems = {pair: GPTConfig(**TINY, **flags).problems() for pair, flags in REFUSED.items()}
+    problems = {pair: GPTConfig(**TINY_GPT, **flags).problems() for pair, flags in REFUSED.items()}
     narrow = ("a2c='published' takes x in n_head slices as values, "
               "which constraint_variant='B' makes too narrow")
     mudd = "mudd gives queries, keys and values an input each"
@@ -97,28 +112,6 @@ def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
 def plain_flags(flags):
     """Of a case's flags, those of its plain GPT."""
     return {name: flags[name] for name in GROUPED if name in flags}
-
-
-def fresh(flags, **more):
-    return GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
-
-
-def enliven(model):
-    """No weight is zero, no two heads are alike, every state has a head: every path carries a signal."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() >= 2:
-                p.normal_(0.0, 0.15)
-            else:
-                p.normal_(1.0, 0.1)
-    give_states(model)
-    return model
-
-
-def alive(flags, **more):
-    """A GPT with these flags in float64, alive."""
-    return enliven(fresh(flags, **more))
 
 
 def open_noisy_gates(model):
@@ -163,7 +156,7 @@ def gradients(model, **kw):
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])  # llama is held to transformers' in test_hf.py
 def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
-    model = GPT(GPTConfig(**TINY, recipe=recipe, zero_init=False)).eval()
+    model = GPT(GPTConfig(**TINY_GPT, recipe=recipe, zero_init=False)).eval()
     inside = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
     if recipe == "gpt2":
         inside += ["ln_1", "ln_2"]
@@ -178,15 +171,16 @@ def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
     with torch.no_grad():
         out = model(tokens(3, T), tokens(3, T, seed=2), logits=True)
         assert torch.equal(out.logits, plain(model, tokens(3, T))) and out.aux == {} and out.traces is None
-        assert torch.equal(enliven(model)(tokens(3, T)).logits, plain(model, tokens(3, T)))
+        assert torch.equal(alive(model)(tokens(3, T)).logits, plain(model, tokens(3, T)))
 
 
+@pytest.mark.slow
 @singles
 def test_on_is_not_off(cases):
     """The control of what equals the plain GPT here and below: with live weights no mechanism does."""
     for name, flags in cases:
-        base = alive(plain_flags(flags))
-        model = share(alive(flags), base).train()
+        base = tiny(plain_flags(flags))
+        model = share(tiny(flags), base).train()
         with torch.no_grad():
             # far below a cap, as the logits of this small model are, a tanh is nearly a line
             tol = 1e-6 if model.config.score_cap else 1e-3
@@ -202,9 +196,9 @@ def neutral(names, more):
         flags.update(MECHANISMS[name])
         for key, value in NEUTRAL[name].items():
             if key in GPTConfig.__dataclass_fields__:
-                flags[key] = TINY[value] if isinstance(value, str) else value
-    base = alive(more)
-    model = share(fresh(flags), base)
+                flags[key] = TINY_GPT[value] if isinstance(value, str) else value
+    base = tiny(more)
+    model = share(tiny(flags, live=False), base)
     make_neutral(model, names)
     assert all(mode_of(cls, model.config) in (*names, None) for cls in MECHANISM_CLASSES
                if cls.is_on(model.config))
@@ -234,11 +228,12 @@ def test_neutral_together_is_the_plain_gpt():
 
 # ---- 3. the same start ----
 
+@pytest.mark.slow
 @singles
 def test_shared_parameters_start_bit_identical(cases):
     for name, flags in cases:
         recipe = plain_flags(flags)
-        base, own = (dict(GPT(GPTConfig(**TINY, **f)).named_parameters()) for f in (recipe, flags))
+        base, own = (dict(GPT(GPTConfig(**TINY_GPT, **f)).named_parameters()) for f in (recipe, flags))
         shared = [n for n in base if n in own and own[n].shape == base[n].shape]
         resized = "a2c_published" in name or "constraint_b" in name  # projections of another size
         few = 4 + 2 * ("qk_scale" in flags)  # of the layer with other heads
@@ -275,18 +270,18 @@ def leaks(model, traces=True, at=(1, 6, 12)):
     return found
 
 
-@singles
+@with_details
 def test_future_tokens_do_not_leak(cases):
     for name, flags in cases:
-        model = alive(flags)
+        model = tiny(flags)
         assert leaks(model, "maps") == set(), name
-        if "sentinel_l0" not in name:  # whose gates are noisy in training
+        if not any(each in name for each in NOISY):
             model.train()
         assert leaks(model, False) == set(), name
 
 
 def test_traces_that_are_looked_at_are_all_there():
-    found = {name.split(".", 2)[-1] for name in seen(alive(ALL_ON), tokens(2, T), "maps")}
+    found = {name.split(".", 2)[-1] for name in seen(tiny(ALL_ON), tokens(2, T), "maps")}
     assert found >= {"advantage", "routing_weights", "routing_logits", "router_gates", "head_scores",
                      "entropy", "concentration", "acag_gate", "map",
                      *(f"constraint.{name}" for name in CONSTRAINTS)}
@@ -319,7 +314,17 @@ def pooled_norm(*dims):
     return patch
 
 
-MISTAKES = {"constraint_a": pooled_router,
+def no_mask(monkeypatch):
+    """Each token reads all tokens."""
+    attend = model_py.attend
+
+    def unmasked(q, k, v, mask=None, **how):
+        return attend(q, k, v, mask=torch.ones(1, 1, q.size(2), k.size(2), dtype=torch.bool), **how)
+    monkeypatch.setattr(model_py, "attend", unmasked)
+
+
+MISTAKES = {"query_gain": no_mask,
+            "constraint_a": pooled_router,
             "constraint_published": pooled_router,
             "acag": full_matrix_statistics,
             "acag_published": full_matrix_statistics,
@@ -329,8 +334,8 @@ MISTAKES = {"constraint_a": pooled_router,
 @pytest.mark.parametrize("name, mistake", MISTAKES.items(), ids=MISTAKES)
 def test_the_leak_test_catches(name, mistake, monkeypatch):
     mistake(monkeypatch)
-    assert "logits" in leaks(alive(MECHANISMS[name]))
-    assert leaks(alive(MECHANISMS[name]), False) == {"hidden"}
+    assert "logits" in leaks(tiny(MECHANISMS[name]))
+    assert leaks(tiny(MECHANISMS[name]), False) == {"hidden"}
 
 
 # ---- 5. rows of a batch ----
@@ -342,15 +347,15 @@ def meets_its_neighbours(model):
         return not all(near(whole[row], model.hidden(idx[row:row + 1])[0]) for row in range(2))
 
 
-@singles
+@with_details
 def test_rows_of_a_batch_do_not_see_each_other(cases):
     for name, flags in cases:
-        assert not meets_its_neighbours(alive(flags)), name
+        assert not meets_its_neighbours(tiny(flags)), name
 
 
 def test_the_batch_test_catches_a_norm_over_the_batch(monkeypatch):
     pooled_norm(0)(monkeypatch)
-    assert meets_its_neighbours(alive(MECHANISMS["head_norm"]))
+    assert meets_its_neighbours(tiny(MECHANISMS["head_norm"]))
 
 
 # ---- 6. training and evaluation ----
@@ -366,14 +371,16 @@ def same_in_training(model):
         return near(model.train().hidden(idx), want) and near(model.run_blocks(idx, losses=True)[0], want)
 
 
+@pytest.mark.slow
 @singles
 def test_training_and_evaluation_are_the_same_function(cases):
     """But the two whose gates the write-up's code drops after training: they have to be caught."""
     for name, flags in cases:
         drops = name.split(", ")[0] in DROPS_GATES
-        assert same_in_training(open_noisy_gates(alive(flags))) == (not drops), name
+        assert same_in_training(open_noisy_gates(tiny(flags))) == (not drops), name
 
 
+@pytest.mark.slow
 def test_hard_concrete_gates_are_the_same_in_expectation():
     """Over many draws a gate's mean is near the gate of evaluation, and so is what the model computes.
 
@@ -387,7 +394,7 @@ def test_hard_concrete_gates_are_the_same_in_expectation():
         assert near(draws.mean(0), gate.eval().static_gate(), 0.12)
         assert not near(draws[0], gate.static_gate(), 0.12)
         assert (draws == 0).any() and (draws == 1).any() and draws.min() == 0 and draws.max() == 1
-        model, idx = alive(MECHANISMS["sentinel_l0"], n_layer=1), tokens(1, 4)
+        model, idx = tiny(MECHANISMS["sentinel_l0"], n_layer=1), tokens(1, 4)
         want = model.hidden(idx)
         model.train()
         draws = torch.stack([model.hidden(idx) for _ in range(400)])
@@ -412,10 +419,10 @@ def cache_differs(model, *splits):
 ONE_BY_ONE, UNEVEN = [1] * 9, [4, 1, 1, 3]
 
 
-@singles
+@with_details
 def test_cached_equals_uncached(cases):
     for name, flags in cases:
-        assert cache_differs(alive(flags), ONE_BY_ONE, UNEVEN, [9]) == [], name
+        assert cache_differs(tiny(flags), ONE_BY_ONE, UNEVEN, [9]) == [], name
 
 
 def padding_differs(model, whole=True):
@@ -434,28 +441,30 @@ def padding_differs(model, whole=True):
             if not near(x[row, 9 - n:], alone[row])]
 
 
-@singles
+@with_details
 def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
     """Each row of an unevenly long batch, whatever its padding, gives what it gives alone without a cache."""
     for name, flags in cases:
-        assert padding_differs(alive(flags)) == [], name
+        assert padding_differs(tiny(flags)) == [], name
 
 
+@pytest.mark.slow
 @in_pairs
 def test_pairs_do_not_leak_and_rows_padded_equal_rows_alone(cases):
     """Both promises of one model: to make a model takes as long as to ask it."""
     for name, flags in cases:
-        model = alive(flags)
+        model = tiny(flags)
         assert leaks(model, "maps", (6,)) == set(), name
         assert padding_differs(model, whole=False) == [], name
 
 
+@pytest.mark.slow
 @singles
 def test_unequal_prompts_generate_what_each_does_alone(cases):
     """Past the end of the context, too."""
     idx, lengths = tokens(3, 9), [1, 9, 4]
     for name, flags in cases:
-        model = alive(flags)
+        model = tiny(flags)
         got = model.generate(idx, 9, temperature=0, lengths=lengths)
         for row, n in enumerate(lengths):
             alone = model.generate(idx[row:row + 1, 9 - n:], 9, temperature=0)
@@ -465,9 +474,10 @@ def test_unequal_prompts_generate_what_each_does_alone(cases):
 @pytest.mark.parametrize("name", ["constraint_a", "constraint_b", "constraint_published"])
 def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatch):
     monkeypatch.setattr(KVCache, "swap", lambda self, layer, name, value: None)
-    assert cache_differs(alive(MECHANISMS[name]), ONE_BY_ONE, UNEVEN) == [ONE_BY_ONE, UNEVEN]
+    assert cache_differs(tiny(MECHANISMS[name]), ONE_BY_ONE, UNEVEN) == [ONE_BY_ONE, UNEVEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if n.startswith("routing") or n == "moh"])
 def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypatch):
     """Alone, with every other mechanism, and with heads that are gone."""
@@ -480,7 +490,7 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
     monkeypatch.setattr(model_py, "attend_selected", counted)
     pairs = [case for cases in WITH.values() for case in cases if name in case[0].split("+")]
     for other, flags in SINGLES[name] + pairs:
-        model = alive(flags)
+        model = tiny(flags)
         calls.clear()
         assert cache_differs(model, [4] + [1] * 4) == [], other
         prune_heads(model, {0: [2, 3]})
@@ -509,8 +519,8 @@ def losses_of(model, forward, idx, targets):
 
 def compiles_like_eager(flags, name, **options):
     torch._dynamo.reset()
-    model = GPT(GPTConfig(**{**TINY, "block_size": 8, **small(flags)}))
-    open_noisy_gates(enliven(model)).train()  # compiled, noise is other noise
+    model = GPT(GPTConfig(**{**TINY_GPT, "block_size": 8, **small(flags)}))
+    open_noisy_gates(alive(model)).train()  # compiled, noise is other noise
     fast, idx, targets = torch.compile(model, fullgraph=True, **options), tokens(2, 8), tokens(2, 8, seed=2)
     want, grads = losses_of(model, model, idx, targets)
     got, fast_grads = losses_of(model, fast, idx, targets)
@@ -519,6 +529,7 @@ def compiles_like_eager(flags, name, **options):
     return model, fast, idx, targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", AT_ONCE.values(), ids=AT_ONCE)
 def test_compiles_in_one_graph_and_trains_the_same(flags):
     compiles_like_eager(flags, "", backend="aot_eager")
@@ -531,10 +542,11 @@ def test_compiles_with_inductor_and_trains_the_same(flags):
     compiles_like_eager(flags, "inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a2c_temperature", "a2c_key_bias"])
 def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
     torch._dynamo.reset()
-    model, idx, targets = alive(MECHANISMS[name]).float(), tokens(2, 8), tokens(2, 8, seed=2)
+    model, idx, targets = tiny(MECHANISMS[name]).float(), tokens(2, 8), tokens(2, 8, seed=2)
     targets[0, :3] = -1
     fast = torch.compile(lambda *a: model(*a, traces=True), fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -545,13 +557,14 @@ def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [ALL_ON, {**ALL_ON, "agency_learned": True},
                                    {**ALL_ON, "agency_scope": "mlp", "agency_learned": True},
                                    {**ALL_ON, "agency_scope": "block"}],
                          ids=["ALL_ON", "learned", "learned, mlp", "block"])
 def test_a_state_moves_without_recompiling(flags):
     torch._dynamo.reset()
-    model = alive(flags).float()
+    model = tiny(flags).float()
     head, block = None if "agency_scope" in flags else 4, model.transformer.h[1]
     fast, idx = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(2, 8)
     with torch.no_grad():
@@ -583,15 +596,15 @@ def more_losses(flags):
 def test_every_parameter_has_a_gradient(cases):
     """With all auxiliary losses on; finite from the first step on, not zero once the weights are alive."""
     for name, flags in cases:
-        model = GPT(GPTConfig(**{**TINY, **more_losses(flags)})).train()
+        model = GPT(GPTConfig(**{**TINY_GPT, **more_losses(flags)})).train()
         assert all(g is not None and g.isfinite().all() for g in gradients(model).values()), name
-        dead = [n for n, g in gradients(enliven(model)).items()
+        dead = [n for n, g in gradients(alive(model)).items()
                 if g is None or not g.isfinite().all() or not g.any()]
         assert dead == [], name
 
 
 def test_every_auxiliary_loss_is_there():
-    model = GPT(GPTConfig(**TINY, **more_losses(ALL_ON))).train()
+    model = GPT(GPTConfig(**TINY_GPT, **more_losses(ALL_ON))).train()
     out = model(tokens(2, T), tokens(2, T, seed=2),
                 constraint_targets={name: torch.ones(2, T) for name in CONSTRAINTS})
     assert set(out.aux) == {"routing_balance", "gate_l1", "constraint_router", "constraint_entropy",
@@ -599,11 +612,12 @@ def test_every_auxiliary_loss_is_there():
     assert model(tokens(2, T)).aux == {} and model(tokens(2, T)).loss is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 @singles
 def test_bfloat16_is_finite(cases, how):
     for name, flags in cases:
-        config = GPTConfig(**TINY, **more_losses(flags))
+        config = GPTConfig(**TINY_GPT, **more_losses(flags))
         model = GPT(config).train()
         want = total(model).item()
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
@@ -620,7 +634,7 @@ def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
     """Head states included; also after heads are pruned, and the context is cropped."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # takes most of the time, and no power fails here
     for name, flags in cases:
-        model, idx, path = alive(flags).float(), tokens(2, 8), tmp_path / "ckpt.pt"
+        model, idx, path = tiny(flags).float(), tokens(2, 8), tmp_path / "ckpt.pt"
         for smaller in (False, True) if flags["recipe"] == "gpt2" else (True,):
             if smaller:
                 prune_heads(model, {0: [4, 5], 1: list(range(6))})
@@ -639,6 +653,7 @@ def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
 
 # ---- 11. two ranks ----
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows, tmp_path):
     settings = dict(dataset=bytes_data, n_layer=2, n_head=6, n_embd=48, block_size=16, batch_size=4,
                     max_iters=6, eval_interval=6, eval_tokens=256, log_interval=1, device="cpu",
@@ -664,8 +679,8 @@ def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows
 
 def test_load_balance_is_that_of_the_whole_batch(monkeypatch):
     """Two halves of a batch, as two ranks see them. The control: without the exchange the mean differs."""
-    router = Routing(GPTConfig(**TINY, routing="moh", routing_coef=1.0), None).double()
-    x = torch.randn(2, T, TINY["n_embd"], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    router = Routing(GPTConfig(**TINY_GPT, routing="moh", routing_coef=1.0), None).double()
+    x = torch.randn(2, T, TINY_GPT["n_embd"], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x + torch.tensor([[[1.0]], [[-1.0]]])
 
     def penalty(x):
@@ -712,12 +727,13 @@ def cached_heads(attn):
     return len(attn.head_ids) // (1 if attn.n_extra else attn.group) + attn.n_extra
 
 
+@pytest.mark.slow
 @singles
 def test_packed_is_the_same_function_without_the_closed_heads(cases):
     """Read in pieces with a cache that is smaller; the router still selects among all heads."""
     idx = tokens(2, 16)
     for name, flags in cases:
-        model = alive(flags)
+        model = tiny(flags)
         with torch.no_grad():
             before = model.hidden(idx)
             packed = pack(close(model, GONE))
@@ -735,7 +751,7 @@ def test_packed_is_the_same_function_without_the_closed_heads(cases):
 
 def trained(flags, optimizer, gone=None, prune=False):
     """(model, optimizers) after two steps, then with heads closed or pruned, and three steps more."""
-    model = open_noisy_gates(alive(flags)).train()
+    model = open_noisy_gates(tiny(flags)).train()
     optimizers = make_optimizers(model, train.TrainConfig(optimizer=optimizer).for_recipe("gpt2"))
     for step in range(5):
         if step == 2 and gone and prune:
@@ -751,6 +767,7 @@ def trained(flags, optimizer, gone=None, prune=False):
     return model, optimizers
 
 
+@pytest.mark.slow
 @singles
 def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
     """AdamW's moments are those of the heads that are left. The control: with others the ways part."""
@@ -770,6 +787,7 @@ PRUNED = {"plain": {},
           "output_gate_elementwise": MECHANISMS["output_gate_elementwise"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", PRUNED.values(), ids=PRUNED)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
@@ -781,7 +799,7 @@ def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
         state = next(o.state[p] for o in optimizers if p in o.state)
         return {"": p, **{k: v for k, v in state.items() if v.shape == p.shape}}
 
-    D, left = TINY["n_embd"] // 6, (0, 1, 4, 5)
+    D, left = TINY_GPT["n_embd"] // 6, (0, 1, 4, 5)
     columns = torch.cat([torch.arange(h * D, (h + 1) * D) for h in left])
     rows = torch.cat([part * 6 * D + columns for part in range(attn.parts)])
     want = [{k: v.detach()[rows].clone() for k, v in held(attn.c_attn.weight).items()},
@@ -805,19 +823,20 @@ def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
 
 def shapes(flags, n_left):
     """{parameter or buffer: shape} of a model of which this many heads are left in each layer."""
-    left = [list(range(n_left))] * flags.get("n_layer", TINY["n_layer"])
-    model = GPT(GPTConfig(**{**TINY, **flags, "head_ids": left}))
+    left = [list(range(n_left))] * flags.get("n_layer", TINY_GPT["n_layer"])
+    model = GPT(GPTConfig(**{**TINY_GPT, **flags, "head_ids": left}))
     return {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 def named_axes(flags):
     """The names of the tensors that head_axes() lists."""
-    model = GPT(GPTConfig(**{**TINY, **flags}))
+    model = GPT(GPTConfig(**{**TINY_GPT, **flags}))
     paths = {id(module): path for path, module in model.named_modules()}
     axes = [axis for block in model.transformer.h for axis in block.attn.head_axes()]
     return {f"{paths[id(axis.module)]}.{axis.tensor}" for axis in axes}
 
 
+@pytest.mark.slow
 @singles
 def test_every_tensor_with_a_head_axis_is_named(cases):
     """And therefore pruned: built with four heads left and with two, no other tensor has another shape."""
@@ -825,7 +844,7 @@ def test_every_tensor_with_a_head_axis_is_named(cases):
         four, two = shapes(flags, 4), shapes(flags, 2)
         changed = {tensor for tensor in four if four[tensor] != two[tensor]}
         assert changed <= named_axes(flags) and len(changed) >= 4, name
-        pruned = GPT(GPTConfig(**{**TINY, **flags}))
+        pruned = GPT(GPTConfig(**{**TINY_GPT, **flags}))
         prune_heads(pruned, {layer: [2, 3, 4, 5] for layer in range(2)})
         assert {n: t.shape for n, t in (*pruned.named_parameters(), *pruned.named_buffers())} == two, name
 
@@ -838,11 +857,12 @@ def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
     assert "transformer.h.0.attn.sentinel.logit" in changed - named_axes(flags)
 
 
+@pytest.mark.slow
 @singles
 def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
     settings = train.TrainConfig(optimizer="muon", weight_decay=0.1).for_recipe("gpt2")
     for name, flags in cases:
-        model = GPT(GPTConfig(**{**TINY, **flags}))
+        model = GPT(GPTConfig(**{**TINY_GPT, **flags}))
         groups = []
         for m in (model, copy.deepcopy(model)):
             names = {id(p): n for n, p in m.named_parameters()}
@@ -850,20 +870,20 @@ def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
             groups.append([[(sorted(names[id(p)] for p in group["params"]), group["weight_decay"])
                             for group in o.param_groups] for o in optimizers])
         assert groups[0] == groups[1], name
-        again = enliven(copy.deepcopy(model))
+        again = alive(copy.deepcopy(model))
         again.init_weights()
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters())), name
 
 
 def test_cropping_leaves_the_callers_config_alone():
-    config = GPTConfig(**TINY, acag="headwise", window=6)
+    config = GPTConfig(**TINY_GPT, acag="headwise", window=6)
     model = GPT(config)
     model.crop_block_size(8)
     assert (config.block_size, model.config.block_size) == (16, 8)
 
 
 def test_heads_that_are_not_there_are_refused():
-    model = alive(MECHANISMS["agency"])
+    model = tiny(MECHANISMS["agency"])
     prune_heads(model, {0: [2]})
     for wrong in (lambda: prune_heads(model, {0: [2]}),
                   lambda: prune_heads(model, {2: [0]}),
@@ -871,7 +891,7 @@ def test_heads_that_are_not_there_are_refused():
                   lambda: model.set_head(0, 6, gate=0.0),
                   lambda: model.set_head(-1, 0, gate=0.0),
                   lambda: model.set_head(0, 0, state="asleep"),
-                  lambda: alive({}).set_head(0, 0, state="active")):
+                  lambda: tiny({}).set_head(0, 0, state="active")):
         with pytest.raises(ValueError) as e:
             wrong()
         assert "\n" not in str(e.value)
@@ -901,7 +921,7 @@ def test_a_detail_is_refused_while_its_mechanism_is_off(key, flag):
             continue
         if value == default:
             continue
-        problem, = GPTConfig(**TINY, **{key: value}).problems()
+        problem, = GPTConfig(**TINY_GPT, **{key: value}).problems()
         out_of_range = f"{key}={value!r} must" in problem
         assert out_of_range or problem == f"{key}={value!r} means nothing while {flag} is off"
         tried += not out_of_range
@@ -925,29 +945,31 @@ def test_an_impossible_config_names_every_problem():
     dict(CONSTRAINED, constraint_layers=[0, 1]),
 ], ids=lambda v: "+".join(v))
 def test_what_is_near_a_refusal_but_means_something_trains(flags):
-    model = GPT(GPTConfig(**TINY, **flags)).train()
+    model = GPT(GPTConfig(**TINY_GPT, **flags)).train()
     assert all(g is not None and g.isfinite().all() for g in gradients(model).values())
 
 
 # ---- 14. recomputed, and with a shorter context ----
 
+@pytest.mark.slow
 @singles
 def test_activation_checkpointing_changes_nothing(cases):
     for name, flags in cases:
         found = []
         for on in (False, True):
-            model = alive(flags, checkpoint_activations=on).train()
+            model = tiny(flags, checkpoint_activations=on).train()
             torch.manual_seed(3)  # for hard-concrete noise
             found.append(gradients(model))
         assert all(near(found[0][n], found[1][n]) for n in found[0]), name
 
 
+@pytest.mark.slow
 @singles
 def test_cropping_the_context_keeps_the_function(cases):
     """Unlike a model of the shorter context with the same weights, where length or window follow from it."""
     for name, flags in cases:
-        model, idx = alive(flags), tokens(2, 8)
-        short = share(fresh(flags, block_size=8), model)
+        model, idx = tiny(flags), tokens(2, 8)
+        short = share(tiny(flags, live=False, block_size=8), model)
         with torch.no_grad():
             want = model.hidden(idx)
             model.crop_block_size(8)

@@ -1,15 +1,13 @@
 """The rivals against other people's classes and their promises; the oracle is tests/oracle.py."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from conftest import pass_of
-from model import GPT, MECHANISMS, GPTConfig, Heads
-from oracle import close, dense, normal
+from model import GPT, MECHANISMS, GPTConfig
+from oracle import close, normal
 from test_mechanisms import TINY, tiny
 
 
@@ -53,33 +51,6 @@ def test_the_elementwise_output_gate_is_that_of_afmoe():
     close(got, want, 1e-6)  # their norms are in float32
 
 
-def test_at_full_strength_an_output_is_orthogonal_to_its_own_value():
-    model, x = tiny(dict(xsa=True)), normal(2, 9, 96)
-    v = model.transformer.h[0].attn.c_attn(x).chunk(3, -1)[2].unflatten(-1, (6, 16)).transpose(1, 2)
-    for strength, orthogonal in ((50.0, True), (0.3, False)):
-        model.transformer.h[0].attn.xsa.strength.data.fill_(strength)
-        # but the first token's, which sees itself alone
-        cosine = F.cosine_similarity(attention_of(model, x)[:, :, 1:], v[:, :, 1:], dim=-1)
-        assert (cosine.abs().max() < 1e-9) == orthogonal
-
-
-@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
-def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
-    """The moved half of a key is the token's before; logits still depend on distance alone under RoPE."""
-    plain, moved = tiny(dict(recipe=recipe)), tiny(dict(recipe=recipe, key_offset=True))
-    x = normal(2, 9, 96)
-    attn = plain.transformer.h[0].attn
-    own = attn.split(attn.c_attn(x).unflatten(-1, (18, -1)), pass_of(plain, x), 6, 6)[1]
-    attn = moved.transformer.h[0].attn
-    h = replace(pass_of(moved, x), k=own)
-    attn.key_offset.before_attention(attn, h)
-    shifted = [*range(4, 8), *range(12, 16)]
-    kept = [d for d in range(16) if d not in shifted]
-    assert torch.equal(h.k[:, :, 1:, shifted], own[:, :, :-1, shifted])
-    assert torch.equal(h.k[..., kept], own[..., kept])
-    assert torch.equal(h.k[:, :, 0], own[:, :, 0])
-
-
 def test_differences_of_pairs_are_those_of_diffllama():
     """A whole layer of transformers' DiffLlama without rotary positions; its pairs are heads i and i + 3."""
     diffllama = pytest.importorskip("transformers.models.diffllama.modeling_diffllama",
@@ -105,47 +76,6 @@ def test_differences_of_pairs_are_those_of_diffllama():
         close(got, want, 1e-6)  # their norms and softmax are in float32
 
 
-def test_a_second_map_of_the_first_ones_queries_takes_a_share_of_the_output():
-    """Differential attention V2 with equal maps is (1 - sigmoid(l)) y: what the formula cancels."""
-    model, x = tiny(dict(diff=True)), normal(2, 9, 96)
-    attn = model.transformer.h[0].attn
-    attn.diff.c_q.weight.data = attn.c_attn.weight[:96].data
-    plain = tiny({})
-    plain.load_state_dict(model.state_dict(), strict=False)
-    share = attn.diff.share(x).sigmoid().transpose(1, 2)[..., None]
-    close(attention_of(model, x), attention_of(plain, x) * (1 - share), 1e-12)
-    attn.diff.c_q.weight.data = attn.c_attn.weight[96:192].data
-    assert (attention_of(model, x) - attention_of(plain, x) * (1 - share)).abs().max() > 1e-3
-
-
-def test_neighbours_of_one_key_and_value_gain_nothing_in_pairs():
-    """Paired heads are a softmax over twice the keys: where both are the same, the output is as without."""
-    model, x = tiny(dict(paired_heads=True)), normal(2, 9, 96)
-    attn = model.transformer.h[0].attn
-    other, plain = tiny({}), tiny({})
-    other.load_state_dict(model.state_dict(), strict=False)
-    apart = attention_of(model, x) - attention_of(other, x)
-    assert apart[:, :, 0].abs().max() > 1e-3, "a control: the first token reads its neighbour's value"
-    for part in (1, 2):
-        rows = attn.c_attn.weight.data[96 * part:96 * part + 96].unflatten(0, (6, 16))
-        rows[1::2] = rows[::2]
-    plain.load_state_dict(model.state_dict(), strict=False)
-    close(attention_of(model, x), attention_of(plain, x), 1e-12)
-
-
-def test_a_narrow_gate_reads_the_first_channels_alone():
-    attn = tiny(MECHANISMS["output_gate_narrow"]).transformer.h[0].attn
-    assert attn.output_gate.proj.weight.shape == (6, 12)
-    x, other = normal(2, 9, 96), normal(2, 9, 96, seed=2)
-    other[..., :12] = x[..., :12]
-    gates = []
-    for inputs in (x, other):
-        heads = Heads(x=inputs)
-        attn.output_gate.before_attention(attn, heads)
-        gates.append(heads.gates["output_gate"])
-    assert torch.equal(*gates)
-
-
 @pytest.mark.parametrize("mode, name, slope", [("scalar", "weight", 1.0), ("add", "logit", 1e-3)])
 def test_skips_may_start_at_one(mode, name, slope):
     """What others report gains with (modded-nanogpt); a sigmoid near 1 hardly learns, a free number does."""
@@ -157,30 +87,7 @@ def test_skips_may_start_at_one(mode, name, slope):
     assert p.grad.item() == pytest.approx(slope, rel=0.1)
 
 
-# ---- the write-up's routing, as printed ----
-
-def test_routing_published_is_the_printed_code():
-    """Logits times the mask, softmax, gates in training only, the entropy term; -inf is another function."""
-    model, x = tiny(MECHANISMS["routing_published"]), normal(2, 9, 96)
-    attn, plain = model.transformer.h[0].attn, attention_of(model.eval(), x)
-    logits = attn.router.out(F.gelu(attn.router.fc(x)))
-    mask = torch.zeros_like(logits).scatter_(-1, torch.topk(logits, 3, dim=-1).indices, 1)
-    gates = F.softmax(logits * mask, dim=-1)
-    entropy = -(gates * torch.log(gates + 1e-8)).sum(dim=-1).mean() * 0.01
-    model.train()
-    close(attention_of(model, x), plain * gates.transpose(1, 2)[..., None], 1e-12)
-    close(attn(x, pass_of(model, x, wants_losses=True))[1]["losses"]["routing_entropy"], entropy, 1e-12)
-    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in attn.c_attn(x).chunk(3, -1))
-    close(attention_of(model.eval(), x), dense(q, k, v, 0.25)[0], 1e-12)  # evaluated, there are no gates
-    for name in ("routing_inf", "routing_zero", "routing_train_only"):
-        other = tiny(MECHANISMS[name])
-        same = [torch.allclose(attention_of(other.train(mode), x), attention_of(model.train(mode), x))
-                for mode in (True, False)]
-        assert same == [name == "routing_zero", name == "routing_train_only"], name
-    pair = dict(routing_mask="zero", routing_eval_gate=False)
-    assert MECHANISMS["routing_published"].items() >= pair.items()
-
-
+@pytest.mark.slow
 def test_forget_gates_are_compiled_with_blocks_recomputed():
     """Inductor on a CPU once gave other losses there, where RoPE or QK-norm is on."""
     flags = dict(block_size=16, vocab_size=37, n_layer=1, n_head=2, n_embd=32, recipe="modern",

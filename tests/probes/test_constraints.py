@@ -1,4 +1,5 @@
 """probe.py constraints against slow counts and planted truths: figures, passages, removals, refusals."""
+import functools
 import json
 import time
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, roc_auc_score
 from torch.nn import functional as F
 
+import helpers
 from model import GPT, GPTConfig
 from nanoheads import checkpoint, intervals, timing
 from nanoheads.common import UserError
@@ -60,14 +62,8 @@ def labels(data, tmp_path_factory):
     return write_labels(tmp_path_factory.mktemp("labels") / "weak", data)
 
 
-def make_model(seed=1, spread=1.0, **flags):
-    sizes = dict(recipe="modern", block_size=32, vocab_size=256, n_layer=3, n_head=2, n_embd=32, seed=seed)
-    model = GPT(GPTConfig(**{**sizes, **flags})).eval()
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i + seed))
-            p.add_(0.1 * (spread - 1) * noise)  # zero_init, too, where it is above 1
-    return model
+make_model = functools.partial(helpers.make_model, spread=1.0, noise=0.0, recipe="modern", n_layer=3,
+                               n_head=2, n_embd=32)
 
 
 def with_heads(**flags):
@@ -126,6 +122,7 @@ def test_figures_are_what_slow_counts_say():
     assert np.isnan(list(figures(y[y], p[y], 0.6).values())).all()
 
 
+@pytest.mark.slow
 def test_the_threshold_is_that_of_the_highest_f1():
     rng = np.random.default_rng(1)
     y = rng.random(200) < 0.2
@@ -134,6 +131,7 @@ def test_the_threshold_is_that_of_the_highest_f1():
     assert f1_score(y, p >= best_threshold(y, p)) == max(scores.values())
 
 
+@pytest.mark.slow
 def test_intervals_over_text_leave_out_blocks_in_turn():
     rng = np.random.default_rng(2)
     y, p, block = rng.random(400) < 0.4, rng.random(400), np.arange(400) // 50
@@ -157,7 +155,7 @@ def test_differences_are_paired_and_absent_where_there_are_no_pairs():
 
 @pytest.mark.parametrize("layers", [[1], [0, 2]])
 def test_states_are_what_the_blocks_attention_reads(layers):
-    model = with_heads(spread=3.0, constraint_layers=layers)
+    model = with_heads(noise=0.2, constraint_layers=layers)
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
     seen = {}
     for i, block in enumerate(model.transformer.h):
@@ -169,14 +167,14 @@ def test_states_are_what_the_blocks_attention_reads(layers):
     for n, name in enumerate(NAMES):
         want = torch.stack([traces[f"blocks.{i}.constraint.{name}"] for i in layers]).mean(0)
         assert torch.allclose(scores[..., n], want, atol=1e-5)
-    plain = make_model(spread=3.0)
+    plain = make_model(noise=0.2)
     states, scores = read(plain, ids, layers)
     assert states.shape == (2, 20, 32 * len(layers)) and scores.shape == (2, 20, 0)
     assert not plain.transformer.h[1].attn._forward_pre_hooks, "nothing stays behind"
 
 
 def test_blocks_whose_scores_no_loss_has_seen_are_left_out():
-    flags = dict(spread=3.0, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
+    flags = dict(noise=0.2, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
     model, ids = with_heads(**flags), torch.arange(20)[None]
     assert layers_of(model) == [1, 2] and layers_of(make_model()) == []
     scores, traces = read(model, ids, [1])[1], model(ids, traces=True).traces
@@ -229,6 +227,7 @@ def pairs(labels_of, seeds=(10, 11, 12)):
     return [(x, labels_of(x)) for x in (random_states(1500, seed) for seed in seeds)]
 
 
+@pytest.mark.slow
 def test_probes_find_what_is_in_the_states():
     """A half-space is found by both; an exclusive or by the MLP alone."""
     train, val, test = pairs(lambda x: torch.stack(
@@ -241,6 +240,7 @@ def test_probes_find_what_is_in_the_states():
     assert abs(aurocs[0][1] - 0.5) < 0.1 and aurocs[32][1] > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [0, 32])
 def test_probes_find_nothing_where_there_is_nothing(width):
     """Labels by chance: on tokens not fitted to, no better than the prior, and hardly worse."""
@@ -254,12 +254,14 @@ def test_probes_find_nothing_where_there_is_nothing(width):
     assert torch.allclose(prior(test[0]).sigmoid(), train[1].mean().expand(4000, 1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_probes_depend_on_their_seed_alone():
     train, val, _ = pairs(lambda x: (x[:, :1] > 1).float())
     first, same, other = (fit_probe(train, val, 8, seed)(train[0]) for seed in (0, 0, 1))
     assert torch.equal(first, same) and not torch.equal(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, dict(n_embd=64, constraint_hidden=128), dict(constraint_heads=3),
                                    dict(constraint_layers=[0, 1]), dict(constraint_variant="B", n_embd=64)])
 def test_the_mlp_probe_has_as_many_parameters_as_the_heads(flags):
@@ -305,6 +307,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch)
     assert [*timing.progress_bar(range(4), "x")] == [0, 1, 2, 3] and capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_score_tells_what_is_there_from_what_is_not(models, labels, data, tmp_path, capsys):
     """Digits are in the states of a plain GPT, noise is not, and labels one token off are noise as well."""
     found, text = say(capsys, tmp_path, "score", *models, "--labels", labels, "--tokens=0", "--own",
@@ -353,6 +356,7 @@ def heads_said(model, data, split):
     return torch.cat(y).numpy(), torch.cat(p).numpy()
 
 
+@pytest.mark.slow
 def test_heads_are_scored_by_their_traces_at_a_threshold_from_val(models, labels, data, tmp_path, capsys):
     found, _ = say(capsys, tmp_path, "score", *models[:2], "--labels", labels, "--tokens=0")
     model = with_heads()
@@ -368,11 +372,13 @@ def test_heads_are_scored_by_their_traces_at_a_threshold_from_val(models, labels
     assert f1 < best_on_test - 1e-4 and row["thresholds"][HEADS][0] != best_threshold(y, p)
 
 
+@pytest.mark.slow
 def test_val_is_halved_where_there_is_no_test(models, labels, tmp_path, capsys):
     found, text = say(capsys, tmp_path, "score", *models[:2], "--labels", labels, "--tokens=0", "--split=val")
     assert found["names"][1]["tokens"] < 3000 and "val, second half" in text
 
 
+@pytest.mark.slow
 def test_several_checkpoints_pair_with_as_many_plain(saved, labels, tmp_path, capsys):
     runs = [x for s in (1, 2) for x in ("--ckpt", saved(f"h{s}", with_heads(seed=s)))]
     plain = [x for s in (4, 5) for x in ("--plain", saved(f"p{s}", make_model(seed=s)))]
@@ -408,6 +414,7 @@ def articles(n, first, words=60):
     return text
 
 
+@pytest.mark.slow
 def test_passages_of_two_parts_never_share_a_document(tmp_path):
     """An article goes on from train into val, another from the first half of val into the second."""
     text = articles(30, 100)
@@ -481,6 +488,7 @@ def test_a_highest_mean_that_a_third_have_is_the_upper_class():
         classes([rows(1.0, 1.0, 1.0)] * 3, "n", parts)
 
 
+@pytest.mark.slow
 def test_draws_of_documents_are_weighted_figures():
     rng = np.random.default_rng(0)
     y, p, document = rng.random(60) < 0.5, rng.random(60).round(1), np.repeat(np.arange(3, 15), 5)
@@ -496,6 +504,7 @@ def test_draws_of_documents_are_weighted_figures():
     assert np.isnan(two["f1"]).any() and two["auroc"][0] == 1 and set(two["accuracy"][1:]) >= {1.0}
 
 
+@pytest.mark.slow
 def test_the_threshold_of_a_passage_comes_from_val():
     rng = np.random.default_rng(3)
     y = [rng.random(300) < share for share in (0.5, 0.2, 0.8)]
@@ -507,6 +516,7 @@ def test_the_threshold_of_a_passage_comes_from_val():
         max(f1_score(y[1], p_val >= t) for t in p_val), abs=0.02)
 
 
+@pytest.mark.slow
 def test_adjudicate_on_held_out_documents(models, data, tmp_path, capsys):
     """Blocks rich in digits are told from others by what reads them; labels that are chance are not."""
     rng = np.random.default_rng(0)
@@ -554,7 +564,7 @@ def test_removal_sets_are_what_they_are_called():
 
 
 def test_changes_are_those_of_keys_that_nobody_sees():
-    model, rng = with_heads(spread=3.0), np.random.default_rng(7)
+    model, rng = with_heads(noise=0.2), np.random.default_rng(7)
     ids = torch.randint(256, (24,), generator=torch.Generator().manual_seed(0))
 
     def said(rows):
@@ -598,8 +608,9 @@ def test_top_tokens_explain_where_they_are_what_is_read(models, data, tmp_path, 
     assert all(rows["noise", s]["mean"] == [0, 0, 0] for s in ("highest", "random", "highest less random"))
 
 
+@pytest.mark.slow
 def test_explain_reports_every_run(models, saved, tmp_path, capsys):
-    args = ["explain", *models[:2], "--ckpt", saved("b", with_heads(seed=5, spread=3.0)), "--windows=6"]
+    args = ["explain", *models[:2], "--ckpt", saved("b", with_heads(seed=5, noise=0.2)), "--windows=6"]
     found, text = say(capsys, tmp_path, *args)
     again, _ = say(capsys, tmp_path, *args)
     other, _ = say(capsys, tmp_path, *args, "--seed=1")
@@ -612,9 +623,10 @@ def test_explain_reports_every_run(models, saved, tmp_path, capsys):
 
 # ---- skip ----
 
+@pytest.mark.slow
 def test_skipping_counts_what_is_closed_and_scores_what_is_left(data, saved, tmp_path, capsys):
     """Shares counted gate by gate; bits per byte of a model with that threshold in its config."""
-    model = with_heads(spread=4.0)
+    model = with_heads(noise=0.3)
     path = saved("a", model)
     main(["skip", "--ckpt", path, "--below", "0.5", "1", "--rounds", "1", "--batch", "4", "--tokens", "640",
           "--json", str(tmp_path / "f.json")])

@@ -1,6 +1,7 @@
 """probe.py detectors: patterns against loops, heads made by hand, and TransformerLens on the same weights,
 where it is installed; and attention maps against what a layer puts out.
 """
+import functools
 import json
 from dataclasses import asdict
 from itertools import product
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import helpers
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Sink
 from nanoheads.mechanism import Mechanism
 from nanoheads.pruning import prune_heads
@@ -22,16 +24,7 @@ from lab.probes.detectors import (PATTERNS, common_tokens, duplicate_token, indu
                                   previous_token, repeats, share_on, typical_maps)
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)
-
-
-def random_model(seed=0, spread=1.0, **flags):
-    """A model in which no parameter is 0 and no two heads are alike."""
-    model = GPT(GPTConfig(**{**SIZE, **flags})).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * spread * torch.randn(p.shape, generator=generator))
-    return model
+tiny = functools.partial(helpers.tiny, std=0.2, states=False, **SIZE)
 
 
 def tokens(*shape, n=16, seed=0):
@@ -179,11 +172,12 @@ def maps_of(model, ids):
 SCORE_GATE = dict(constraint_names=["a", "b"], constraint_gate="score")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(sink=True), {**SCORE_GATE, "sink": True, "window": 4}],
                          ids=["sink", "both"])
 def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
     """y = map v; without it, y would be another. A gate of 0 leaves a row of one key as it is."""
-    model, ids = random_model(**flags), tokens(2, 24)
+    model, ids = tiny(**flags).float(), tokens(2, 24)
     if "constraint_names" in flags:
         with torch.no_grad():
             model.transformer.h[2].attn.constraint.out.bias.sub_(1.0)  # gates well below 1
@@ -207,7 +201,7 @@ def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
 
 @pytest.mark.parametrize("flags", [{}, dict(window=5)], ids=["plain", "window"])
 def test_attention_is_that_of_loops_over_all_pairs(flags):
-    model, ids = random_model(**flags), tokens(1, 14)
+    model, ids = tiny(**flags).float(), tokens(1, 14)
     maps = maps_of(model, ids)
     for layer, attn in enumerate(attentions(model)):
         with inputs_of([attn.c_attn]) as kept, torch.no_grad():
@@ -235,9 +229,10 @@ def checkpoint_of(tmp_path, bytes_data):
 
 
 def bytes_model(**flags):
-    return random_model(**{"vocab_size": 256, "block_size": 32, "n_layer": 2, **flags})
+    return tiny(**{"vocab_size": 256, "block_size": 32, "n_layer": 2, **flags}).float()
 
 
+@pytest.mark.slow
 def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tmp_path, capsys):
     """The table and the numbers go by original numbers, pruned and constraint heads too."""
     models = [bytes_model(), bytes_model(seed=1, **MECHANISMS["constraint_a"], sink=True)]
@@ -288,6 +283,7 @@ def lens():
                               tokenizers=tokenizers)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_transformer_lens(lens):
     """Its own functions, on the same maps."""
     maps, ids = random_maps(3, T=12), tokens(12, n=4)
@@ -314,10 +310,11 @@ FOLDERS = {"gpt2": dict(recipe="gpt2"), "gpt2, bias": dict(recipe="gpt2", bias=T
            "modern": dict(recipe="modern")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", FOLDERS.values(), ids=FOLDERS)
 def test_transformer_lens_says_the_same_of_an_exported_folder(lens, flags, tmp_path):
     """Logits and maps, to 1e-4; the detectors' scores on texts that its tokenizer reads."""
-    model = random_model(spread=0.3, **flags)
+    model = tiny(std=0.06, **flags).float()
     folder = tmp_path / flags["recipe"]
     hf.export(model, None, folder)
     save_words(lens, folder, 16)
@@ -339,12 +336,13 @@ def test_transformer_lens_says_the_same_of_an_exported_folder(lens, flags, tmp_p
         assert scores[name].mean(0).std() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*did not resolve")  # what is inside attention has no hooks
 @pytest.mark.parametrize("mode", ["plain", "constraint_a", "sink", "unet_concat", "all"])
 def test_the_nanogpt_adapter_wraps_a_model_as_it_is(lens, mode):
     """Any mechanism of recipe gpt2: the same logits, and hooks of the residual stream that can be patched."""
     flags = {"plain": {}, "all": ALL_ON}.get(mode, MECHANISMS.get(mode))
-    model, ids, sent = random_model(**flags), tokens(2, 20), []
+    model, ids, sent = tiny(**flags).float(), tokens(2, 20), []
     hook = attentions(model)[1].register_forward_hook(lambda module, args, out: sent.append(out[0]))
     with torch.no_grad():
         want = model(ids).logits

@@ -1,4 +1,5 @@
 """probe.py engagement: its texts, costs and shares against slow references, a head made by hand, chance."""
+import functools
 import json
 import re
 from dataclasses import asdict
@@ -11,7 +12,6 @@ import torch
 from scipy.stats import t as student
 from test_detectors import by_hand
 
-from model import GPT, GPTConfig, Roles
 from nanoheads.dataset import Dataset
 from lab.heads.measuring import all_heads, attentions, measure, out_projections
 from lab.probe import main
@@ -20,8 +20,11 @@ from lab.probes.engagement import (Kind, all_active, by_chance, copying_texts, c
                                    kept, last_nats, needle_texts, needles, overlaps, pattern_texts,
                                    power_sent, result_of, texts_of, window_texts)
 from lab.probes.shared import Checkpoint
+import helpers
+from model import GPT, Roles
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=2, n_head=4, n_embd=32)
+tiny = functools.partial(helpers.tiny, std=0.3, states=False, **SIZE)
 FLAGS = {"plain": {}, "states": dict(recipe="modern", agency=True, sentinel="sigmoid"),
          "constraint": dict(recipe="modern", constraint_names=["one", "two"])}
 
@@ -29,16 +32,6 @@ FLAGS = {"plain": {}, "states": dict(recipe="modern", agency=True, sentinel="sig
 class Progress:
     def update(self, n):
         pass
-
-
-def random_model(seed=0, **flags):
-    """A model in float64 in which every head shows in the logits."""
-    model = GPT(GPTConfig(**{**SIZE, **flags})).double().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return model
 
 
 def some_texts(samples=5, T=12, scored=7, n=16, seed=0):
@@ -121,10 +114,11 @@ def without_by_hand(model, layer, head, ids, scored):
                      for b in range(len(ids))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_costs_are_those_of_heads_zeroed_by_hand(name):
     """Under states too: the others are active; the model keeps its states."""
-    model, kind = random_model(**FLAGS[name]), some_texts()
+    model, kind = tiny(**FLAGS[name]), some_texts()
     ids = torch.from_numpy(kind.ids)
     if name == "states":
         model.set_head(0, 1, state="withdrawn")
@@ -150,10 +144,11 @@ def test_costs_are_those_of_heads_zeroed_by_hand(name):
         assert [v for k, v in factors.items() if k not in ((0, 1), (1, 2))] == [("active", 1.0)] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_engagement_is_what_each_head_sends_one_token_at_a_time(name):
     """The norm of W y by hand, per head; with every token scored it is measure()'s utilisation x heads."""
-    model, kind = random_model(**FLAGS[name]), some_texts(samples=6)
+    model, kind = tiny(**FLAGS[name]), some_texts(samples=6)
     ids = torch.from_numpy(kind.ids)
     if name == "states":
         model.set_head(0, 1, state="withdrawn")
@@ -185,12 +180,13 @@ def test_engagement_is_what_each_head_sends_one_token_at_a_time(name):
 
 
 def test_few_rows_at_a_time_are_all_of_them(monkeypatch):
-    model, ids = random_model(**FLAGS["constraint"]), torch.from_numpy(some_texts(9).ids)
+    model, ids = tiny(**FLAGS["constraint"]), torch.from_numpy(some_texts(9).ids)
     once = last_nats(model, ids, 7), power_sent(model, ids, 7)
     monkeypatch.setattr(engagement, "AT_ONCE", 30)
     assert np.allclose(last_nats(model, ids, 7), once[0]) and np.allclose(power_sent(model, ids, 7), once[1])
 
 
+@pytest.mark.slow
 def test_the_head_that_copies_is_the_critical_one():
     """One of two heads says what followed earlier copies; on random text it is not critical."""
     model, rng = by_hand(), np.random.default_rng(0)
@@ -240,6 +236,7 @@ def made_result(rng, n=8, at_work=4, chosen=None):
     return dict(heads=heads, critical=critical)
 
 
+@pytest.mark.slow
 def test_random_labels_are_kept_as_by_chance():
     """Negative control: of 300 studies with critical heads drawn by lot at most 5 % or so have p < 0.05."""
     rng, kinds, p, hits = np.random.default_rng(0), ("a", "b"), [], []
@@ -273,11 +270,12 @@ def checkpoint_of(tmp_path, bytes_data):
 
 
 def small(**flags):
-    return random_model(**{"vocab_size": 256, "recipe": "modern", **flags})
+    return tiny(**{"vocab_size": 256, "recipe": "modern", **flags})
 
 
+@pytest.mark.slow
 def test_the_command_says_which_critical_heads_are_kept(checkpoint_of, bytes_data, tmp_path, capsys):
-    models = [small(), small(seed=1, agency=True, roles=["local", "free"])]
+    models = [small(), small(draw=1, agency=True, roles=["local", "free"])]
     for layer, head in ((0, 0), (0, 3), (1, 1)):
         models[1].set_head(layer, head, state="withdrawn")
     paths = [checkpoint_of(f"m{i}", model) for i, model in enumerate(models)]

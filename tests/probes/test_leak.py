@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from model import GPT, GPTConfig
+from helpers import tiny
 from nanoheads.common import UserError
 from lab.probe import main
 from lab.probes.leak import leaks
@@ -75,6 +75,7 @@ def leak_of(function, **more):
     return leaks(function, **{**dict(vocab=V, length=T, batch=3), **more})[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function, words", [
     (at(5, 9), "position 5 changes with the token at 9"),
     (at(0, T - 1), "position 0 changes with the token at 11"),
@@ -91,6 +92,7 @@ def test_a_leak_is_found_at_its_place(function, words):
     assert leak_of(function) == words
 
 
+@pytest.mark.slow
 def test_the_probe_agrees_with_every_pair_tried_by_hand():
     """Two leaks at random places, the slow way: change a token, see who moves."""
     generator = torch.Generator().manual_seed(5)
@@ -132,18 +134,16 @@ def test_a_row_that_changes_with_two_others_together_is_found():
     assert leak_of(both_rows, draws=1) == "row 2 of a batch changes with 2 others together"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_a_causal_transformer_passes(recipe):
-    sizes = dict(vocab_size=V, block_size=2 * T, n_layer=2, n_head=2, n_embd=16)
-    model = GPT(GPTConfig(**sizes, recipe=recipe)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    model = tiny(vocab_size=V, block_size=2 * T, n_head=2, n_embd=16, recipe=recipe, std=0.3).float()
     leak, skipped, calls, _ = leaks(lambda ids: model(ids).logits, V, T)
     assert leak is None and calls > 3 * 2 * (T - 1)
     assert not skipped
 
 
+@pytest.mark.slow
 def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
     """A sum in another order for rows of other tokens, as experts that take turns have it."""
     def grouped(ids):
@@ -156,6 +156,7 @@ def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
             leak_of(grouped, tolerance=wrong)
 
 
+@pytest.mark.slow
 def test_a_function_of_one_length_or_one_row_is_tried_as_far_as_it_goes():
     def fixed(ids):
         assert ids.size(1) == T, "one length"
@@ -165,6 +166,7 @@ def test_a_function_of_one_length_or_one_row_is_tried_as_far_as_it_goes():
     assert "fails on ids of [1, 11]: AssertionError: one length" in skipped["prefixes"]
 
 
+@pytest.mark.slow
 def test_a_function_may_write_into_what_it_is_given_and_return_one_tensor_again():
     memory = torch.zeros(3, T + 3, 5)
 
@@ -210,6 +212,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_the_place_or_0(file, capsys):
     for name in ("causal", "holds"):
         main(["leak", "--module", f"{file}:{name}", "--vocab=37"])
@@ -219,6 +222,7 @@ def test_the_command_exits_with_the_place_or_0(file, capsys):
     assert done.returncode == 1 and done.stderr == "probe: position 17 changes with the token at 23\n"
 
 
+@pytest.mark.slow
 def test_json_names_the_leak_or_null(file, tmp_path, capsys):
     out = tmp_path / "found.json"
     main(["leak", "--module", f"{file}:causal", "--vocab=37", "--batch=1", f"--json={out}"])

@@ -39,6 +39,7 @@ def wrong(model, dtype="float32", batch_size=16):
 
 # ---- what is refused ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, words", [
     ("leak_block", r"looks ahead: position 0 changes with the token at 1 \(in training, 16 rows"),
     # each row takes the one two before it, in each of two blocks: row 0 changes with 14 and 12
@@ -52,6 +53,7 @@ def test_each_leak_is_found_where_it_is(name, words, dtype, leaks):
     assert re.search(words, wrong(gpt(name), dtype))
 
 
+@pytest.mark.slow
 def test_a_leak_of_a_weight_that_grew_is_found_once_it_has_grown(leaks):
     model = gpt("leak_grown")
     assert wrong(model) is None
@@ -61,6 +63,7 @@ def test_a_leak_of_a_weight_that_grew_is_found_once_it_has_grown(leaks):
     assert "looks ahead" in wrong(model)
 
 
+@pytest.mark.slow
 def test_a_leak_of_either_dtype_alone_is_found(monkeypatch):
     """A study in bfloat16 is trained in it and scored in float32."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -80,6 +83,7 @@ def test_noise_that_no_seed_reaches_is_named(leaks):
 
 # ---- what is not ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
 def test_no_mechanism_of_the_repository_is_refused(name, recipe):
@@ -93,6 +97,7 @@ def test_no_mechanism_of_the_repository_is_refused(name, recipe):
     assert found == (None, [32] * 4)
 
 
+@pytest.mark.slow
 def test_what_is_to_stay_stays_bit_for_bit(monkeypatch):
     """So that the tolerance, a part of the largest state, need not be near what a small leak changes."""
     monkeypatch.setattr(causality, "tolerance_of", lambda *args: 0.0)
@@ -100,6 +105,7 @@ def test_what_is_to_stay_stays_bit_for_bit(monkeypatch):
         assert wrong(gpt(name), "bfloat16", 4) is None
 
 
+@pytest.mark.slow
 def test_a_small_leak_is_found(monkeypatch):
     """A hundred-thousandth of the next token's state in float32, a tenth in bfloat16."""
     model = gpt()
@@ -126,6 +132,7 @@ def test_positions_are_all_or_those_around_powers_of_two_and_random_ones():
     assert set(few) < set(many) and len(many) == len(set(many)) == 8 * 16 and max(many) == 1023
 
 
+@pytest.mark.slow
 def test_a_model_and_the_generators_stay_as_they_were():
     """Buffers, gradients, mode, and what PyTorch draws next: the numbers of a run do not change."""
     model = gpt("sentinel_l0", dropout=0.1).train()
@@ -141,6 +148,7 @@ def test_a_model_and_the_generators_stay_as_they_were():
     assert all(torch.equal(model.get_parameter(name).grad, grad) for name, grad in grads.items())
 
 
+@pytest.mark.slow
 def test_a_buffer_that_training_moves_is_no_leak(monkeypatch):
     """A running mean over batches, as of a batch norm, read back by the next batch."""
     model = gpt()
@@ -164,6 +172,7 @@ def test_evaluation_is_tried_in_as_many_rows_as_are_scored_at_once():
 
 # ---- where it is asked ----
 
+@pytest.mark.slow
 def test_check_finds_what_thirteen_tokens_do_not_show(own_mechanisms_go, capsys):
     with pytest.raises(SystemExit) as e:
         main(["--check", f"--mechanism={LEAKS}"])
@@ -178,6 +187,7 @@ def test_check_finds_what_thirteen_tokens_do_not_show(own_mechanisms_go, capsys)
     assert at_size["leak_grown"] == "kept"
 
 
+@pytest.mark.slow
 def test_check_takes_a_scale(monkeypatch, fails):
     seen = []
     monkeypatch.setattr(causality, "leak_in", lambda model, modes, step: seen.append(
@@ -217,6 +227,7 @@ def study(bytes_data, tmp_path_factory):
     return folder, done, results.read(folder / "study/results.json.gz")
 
 
+@pytest.mark.slow
 def test_a_leak_of_the_size_of_the_study_is_refused_before_it_is_trained(study):
     folder, done, found = study
     failed = {row["arm"]: row for row in found["failures"]}
@@ -227,6 +238,7 @@ def test_a_leak_of_the_size_of_the_study_is_refused_before_it_is_trained(study):
     assert found["arms"]["leak_block"]["bpb"] == [None]
 
 
+@pytest.mark.slow
 def test_a_leak_that_training_grows_is_refused_before_it_is_scored(study):
     folder, done, found = study
     failed = {row["arm"]: row for row in found["failures"]}
@@ -249,6 +261,7 @@ def test_a_study_prints_what_was_checked(study):
     assert results.leaks_looked_for(found).startswith("1 of 1 scored run is older than this check")
 
 
+@pytest.mark.slow
 def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, monkeypatch):
     """With dropout, whose masks are drawn anew in each step."""
     found = []

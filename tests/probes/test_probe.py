@@ -1,4 +1,5 @@
 """Probes against slow references and hand-made models: who remembers, what removing a key or head means."""
+import functools
 import importlib
 import json
 import math
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import helpers
 import oracle
 from conftest import write_dataset
 from scipy.stats import spearmanr
@@ -16,8 +18,8 @@ from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
-from model import GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint
+from model import MECHANISMS
 from nanoheads.common import UserError
 from nanoheads.config import ControllerConfig
 from nanoheads.dataset import Dataset
@@ -58,16 +60,8 @@ def facts(source, tmp_path_factory):
     return Dataset(out)
 
 
-def make_model(seed=1, spread=6.0, **flags):
-    """A tiny model in float64 whose weights are large enough that every key shows in the logits."""
-    sizes = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16, seed=seed)
-    model = GPT(GPTConfig(**{**sizes, **flags})).double().eval()
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            # zero_init too
-            p.mul_(spread).add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i),
-                                                  dtype=p.dtype))
-    return model
+make_model = functools.partial(helpers.make_model, spread=6.0, noise=0.3, dtype=torch.float64, n_head=2,
+                               n_embd=16)
 
 
 def save(path, model, data):
@@ -94,6 +88,7 @@ def say(capsys, tmp_path, *args):
 
 # ---- the data ----
 
+@pytest.mark.slow
 def test_facts_are_planted_the_same_every_time_and_leave_the_text_as_it_was(source, facts, tmp_path, capsys):
     again = tmp_path / "needle"
     prepare.main([f"--source={source}", f"--out={again}"])
@@ -206,6 +201,7 @@ def test_answers_are_scored_as_the_whole_model_does(facts):
     assert (right == (logp.argmax(-1) == x[:, -DIGITS:]).numpy()).all()
 
 
+@pytest.mark.slow
 def test_needle_reports_every_context_and_depth_of_every_run(checkpoint_of, tmp_path, capsys):
     a = checkpoint_of("a", block_size=64, recipe="modern")
     b = checkpoint_of("b", block_size=64, recipe="modern", seed=2)
@@ -234,6 +230,7 @@ def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, fa
 
 # ---- late ----
 
+@pytest.mark.slow
 def test_loss_by_position_is_that_of_every_position(checkpoint_of, facts, tmp_path, capsys):
     a, b = checkpoint_of("a", block_size=24), checkpoint_of("b", seed=2, block_size=24)
     found, text = say(capsys, tmp_path, "late", "--ckpt", a, "--ckpt", b, "--context=20", "--tokens=0")
@@ -315,6 +312,7 @@ def test_removal_is_a_column_of_minus_infinity():
 NOT_BY_KEYS = {"short_conv", "key_offset", "fox", "constraint_names"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *MECHANISMS])
 def test_nobody_can_tell_what_a_removed_key_was(name):
     flags = MECHANISMS.get(name, {})
@@ -405,6 +403,7 @@ def test_effects_of_a_window_are_those_of_each_set_alone(monkeypatch):
     assert like == pytest.approx({"oracle": 1, "opposite": -1})
 
 
+@pytest.mark.slow
 def test_keys_asks_all_runs_the_same(checkpoint_of, tmp_path, capsys):
     a = checkpoint_of("a", recipe="modern")
     b = checkpoint_of("b", recipe="modern", seed=2, **MECHANISMS["a2c_temperature"])
@@ -423,6 +422,7 @@ def test_keys_asks_all_runs_the_same(checkpoint_of, tmp_path, capsys):
 
 # ---- heads ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, dict(recipe="modern"),
                                    dict(recipe="modern", sentinel="sigmoid", acag="headwise")],
                          ids=["gpt2", "modern", "gates"])
@@ -479,6 +479,7 @@ def test_a_head_that_does_nothing_has_no_slope_and_can_go(checkpoint_of, facts, 
 
 # ---- states ----
 
+@pytest.mark.slow
 def test_states_are_those_of_the_policy_piece_by_piece(facts, tmp_path, capsys):
     """Counted once more from the metrics of each piece; ranks by scipy."""
     model = make_model(recipe="modern")

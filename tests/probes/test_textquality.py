@@ -1,4 +1,5 @@
 """Text quality: each measure against a slow obvious one; what probe.py text says of tiny models."""
+import functools
 import json
 import math
 import random
@@ -15,9 +16,10 @@ from conftest import ROOT, write_dataset
 from scipy import stats
 from torch import nn
 
-from model import GPT, GPTConfig
 from nanoheads import scoring
 from nanoheads.dataset import Dataset
+import helpers
+from model import GPTConfig
 from nanoheads.intervals import jackknife
 from nanoheads.scoring import nats_after
 from lab.probe import main
@@ -98,6 +100,7 @@ def same(got, want):
     return got == pytest.approx(want, abs=1e-12, nan_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_each_measure_is_the_slow_one(n):
     texts = random_texts()
@@ -110,6 +113,7 @@ def test_each_measure_is_the_slow_one(n):
         assert same(self_bleu(texts[i:i + 6]), slow_self_bleu(texts[i:i + 6]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, wrong", [
     ("rep_n", lambda right: lambda text, n: right(text, n + 1)),
     ("distinct_n", lambda right: lambda texts, n: right([sum(texts, [])], n)),  # n-grams that span two texts
@@ -170,6 +174,7 @@ def test_a_loop_without_white_space_shows_in_the_loops_alone():
     assert math.isnan(figures["rep_2"][0])
 
 
+@pytest.mark.slow
 def test_a_measure_without_a_prompt_is_that_of_the_others():
     samples = made_up()
     bits = [[10.0 * p + s for s in range(3)] for p in range(5)]
@@ -202,6 +207,7 @@ def test_one_sample_in_all_has_no_self_bleu():
     assert math.isnan(figures["self_bleu"][0]) and figures["rep_1"][0] > 0
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_mean_is_that_of_t():
     """Over prompts: more samples of a prompt, when they are the same again, say nothing more."""
     samples = made_up(P=6, S=4)
@@ -213,6 +219,7 @@ def test_the_interval_of_a_mean_is_that_of_t():
     assert jackknife(leave_one_out([row * 4 for row in samples])["rep_2"])[1] == pytest.approx(half)
 
 
+@pytest.mark.slow
 def test_the_interval_of_distinct_n_holds_the_truth_most_of_the_time():
     """80 studies of 6 prompts: 95 % intervals that hold the mean of them all in 70 or more."""
     studies = [jackknife(leave_one_out(made_up(6, 1, 20, 12, seed))["distinct_2"]) for seed in range(80)]
@@ -223,15 +230,8 @@ def test_the_interval_of_distinct_n_holds_the_truth_most_of_the_time():
 
 # ---- the judge ----
 
-def tiny(vocab_size=256, spread=4.0, block_size=16, **flags):
-    """A tiny model whose weights are large enough that every token of context shows in the logits."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**dict(block_size=block_size, vocab_size=vocab_size, n_layer=1, n_head=2,
-                                    n_embd=16), **flags})).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(spread)
-    return model
+make_model = functools.partial(helpers.make_model, spread=4.0, noise=0.0, block_size=16, n_layer=1, n_head=2,
+                               n_embd=16)
 
 
 @torch.no_grad()
@@ -256,11 +256,12 @@ def random_pairs():
 
 
 def judge_agrees(block_size):
-    model, pairs = tiny(block_size=block_size, n_layer=2), random_pairs()
+    model, pairs = make_model(block_size=block_size, n_layer=2), random_pairs()
     want = [slow_nats(model, 10, *pair) for pair in pairs]
     return np.allclose(nats_after(model, 10, pairs), want, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 2, 7, 8, 64])
 def test_the_judge_scores_each_byte_in_its_context(block_size):
     assert judge_agrees(block_size)
@@ -287,6 +288,7 @@ class Bigrams(nn.Module):
         return SimpleNamespace(logits=self.logits[idx])
 
 
+@pytest.mark.slow
 def test_the_judge_prefers_its_kind_of_text_to_the_same_bytes_shuffled(bytes_data):
     data = Dataset(bytes_data)
     judge = Bigrams(data.tokens("train").tolist())
@@ -310,7 +312,7 @@ SHORT = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "2", "--toke
 
 @pytest.fixture
 def ckpt(tmp_path, bytes_data):
-    return write_checkpoint(tmp_path / "a.pt", tiny(), bytes_data)
+    return write_checkpoint(tmp_path / "a.pt", make_model(), bytes_data)
 
 
 @pytest.fixture
@@ -345,9 +347,10 @@ def test_figures_are_those_of_the_samples(ckpt, written):
     assert lines[0] == ("sums, test: 3 prompts, 2 samples of 24 tokens each, seed 1337, temperature 0.8")
 
 
+@pytest.mark.slow
 def test_samples_are_the_models_own_with_the_seed_of_their_prompt(ckpt, written, bytes_data):
     (run, _), _ = written("--ckpt", ckpt, "--seed", "5", "--top_k", "7", "--temperature", "1.5")
-    text, model = Dataset(bytes_data).tokens("test"), tiny()
+    text, model = Dataset(bytes_data).tokens("test"), make_model()
     for p, row in enumerate(run["samples"]):
         prompt = text[p * (1000 // 3):][:6]
         assert run["prompts"][p] == bytes(prompt).decode()
@@ -365,11 +368,13 @@ def test_the_text_itself_is_what_follows_each_prompt(ckpt, written, bytes_data):
         assert len(prompt) == 6 and len(sample) == 24 and at >= 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_says_the_same_and_another_something_else(ckpt, written):
     samples = [written("--ckpt", ckpt, "--seed", seed)[0][0]["samples"] for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--temperature", "1.7"], ["--top_k", "2"], ["--top_p", "0.3"],
                                   ["--repetition_penalty", "3"], ["--set", "gate.0.0=0"]])
 def test_each_setting_matters_and_is_said(ckpt, written, more):
@@ -379,8 +384,9 @@ def test_each_setting_matters_and_is_said(ckpt, written, more):
     assert " ".join(more).lstrip("-").removeprefix("set ") in lines[0]
 
 
+@pytest.mark.slow
 def test_the_first_is_the_baseline_of_the_others(tmp_path, ckpt, written, bytes_data):
-    other = write_checkpoint(tmp_path / "b.pt", tiny(n_head=4), bytes_data)
+    other = write_checkpoint(tmp_path / "b.pt", make_model(n_head=4), bytes_data)
     (first, again, second, real), lines = written("--ckpt", ckpt, "--ckpt", ckpt, "--ckpt", other)
     assert first["less_the_first"] is None and real["less_the_first"] is None
     assert {value for value, _ in again["less_the_first"].values()} == {0.0}
@@ -390,6 +396,7 @@ def test_the_first_is_the_baseline_of_the_others(tmp_path, ckpt, written, bytes_
     assert sum(line.startswith("  less the first") for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_greedy_text_of_a_random_model_loops(ckpt, written):
     """A negative control of the whole command: what certainly repeats is told from what does not."""
     size = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "1", "--tokens", "300"]
@@ -425,6 +432,7 @@ def test_a_prompt_longer_than_the_block_goes_on(ckpt, written):
     assert run["figures"]["judge"][0] > 0
 
 
+@pytest.mark.slow
 def test_stop_ends_samples_and_text_before_the_separator(ckpt, written):
     size = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "4", "--tokens", "400"]
     _, lines = written("--ckpt", ckpt, "--stop", short=["--tokens", "300", "--num_prompts", "2"])
@@ -436,7 +444,7 @@ def test_stop_ends_samples_and_text_before_the_separator(ckpt, written):
 
 
 def test_a_model_that_stops_at_once_says_nothing(tmp_path, written, bytes_data, ckpt):
-    model = tiny()
+    model = make_model()
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -451,7 +459,7 @@ def test_a_model_that_stops_at_once_says_nothing(tmp_path, written, bytes_data, 
 
 
 def test_padding_of_the_vocabulary_has_no_text(tmp_path, written, chars_data):
-    path = write_checkpoint(tmp_path / "padded.pt", tiny(64, spread=0.1), chars_data)
+    path = write_checkpoint(tmp_path / "padded.pt", make_model(vocab_size=64, spread=0.1), chars_data)
     (run, _), _ = written("--ckpt", path, "--judge", path)
     lengths = [len(text) for row in run["samples"] for text in row]
     assert max(lengths) < 24 and set("".join(sum(run["samples"], []))) <= set("abcdefgh \n")
@@ -461,7 +469,8 @@ def test_padding_of_the_vocabulary_has_no_text(tmp_path, written, chars_data):
 # ---- who judges ----
 
 def test_a_uniform_judge_gives_8_bits_a_byte(tmp_path, ckpt, written, bytes_data):
-    judge = write_checkpoint(tmp_path / "flat.pt", tiny(recipe="modern", n_embd=32), bytes_data)  # head at 0
+    # its head starts at 0
+    judge = write_checkpoint(tmp_path / "flat.pt", make_model(recipe="modern", n_embd=32), bytes_data)
     (run, real), lines = written("--ckpt", ckpt, "--judge", judge)
     for one in (run, real):
         assert one["figures"]["judge"] == [pytest.approx(8), pytest.approx(0, abs=1e-9)]
@@ -473,8 +482,9 @@ def test_a_judge_that_is_not_larger_is_named(ckpt, written):
     assert lines[1].endswith("of those it judges")
 
 
+@pytest.mark.slow
 def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_data):
-    judge = tiny(n_embd=32)
+    judge = make_model(n_embd=32)
     path = write_checkpoint(tmp_path / "judge.pt", judge, bytes_data)
     (_, real), _ = written("--ckpt", ckpt, "--judge", path)
     nats = sum(slow_nats(judge, 10, list(prompt.encode()), list(text.encode()))
@@ -482,9 +492,10 @@ def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_dat
     assert real["figures"]["judge"][0] == pytest.approx(nats / math.log(2) / (3 * 24), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_vocabularies_of_two_kinds_compare(tmp_path, ckpt, written, sums_as_chars):
     """The same prompts, the same number of bytes, judged by bytes."""
-    chars = write_checkpoint(tmp_path / "c.pt", tiny(len(SUMS)), sums_as_chars)
+    chars = write_checkpoint(tmp_path / "c.pt", make_model(vocab_size=len(SUMS)), sums_as_chars)
     (a, b, real), _ = written("--ckpt", ckpt, "--ckpt", chars, "--judge", ckpt)
     assert a["prompts"] == b["prompts"]
     assert {len(text) for row in b["samples"] for text in row} == {24} and b["figures"]["judge"][0] > 0
@@ -493,12 +504,13 @@ def test_vocabularies_of_two_kinds_compare(tmp_path, ckpt, written, sums_as_char
     assert c["samples"] == b["samples"]
 
 
+@pytest.mark.slow
 def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, written, bytes_data):
     folder = tmp_path / "wide"
     folder.mkdir()
     text = {split: "é" * 900 + "abcdefgh" * 50 for split in ("train", "val", "test")}
     write_dataset(folder, text, "char", sorted(set("éabcdefgh")))
-    wide = write_checkpoint(tmp_path / "w.pt", tiny(9), folder)
+    wide = write_checkpoint(tmp_path / "w.pt", make_model(vocab_size=9), folder)
     (tmp_path / "p.txt").write_text("abc\nha\n")
     a, b = written("--ckpt", wide, "--ckpt", ckpt, "--prompts", str(tmp_path / "p.txt"),
                    short=["--tokens", "26", "--samples", "1"])[0]

@@ -48,6 +48,7 @@ def test_the_interval_of_the_median_covers_95_percent(n, cut):
     assert n < 6 or coverage(cut) >= 0.95 > coverage(cut + 1)  # the narrowest that does
 
 
+@pytest.mark.slow
 def test_all_contestants_are_measured_in_one_run_and_written_as_json(tmp_path, capsys):
     (tmp_path / "nanoGPT").mkdir()
     (tmp_path / "nanoGPT" / "model.py").write_text(STAND_IN)
@@ -64,6 +65,7 @@ def test_all_contestants_are_measured_in_one_run_and_written_as_json(tmp_path, c
     assert rows[0]["time_ratio"] == 1 and "decode" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
     args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu",
                 dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1, block_size=8,
@@ -85,6 +87,7 @@ def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
     assert whole.num_params() > half.num_params()
 
 
+@pytest.mark.slow
 def test_decoding_after_a_context_and_memory_are_measured(capsys, tmp_path):
     size = ["--n_layer", "1", "--n_head", "6", "--n_embd", "48",
             "--rounds", "1", "--steps", "1", "--threads", "1", "--device", "cpu"]
@@ -121,6 +124,7 @@ def builder_that(act, monkeypatch):
     monkeypatch.setattr(bench.Contest, "build", wrapped)
 
 
+@pytest.mark.slow
 def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, monkeypatch, capsys):
     seen = {}
     builder_that(lambda contestants, name: seen.update(
@@ -135,6 +139,7 @@ def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, m
     assert capsys.readouterr().out.count("acag") == 2  # as soon as it is made, and in the table
 
 
+@pytest.mark.slow
 def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(figures, monkeypatch, capsys):
     def fail(contestants, name):
         if name == "sink":
@@ -150,6 +155,7 @@ def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(figures, monkeypatch
     assert len([line for line in capsys.readouterr().out.splitlines() if "failed:" in line]) == 2
 
 
+@pytest.mark.slow
 def test_what_is_done_is_kept_when_the_benchmark_is_stopped(figures, monkeypatch):
     def stop(contestants, name):
         if name == "xsa":
@@ -161,6 +167,7 @@ def test_what_is_done_is_kept_when_the_benchmark_is_stopped(figures, monkeypatch
     assert json.loads(figures.path.read_text())["finished"] is False
 
 
+@pytest.mark.slow
 def test_memory_that_cannot_be_measured_is_a_row_too(figures, monkeypatch):
     def peak(name, args):
         if name == "sink":

@@ -88,6 +88,7 @@ def config_file(tmp_path):
 
 # ---- what works ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv,key,value", [
     (["--lr=3e-4"], "lr", 3e-4),
     (["--lr", "3e-4"], "lr", 3e-4),
@@ -322,6 +323,7 @@ def test_every_mechanism_is_named_in_a_file_of_its_family():
                 and f"{name}:" not in text and f"{name};" not in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv,want", [
     # what a file sets wins over both
     (["x.py"], dict(n_layer=2, n_head=16, routing="moh", adamw_lr=1e-3)),
@@ -347,6 +349,7 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
     assert {key: getattr(model, key, getattr(train, key, None)) for key in want} == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv,folder", [
     ([], "out/gpt"),
     (["--mechanism=moh"], "out/gpt-moh"),
@@ -466,6 +469,7 @@ def small(bytes_data, tmp_path, monkeypatch):
     return ["small.py"]
 
 
+@pytest.mark.slow
 def test_a_run_by_names_goes_on_and_is_scored(small, capsys, bytes_data):
     run = ["--scale=tiny", "--mechanism=moh,acag", *small]
     main([*run, "--max_iters=2"])
@@ -505,6 +509,7 @@ def test_a_resume_that_names_its_folder_need_not_repeat_the_command(small, capsy
             main(["--resume", out, "--max_iters=7", given])
 
 
+@pytest.mark.slow
 def test_names_that_contradict_a_checkpoint_are_refused(small, bytes_data):
     """Flags out of a scale or a mechanism are given flags, where a model is read from disk, too."""
     main(["--scale=tiny", "--mechanism=moh,acag", *small, "--max_iters=1"])
@@ -520,6 +525,7 @@ def test_names_that_contradict_a_checkpoint_are_refused(small, bytes_data):
         assert "holds another model" in e.value.code and words in e.value.code
 
 
+@pytest.mark.slow
 def test_dropout_that_a_mechanism_takes_away_is_said(small, capsys):
     main(["--scale=paper", "--mechanism=window", *small, "--max_iters=1"])
     assert capsys.readouterr().out.startswith("no dropout on the attention weights, ")
@@ -531,6 +537,7 @@ def test_all_is_the_corrected_form_of_all_seven():
     assert named("config/all.py")[0] == replace(named("--scale=tiny")[0], attn_dropout=0.0, **ALL_ON)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv, count", [
     (["config/paper.py"], 90_397_440),
     (["--scale=paper", "--mechanism=routing_inf"], 93_996_432),
@@ -543,6 +550,7 @@ def test_the_pair_at_paper_scale_has_the_size_of_its_write_up(argv, count):
     assert model.num_params() == count and model.num_params(non_embedding=True) == count - 1024 * 768
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_enwik8_routing_ablation", "train_enwik8_routing"])
 def test_the_hours_of_the_enwik8_pair_are_counted(name):
     """From the FLOPs of a token, at the share of the peak that the file names."""
@@ -560,6 +568,7 @@ def test_the_hours_of_the_enwik8_pair_are_counted(name):
         assert f"{total / (float(share) / 100 * peaks[card] * 1e12) / 3600:.1f}" == hours
 
 
+@pytest.mark.slow
 def test_a_config_starts_from_another_whatever_else_is_called_config(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config/__init__.py").write_text("")
@@ -584,6 +593,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(config_file):
     assert "zzz" in line and "--help" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs,ours,line", [
     ("--gradient_accumulation_steps=8", dict(grad_accum=8), "sets grad_accum=8"),
     ("--learning_rate=3e-4", dict(adamw_lr=3e-4, muon_lr=0.02), "sets adamw_lr=0.0003: the peak rate"),
@@ -732,6 +742,7 @@ def test_only_near_keys_are_suggested(name, meant):
     assert line.endswith(f"did you mean {meant}?") if meant else "did you mean" not in line
 
 
+@pytest.mark.slow
 def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism():
     for names in (configurator.keys_of((GPTConfig, TrainConfig)), flags_by_name()):
         for name in names:
@@ -874,6 +885,7 @@ def test_check_is_a_key_as_all_others_are(argv, checks, monkeypatch):
     assert asked == [{"mechanism": ["xsa"]}] * checks
 
 
+@pytest.mark.slow
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
     def train(*argv):
         command = [sys.executable, str(ROOT / "train.py"), *argv]

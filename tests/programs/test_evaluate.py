@@ -1,4 +1,5 @@
 """Scores: every token once, in the context that the policy grants, against an oracle of single positions."""
+import functools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evaluate
+import helpers
 from conftest import ROOT, put_meta, put_split, write_dataset
 from helpers import byte_pairs
 from evaluate import main, score_table
@@ -47,14 +49,8 @@ def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
     return Dataset(folder)
 
 
-def make_model(vocab_size=256, spread=8.0, **flags):
-    """A tiny model whose weights are large enough that every token of context shows in the logits."""
-    model = GPT(GPTConfig(**{**dict(block_size=8, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=16),
-                             **flags})).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(spread)
-    return model
+make_model = functools.partial(helpers.make_model, spread=8.0, noise=0.0, block_size=8, n_head=2,
+                               n_embd=16)
 
 
 def write_checkpoint(path, model, data, **more):
@@ -97,6 +93,7 @@ CASES = [(1, 8, 0), (5, 8, 0), (5, 8, 3), (8, 8, 0), (8, 8, 1),
          (24, 8, 3), (17, 8, 7), (26, 8, 4), (9, 1, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("n, block_size, stride", CASES)
 def test_scores_are_those_of_one_position_at_a_time(tmp_path, n, block_size, stride, recipe):
@@ -120,6 +117,7 @@ def more_context(n, block_size, stride):
     return [(max(0, end - block_size), end, scored) for _, end, scored in windows(n, block_size, stride)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong, n, stride",
                          [(drop_the_rest, 23, 0), (overlaps_twice, 23, 3),
                           (less_context, 23, 3), (more_context, 23, 0)])
@@ -162,6 +160,7 @@ def test_per_token_nats_are_in_the_splits_order(tmp_path, stride):
     assert every.sum(dtype=np.float64) == pytest.approx(score(model, data, "test", stride)[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 20])  # 20: more ranks than windows
 @pytest.mark.parametrize("stride, max_tokens", [(0, 0), (5, 0), (0, 20)])
 def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_tokens):
@@ -171,6 +170,7 @@ def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_to
     assert np.sum(parts, axis=0) == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 5, 8])
 @pytest.mark.parametrize("most", [1, 3, 7, 24])
 def test_logits_in_portions_score_the_same(n, most):
@@ -203,6 +203,7 @@ def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once(tmp_path, monkeypa
     assert seen[0] == (16, (1 << 26) // 50304) and seen[-1] == (1, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_tokens", [1, 8, 16, 1 << 20])
 @pytest.mark.parametrize("stride", [0, 3])
 def test_the_batch_size_does_not_change_the_score(tmp_path, batch_tokens, stride):
@@ -242,6 +243,7 @@ def numbered(tmp_path):
     return Dataset(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride, max_tokens", [(0, 40), (0, 16), (0, 193), (4, 60), (1, 50)])
 def test_max_tokens_takes_evenly_spaced_windows_from_the_first_to_the_last(numbered, stride, max_tokens):
     starts, count = windows_read(numbered, stride, max_tokens)
@@ -252,6 +254,7 @@ def test_max_tokens_takes_evenly_spaced_windows_from_the_first_to_the_last(numbe
     assert windows_read(numbered, stride, max_tokens) == (starts, count)  # the same at each call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 203, 10 ** 9])
 def test_max_tokens_of_zero_or_beyond_the_split_is_the_whole_split(numbered, max_tokens):
     assert windows_read(numbered, 0, max_tokens)[1] == 203
@@ -288,11 +291,12 @@ def test_nats_stay_exact_where_logits_are_large():
     assert np.allclose(nats_of(logits, targets).ravel(), want, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
     data = write_data(tmp_path / "bpe", "gpt2", n=17, sizes=dict(bytes=70, chars=60))
-    path = write_checkpoint(tmp_path / "a.pt", make_model(50257), data)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(vocab_size=50257), data)
     run = scoring.evaluate(path, "test", 0, "cpu", progress=False)
-    nats, count = score(make_model(50257), data, "test")
+    nats, count = score(make_model(vocab_size=50257), data, "test")
     assert (run["tokens"], run["bytes"], run["chars"]) == (count, 70, 60) == (17, 70, 60)
     assert run["nats_per_token"] == pytest.approx(nats / 17)
     assert run["ppl"] == pytest.approx(math.exp(nats / 17))
@@ -318,8 +322,8 @@ def test_words_of_gpt2_tokens_are_not_counted_where_that_needs_a_download(tmp_pa
     monkeypatch.setattr(corpus, "HOME", tmp_path)
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     data = write_data(tmp_path / "bpe", "gpt2", n=17)
-    run = scoring.evaluate(write_checkpoint(tmp_path / "a.pt", make_model(50257), data), "test", 0, "cpu",
-                            progress=False)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(vocab_size=50257), data)
+    run = scoring.evaluate(path, "test", 0, "cpu", progress=False)
     assert run["words"] is run["word_ppl"] is None and "word" not in score_table([run])
 
 
@@ -590,7 +594,7 @@ def test_bytes_are_those_of_the_text_also_where_its_tokens_spell_others(misspelt
 def test_one_model_has_one_number_of_bits_per_byte(misspelt, tmp_path, capsys):
     """A uniform model, on the whole split and on parts of it, in evaluate.py and in a study."""
     data, text = misspelt
-    model = make_model(data.vocab_size, block_size=16)
+    model = make_model(vocab_size=data.vocab_size, block_size=16)
     nn.init.zeros_(model.lm_head.weight)
     path = write_checkpoint(tmp_path / "a.pt", model, data)
     size, n = len(text.encode()), len(data.tokens("test"))
@@ -627,6 +631,7 @@ def test_a_folder_that_does_not_say_what_its_tokens_stand_for_is_one_line(misspe
 CHOSEN = [*range(0, 32), *range(256, 288), *range(544, 576)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, other", [(16, 32), (32, 16), (32, 12)])  # 12: its windows end elsewhere
 def test_a_part_of_the_split_is_the_same_tokens_for_unequal_contexts(tmp_path, capsys, first, other):
     out, found, data = scored_pair(tmp_path, capsys, "--tokens", "96", first=dict(block_size=first),
@@ -650,6 +655,7 @@ def test_a_part_of_the_split_is_the_same_tokens_for_unequal_contexts(tmp_path, c
     assert len(alone) == 96 and abs(alone.mean() - losses[i].mean()) > 1e-3
 
 
+@pytest.mark.slow
 def test_with_a_stride_too_the_tokens_are_the_same_for_unequal_contexts(tmp_path):
     data = write_data(tmp_path, n=100)  # windows of 32 that score their last 5: ends are 32, 37, ..., 97
     chosen = [*range(0, 32), *range(57, 62), *range(92, 97)]
@@ -659,6 +665,7 @@ def test_with_a_stride_too_the_tokens_are_the_same_for_unequal_contexts(tmp_path
         assert np.allclose(each, oracle(model, data, "test", 5)[chosen], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_over_whole_splits_unequal_contexts_are_compared_on_all_tokens(tmp_path, capsys):
     out, found, data = scored_pair(tmp_path, capsys, first=dict(block_size=16), block_size=32)
     models = [checkpoint.build(checkpoint.read(tmp_path / f"{name}.pt"), name) for name in "ab"]
@@ -678,6 +685,7 @@ def test_training_steps_are_shown_and_a_line_says_where_they_differ():
         assert "different" not in score_table(runs)
 
 
+@pytest.mark.slow
 def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):
     out, found, _ = scored_pair(tmp_path, capsys, "--set", "gate.0.1=0", routing="moh", routing_top_k=2)
     assert [run["heads"] for run in found["runs"]] == [[3, 4], [3, 4]]
@@ -690,6 +698,7 @@ def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):
     assert "load of each head, %" in out and "routing of" in out
 
 
+@pytest.mark.slow
 def test_scoring_imports_no_probe_and_nothing_about_heads():
     code = ("import sys, evaluate\n"
             "apart = ('lab.probes', 'lab.heads', 'lab.study')\n"
@@ -711,7 +720,7 @@ def nanogpt(path, model, **config):
 def test_a_nanogpt_checkpoint_is_scored_on_the_dataset_that_it_names(tmp_path, monkeypatch):
     data = write_data(tmp_path / "data/toy", "char")
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
-    model = make_model(len(VOCAB))
+    model = make_model(vocab_size=len(VOCAB))
     named, unnamed = nanogpt(tmp_path / "n.pt", model, dataset="toy"), nanogpt(tmp_path / "u.pt", model)
     want = score(model, data, "test")[0] / 23
     assert scoring.evaluate(named, "test", 0, "cpu", progress=False)["nats_per_token"] == pytest.approx(want)
@@ -750,6 +759,7 @@ def scored(path, *settings):
     return scoring.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key, value", [("unet_skips", False), ("routing_eval_gate", False),
                                         ("routing_top_k", 2), ("routing", "sigmoid"),
                                         ("window", 3), ("act", "relu2")])
@@ -767,6 +777,7 @@ def test_a_window_can_be_taken_away(tmp_path):
     assert scored(path, "window=None") == score(plain, data, "test")[0] / 23 != scored(path)
 
 
+@pytest.mark.slow
 def test_a_gate_of_zero_by_hand_a_withdrawn_head_and_no_consent_are_the_same(switched):
     path, model, data = switched
     with torch.no_grad():
@@ -823,6 +834,7 @@ def test_an_infinity_in_a_withdrawn_head_does_not_reach_the_score(tmp_path):
         main(["--ckpt", path, "--pack=False"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_an_mlp_or_a_block_is_set_by_its_layer_alone(tmp_path, scope):
     data = write_data(tmp_path / "toy")
@@ -841,6 +853,7 @@ def test_an_mlp_or_a_block_is_set_by_its_layer_alone(tmp_path, scope):
     assert scored(path, "gate.1=0.5") == pytest.approx(scored(path, "state.1=overloaded")) != scored(path)
 
 
+@pytest.mark.slow
 def test_what_was_set_is_said_and_written(switched, tmp_path, capsys):
     path, out = switched[0], tmp_path / "s.json"
     main(["--ckpt", path, "--set", "unet_skips=False", "--set", "gate.0.3=0.25", "--json", str(out)])
@@ -882,6 +895,7 @@ def test_ctrl_c_prints_the_runs_that_are_done(byte_run, capsys, monkeypatch):
     assert shown.err.strip() == "evaluate: interrupted"
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_from_anywhere(tmp_path, byte_run):
     made = subprocess.run([sys.executable, ROOT / "evaluate.py", "--ckpt", byte_run[0]],
                           cwd=tmp_path, capture_output=True, text=True)
@@ -916,7 +930,7 @@ def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byt
 def test_a_meta_json_that_says_something_else_than_at_the_training_is_refused(tmp_path, capsys, field, value):
     """Twice the bytes once halved the bits per byte, without a word."""
     data = write_data(tmp_path / "toy", "char")
-    path = write_checkpoint(tmp_path / "a.pt", make_model(len(VOCAB)), data)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(vocab_size=len(VOCAB)), data)
     before = dict(bytes=23, separator=11)[field]
     put_meta(data.dir, **{field: value})
     with pytest.raises(SystemExit) as e:

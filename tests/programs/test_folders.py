@@ -147,6 +147,7 @@ def steps():
     return {path.parent.name: checkpoint.read(path)["step"] for path in sorted(Path("out").glob("*/ckpt.pt"))}
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_folder_again_and_another_of_the_name_gets_a_number(trained, sizes, bytes_data):
     name = "small"
     config = sizes()
@@ -192,6 +193,7 @@ def test_a_run_of_other_steps_or_another_seed_gets_a_folder_of_its_own(trained, 
     assert steps() == {"small": 6, "small-2": 5, "small-3": 3}
 
 
+@pytest.mark.slow
 def test_evaluating_makes_no_folder_and_reads_the_one_that_is_meant(trained, sizes, bytes_data):
     name = "small"
     config = sizes()
@@ -204,6 +206,7 @@ def test_evaluating_makes_no_folder_and_reads_the_one_that_is_meant(trained, siz
     assert {*steps()} == {name, f"{name}-2"} == {path.name for path in Path("out").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_mechanism_in_a_file_has_its_own_name_and_another_text_a_number(
         trained, sizes, tmp_path, bytes_data):
     config = sizes()
@@ -222,6 +225,7 @@ def test_a_mechanism_in_a_file_has_its_own_name_and_another_text_a_number(
     assert {*steps()} == {name, f"{name}-2"}
 
 
+@pytest.mark.slow
 def test_a_folder_that_does_not_say_what_was_asked_is_gone_on_with_by_its_name(trained, sizes, bytes_data):
     name = "small"
     config = sizes()
@@ -235,6 +239,7 @@ def test_a_folder_that_does_not_say_what_was_asked_is_gone_on_with_by_its_name(t
     assert json.loads(path.read_text())["asked"]["n_embd"] == TINY["n_embd"]
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_is_not_gone_on_with(trained, sizes, bytes_data):
     """It was asked for by a key that is no more."""
     trained(sizes())
@@ -246,6 +251,7 @@ def test_a_run_of_an_older_version_is_not_gone_on_with(trained, sizes, bytes_dat
         train.main(["--resume", "--out_dir=out/small"])
 
 
+@pytest.mark.slow
 def test_a_run_of_grown_heads_finds_its_folder_again(trained, sizes, bytes_data):
     """config.json's model has other heads than were asked for, from the first step."""
     config, grown = sizes(), ["--sentinel=sigmoid", "--grow_from=1", "--grow_heads=1",
@@ -256,6 +262,7 @@ def test_a_run_of_grown_heads_finds_its_folder_again(trained, sizes, bytes_data)
     assert steps() == {folder: 8}
 
 
+@pytest.mark.slow
 def test_two_ranks_go_into_one_numbered_folder(sizes, trained, bytes_data):
     config = sizes()
     trained(config)
@@ -269,6 +276,7 @@ def test_two_ranks_go_into_one_numbered_folder(sizes, trained, bytes_data):
 
 # ---- studies ----
 
+@pytest.mark.slow
 def test_a_study_finds_its_folder_again_and_another_of_the_name_gets_a_number(
         plain, here, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(compare, "place_for", lambda config: here)

@@ -25,6 +25,7 @@ def read(tmp_path):
     return lambda name: json.loads((tmp_path / name).read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*PROGRAMS, *(f"lab.probe {word}" for word in probe.PROBES)])
 def test_every_program_and_probe_has_the_flag(command, capsys):
     program, *words = command.replace("constraints", "constraints score").split()
@@ -33,6 +34,7 @@ def test_every_program_and_probe_has_the_flag(command, capsys):
     assert not e.value.code and "--json" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_result(args, rows, read, tmp_path, capsys):
     train.main([*args(), f"--json={tmp_path / 'run.json'}"])
     found, last = read("run.json"), rows(tmp_path / "run")[1][-1]
@@ -46,6 +48,7 @@ def test_a_run_writes_its_result(args, rows, read, tmp_path, capsys):
     assert "changed since the last save" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_evaluation_writes_its_result(args, read, tmp_path):
     train.main(args())
     train.main([*args("other"), f"--init_from={tmp_path / 'run'}", "--eval_only",
@@ -135,6 +138,7 @@ def test_a_command_without_a_file_to_write_ends_with_its_reader(monkeypatch, tmp
     assert made == ["more"]
 
 
+@pytest.mark.slow
 def test_a_check_writes_each_promise(read, tmp_path, capsys):
     train.main(["--scale=tiny", "--mechanism=xsa", "--check", f"--json={tmp_path / 'check.json'}"])
     found = read("check.json")
@@ -142,6 +146,7 @@ def test_a_check_writes_each_promise(read, tmp_path, capsys):
     assert all(row["mechanism"] == "xsa" and row["broken"] is None for row in found)
 
 
+@pytest.mark.slow
 def test_samples_pictures_and_exports_say_what_they_made(args, read, tmp_path, capsys):
     train.main(args())
     run = str(tmp_path / "run")
@@ -154,6 +159,7 @@ def test_samples_pictures_and_exports_say_what_they_made(args, read, tmp_path, c
     assert read("hf.json")["family"] == "gpt2" and read("hf.json")["folder"] == str(tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_rows_of_the_log(args, rows, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                       reason="TensorBoard, an optional library, is absent")

@@ -40,6 +40,7 @@ def said_when_full(*command):
     return done.stderr
 
 
+@pytest.mark.slow
 @full_disk
 @pytest.mark.parametrize("program", ["train", "compare"])
 def test_help_on_a_full_disk_is_one_line(program):
@@ -48,6 +49,7 @@ def test_help_on_a_full_disk_is_one_line(program):
     assert said == f"{program}: input or output: No space left on device\n"
 
 
+@pytest.mark.slow
 @full_disk
 def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
     keys = [f"--{key}={value}" for key, value in TINY.items()]
@@ -64,6 +66,7 @@ def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
         assert lines == [f"{program}: input or output: No space left on device"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(f"{sys.executable} evaluate.py --help | head -1", shell=True, cwd=ROOT,
                           capture_output=True, text=True)

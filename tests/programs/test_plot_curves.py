@@ -65,6 +65,7 @@ def three(tmp_path_factory):
     return home, done
 
 
+@pytest.mark.slow
 def test_no_argument_draws_every_run_under_out_and_the_comparison(three):
     home, done = three
     assert (done.returncode, done.stderr) == (0, "")
@@ -74,6 +75,7 @@ def test_no_argument_draws_every_run_under_out_and_the_comparison(three):
     assert all((home / path).is_file() for path in done.stdout.split())
 
 
+@pytest.mark.slow
 def test_png_has_its_size_and_is_not_blank(three):
     for path in (three[0] / "out").rglob("*.png"):
         image = imread(path)
@@ -85,6 +87,7 @@ def test_png_has_its_size_and_is_not_blank(three):
                    for q in np.array_split(half, 2, axis=1))
 
 
+@pytest.mark.slow
 def test_svg_is_xml_and_has_the_panels(three):
     for path in (three[0] / "out").rglob("*.svg"):
         assert ET.parse(path).getroot().tag.endswith("svg")
@@ -122,6 +125,7 @@ def drawn_figures(monkeypatch, given):
     return figures
 
 
+@pytest.mark.slow
 def test_the_comparison_shows_train_and_validation_losses_of_every_run(home, monkeypatch):
     given = [write(home / name, rows(60, 20, floor)) for name, floor in (("a", 1.0), ("b", 2.0))]
     figure = drawn_figures(monkeypatch, given)["comparison"]
@@ -138,6 +142,7 @@ def test_the_comparison_shows_train_and_validation_losses_of_every_run(home, mon
     assert "thin: train, evaluated" in {text.get_text() for text in figure.legends[0].get_texts()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3, 16])
 def test_no_label_of_a_figure_lies_under_a_curve(home, monkeypatch, n):
     """A diverged run goes through the upper right corner, where a label once stood."""
@@ -150,6 +155,7 @@ def test_no_label_of_a_figure_lies_under_a_curve(home, monkeypatch, n):
         assert any("from" in ax.get_title("right") for ax in figure.axes)
 
 
+@pytest.mark.slow
 def test_colour_follows_the_order_given_and_a_skipped_run_keeps_its_place(home, capsys):
     for name in "abc":
         write(home / "out" / name, rows(20, 10))
@@ -183,6 +189,7 @@ def test_comparisons_of_many_runs_have_names_of_their_own():
     assert len(found) == 14 and max(map(len, found)) <= LONGEST + 8
 
 
+@pytest.mark.slow
 def test_the_same_log_gives_the_same_bytes(home):
     run = write(home / "run", rows(20, 10))
     first = [path.read_bytes() for path in plotted(run)]
@@ -190,6 +197,7 @@ def test_the_same_log_gives_the_same_bytes(home):
     assert strokes(run / "figures/curves.svg") == {COLOURS[0]}
 
 
+@pytest.mark.slow
 def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
     run = write(home / "run", "".join(json.dumps(r) + "\n" for r in rows(20, 10)) + '{"step": 21, "lo')
     train, evals = read_log(run)
@@ -240,6 +248,7 @@ def test_the_running_mean_is_centred_and_steps_over_nan(home, capsys):
     assert "1 loss(es) not finite, the first at step 40; drawn as gaps" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log, said", [
     ([r for r in rows(20) if "loss" in r], "no evaluation rows yet"),
     ([r for r in rows(20) if "val_loss" in r], ""),
@@ -259,6 +268,7 @@ def test_an_odd_log_is_drawn_all_the_same(home, capsys, log, said):
     assert said in err and bool(said) == bool(err)
 
 
+@pytest.mark.slow
 def test_one_bad_run_does_not_stop_the_others(home, capsys):
     write(home / "out/good", rows(20, 10))
     shutil.copytree(home / "out/good", home / "out/lost")
@@ -295,6 +305,7 @@ def test_an_unknown_folder_is_refused_with_the_nearest(home, capsys):
     assert not (home / "out/base/figures").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x, label", [("tokens", "training tokens"), ("time", "elapsed minutes")])
 def test_other_axes(home, capsys, x, label):
     run = write(home / "run", rows(20, 10))
@@ -303,6 +314,7 @@ def test_other_axes(home, capsys, x, label):
     assert main([str(bare), "--x", x]) == 1 and "in log.jsonl, skipped" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_beyond_the_palette_are_told_apart(home, capsys):
     c = curves_of(write(home / "run", rows(4, 2)))
     runs = [(f"_$run{i}", c, COLOURS[i % 7], curves.DASHES[i // 7]) for i in range(9)]
@@ -310,6 +322,7 @@ def test_runs_beyond_the_palette_are_told_apart(home, capsys):
     assert all(f"{i + 1}: $run{i}" in words for i in range(9)) and "1: +0.100" in words
 
 
+@pytest.mark.slow
 def test_runs_on_different_datasets_are_named_and_said_not_to_compare(tmp_path, capsys):
     rows = [dict(step=s, tokens=s, train_loss=2.0, val_loss=2.0 - s / 100,
                  val_bpb=3.0 - s / 100, elapsed_s=1.0) for s in (0, 10, 20)]
@@ -403,6 +416,7 @@ def test_a_measurement_speaks_until_the_next(home):
     assert plot_heads.at_evaluations(h, c)[1].tolist() == [5, 5, 4]
 
 
+@pytest.mark.slow
 def test_gates_are_drawn_where_heads_are_and_events_where_they_happened(home):
     h = plot_heads.history(write_heads(home / "run"))
     figure = plot_heads.gates(h, "run")
@@ -422,6 +436,7 @@ def test_gates_are_drawn_where_heads_are_and_events_where_they_happened(home):
     assert [t.get_text() for t in plot_heads.gates(h, "run").axes[0].texts][:3] == ["0.30", "gone", "0.32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope, label", [("mlp", "MLP of block"), ("block", "block")])
 def test_states_of_mlps_and_blocks_are_a_row_each(home, scope, label):
     life = [*measured()]
@@ -482,6 +497,7 @@ def test_active_heads_of_several_runs_lie_in_one_picture(home):
     assert plot_heads.active([("a", h, None, "", "")], "") is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_heads_draws_every_picture_of_a_run_and_the_comparison(home, capsys):
     for name in "ab":
@@ -501,6 +517,7 @@ def test_heads_draws_every_picture_of_a_run_and_the_comparison(home, capsys):
         assert (imread(path)[..., :3].min(axis=2) < 0.9).mean() > 0.01, path
 
 
+@pytest.mark.slow
 def test_one_head_measured_once_without_gates_or_states(home, capsys):
     row = next(measured([(10, [[0]], [])]))
     row.update(gate=[[1.0]], static_gate=[[1.0]])
@@ -534,6 +551,7 @@ def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
     assert capsys.readouterr().err == "nothing to plot: no measured runs under out\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 20, 60])
 def test_every_entry_of_the_legend_is_drawn(home, monkeypatch, steps):
     """A line through one point is invisible without a marker: as after the first evaluation."""
@@ -550,6 +568,7 @@ def test_every_entry_of_the_legend_is_drawn(home, monkeypatch, steps):
 
 # ---- what cannot be written, and damaged logs of heads ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [
     dict(heads=[["a"], [1]]), dict(heads=[[1.5], [1]]), dict(heads=[[-5], [1]]), dict(heads=[[None], [1]]),
     dict(heads=[[10**9], [1]]), dict(heads=[[True], [1]]), dict(heads=[]), dict(gate=3), dict(gate=[3]),
@@ -566,6 +585,7 @@ def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
         f"{run}: 1 broken line in heads.jsonl, the first is line 2; the rest is used\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [
     dict(state=[[["x"], "nothing"], [3]]), dict(static_gate=[[10**400, "x"], [[1]]]),
     dict(gate=[[1] * 9, []]), dict(events=[dict(what=["x"])]),

@@ -68,6 +68,7 @@ def blocks(text):
 
 # ---- what is generated ----
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_whatever_the_global_rng_is(ckpt, out):
     torch.manual_seed(1)
     first = out("--ckpt", ckpt, "--seed", 5, "--temperature", 1)
@@ -75,16 +76,19 @@ def test_the_same_seed_gives_the_same_text_whatever_the_global_rng_is(ckpt, out)
     assert out("--ckpt", ckpt, "--seed", 5, "--temperature", 1) == first and len(first) > 300
 
 
+@pytest.mark.slow
 def test_different_seeds_give_different_texts(ckpt, out):
     assert len({out("--ckpt", ckpt, "--seed", seed) for seed in range(4)}) == 4
 
 
+@pytest.mark.slow
 def test_temperature_zero_is_deterministic_whatever_the_seed(ckpt, out):
     assert len({out("--ckpt", ckpt, "--seed", seed, "--temperature", 0) for seed in range(4)}) == 1
     several = blocks(out("--ckpt", ckpt, "--temperature", 0, "--num_samples", 3))
     assert len(several) == 3 and len(set(several.values())) == 1
 
 
+@pytest.mark.slow
 def test_several_samples_of_one_checkpoint_differ_and_begin_with_the_prompt(ckpt, out):
     several = blocks(out("--ckpt", ckpt, "--num_samples", 4, "--start", "abba"))
     assert list(several) == [1, 2, 3, 4] and len(set(several.values())) == 4
@@ -114,6 +118,7 @@ def test_the_text_is_the_models_own_continuation(ckpt, out):
     assert got == tokenizer.decode(want[0].tolist()) + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag, value",
                          [("--top_k", 1), ("--top_p", 1e-9),
                           ("--repetition_penalty", 5), ("--temperature", 0.01)])
@@ -121,6 +126,7 @@ def test_each_sampling_setting_matters(ckpt, out, flag, value):
     assert out("--ckpt", ckpt, flag, value) != out("--ckpt", ckpt)
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_begins_at_the_separator(ckpt, out, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     newline = out("--ckpt", ckpt, "--start", "\n")  # this vocabulary's separator
@@ -129,6 +135,7 @@ def test_an_empty_prompt_begins_at_the_separator(ckpt, out, tmp_path):
     assert "\n" + empty == newline == "\n" + from_file
 
 
+@pytest.mark.slow
 def test_a_prompt_file_is_taken_as_it_is(tmp_path, out):
     path = make_checkpoint(tmp_path / "b.pt", "byte")
     (tmp_path / "p.txt").write_bytes("a\r\nprint('\\n') é\n".encode())
@@ -191,6 +198,7 @@ def test_a_character_of_several_tokens_is_streamed_whole(tmp_path, monkeypatch):
     assert screen.shown == [("-", 0), ("é", 2), ("日", 5), ("😀", 9), ("\ufffd", 10), ("\n", 10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["byte", "char"])
 def test_the_streamed_pieces_are_the_text(tmp_path, encoding):
     path, pieces, state = make_checkpoint(tmp_path / "b.pt", encoding), [], torch.get_rng_state()
@@ -207,6 +215,7 @@ def test_the_streamed_pieces_are_the_text(tmp_path, encoding):
 
 # ---- side by side ----
 
+@pytest.mark.slow
 def test_several_checkpoints_stand_side_by_side(tmp_path, out, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     paths = [make_checkpoint(tmp_path / f"{n}.pt", encoding, seed)
@@ -266,6 +275,7 @@ def switched(tmp_path):
     return make_checkpoint(tmp_path / "s.pt", n_layer=2, unet="concat", agency=True)
 
 
+@pytest.mark.slow
 def test_switches_and_heads_by_hand_change_the_text(switched, out):
     args = "--ckpt", switched, "--start", "abc", "--temperature", 0
     plain = out(*args)
@@ -274,6 +284,7 @@ def test_switches_and_heads_by_hand_change_the_text(switched, out):
     assert without[0] != plain != without[1] == without[2] and without[3] == plain
 
 
+@pytest.mark.slow
 def test_what_was_set_is_said(switched, ckpt, capsys):
     settings = "--set", "gate.0.1=0", "--set", "attn_dropout=0"
     main(["--ckpt", switched, "--ckpt", ckpt, *settings])
@@ -361,6 +372,7 @@ def start(*args, **more):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_reader_that_has_enough_causes_no_traceback(ckpt, tmp_path, samples):
     p = start("--ckpt", ckpt, "--num_samples", samples, "--max_new_tokens", 3000 // samples, cwd=tmp_path)
@@ -370,6 +382,7 @@ def test_a_reader_that_has_enough_causes_no_traceback(ckpt, tmp_path, samples):
     assert p.stderr.read() == b"" and p.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_generating_leaves_one_line(ckpt):
     p = start("--ckpt", ckpt, "--max_new_tokens", 10 ** 6)
     assert len(p.stdout.read(20)) == 20  # long before generation ends
@@ -378,6 +391,7 @@ def test_ctrl_c_while_generating_leaves_one_line(ckpt):
     assert p.returncode == 130 and err.decode().strip() == "sample: interrupted"
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(tmp_path):
     p = start("--ckpt", make_checkpoint(tmp_path / "b.pt", "byte"), "--start", "日", "--max_new_tokens", 1,
               env={"PYTHONIOENCODING": "latin-1", "OMP_NUM_THREADS": "1"})

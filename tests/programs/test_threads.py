@@ -45,12 +45,14 @@ def test_these_are_the_programs():
     assert {"train.py", "sample.py", "evaluate.py", "compare.py", "bench.py", "lab/probe.py"} <= set(PROGRAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP is left as it is")
 @pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py"])
 def test_threads_are_told_to_wait_briefly_before_torch_is_imported(program):
     assert environment_at_torch(program) == {"GOMP_SPINCOUNT": "10000"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, value", [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active"),
                                          ("KMP_BLOCKTIME", "0")])
 def test_what_the_user_has_set_counts(name, value):
@@ -186,6 +188,7 @@ def test_threads_are_counted(monkeypatch):
         assert threads.on_processor() == line
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_computes_on(args, capsys):
     from train import main
     main(args())

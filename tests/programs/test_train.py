@@ -50,6 +50,7 @@ def at_step(monkeypatch):
 
 # ---- learning ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(recipe="gpt2"), dict(recipe="modern"),
                                   dict(recipe="gpt2", optimizer="muon"),
                                   dict(recipe="modern", optimizer="adamw", schedule="trapezoid"),
@@ -63,6 +64,7 @@ def test_a_tiny_model_learns(args, rows, tmp_path, keys):
     assert losses[-1]["adamw_lr"] < max(r["adamw_lr"] for r in losses) / 4, "the rate falls"
 
 
+@pytest.mark.slow
 def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
     main(args(grad_clip=1.0))
     losses, evals = rows(tmp_path / "run")
@@ -74,6 +76,7 @@ def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
     assert [r["elapsed_s"] for r in losses] == sorted(r["elapsed_s"] for r in losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a2c", ["temperature", "published"])
 def test_the_log_says_how_well_the_critic_predicts(args, rows, tmp_path, a2c):
     """At each evaluation, where a critic is trained: that of the trained model on val, the same each time."""
@@ -97,6 +100,7 @@ def test_train_returns_the_last_evaluation(args, rows, tmp_path):
     assert config.vocab_size is None and settings.optimizer is None, "what the caller passed stays as it was"
 
 
+@pytest.mark.slow
 def test_a_run_folder_says_how_to_run_it_again(args, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--adamw_lr=1", "a b"])
     main(args(optimizer="muon"))
@@ -120,6 +124,7 @@ def test_without_git_a_run_still_starts(args, tmp_path, monkeypatch):
 
 # ---- the same losses ----
 
+@pytest.mark.slow
 def test_evaluation_never_changes_the_training_losses(args, rows, tmp_path):
     for every in (2, 5):
         main(args(f"every{every}", eval_interval=every, max_iters=11, dropout=0.2))
@@ -129,6 +134,7 @@ def test_evaluation_never_changes_the_training_losses(args, rows, tmp_path):
     assert same(weights(tmp_path / "every2/ckpt.pt"), weights(tmp_path / "every5/ckpt.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [dict(checkpoint_activations=True), dict(compile=True)],
                          ids=lambda k: next(iter(k)))
 def test_the_same_losses_with(args, rows, tmp_path, change, monkeypatch):
@@ -142,6 +148,7 @@ def test_the_same_losses_with(args, rows, tmp_path, change, monkeypatch):
     assert names[0] == names[1], "uncompiled names"
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_is_the_same_batch_in_portions(args, rows, tmp_path):
     main(args("whole", batch_size=8))
     main(args("portions", batch_size=2, grad_accum=4))
@@ -150,6 +157,7 @@ def test_gradient_accumulation_is_the_same_batch_in_portions(args, rows, tmp_pat
     assert [r["tokens"] for r in a] == [r["tokens"] for r in b]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(recipe="gpt2", grad_accum=2), dict(recipe="modern", dropout=0.2)],
                          ids=["gpt2", "modern"])
 def test_the_step_that_benchmarks_time_is_the_step_of_a_run(args, tmp_path, keys):
@@ -163,6 +171,7 @@ def test_the_step_that_benchmarks_time_is_the_step_of_a_run(args, tmp_path, keys
     assert same(run.model.state_dict(), weights(tmp_path / "run/ckpt.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("portions", [dict(batch_size=8), dict(batch_size=2, grad_accum=4, optimizer="muon")],
                          ids=["whole", "portions"])
 def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, portions):
@@ -262,6 +271,7 @@ def rises(said):
     return [line for line in said.splitlines() if "learning rate" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "trapezoid"])
 def test_a_rate_that_rises_again_is_said_with_both_rates(args, rows, tmp_path, capsys, schedule):
     keys = dict(schedule=schedule, adamw_lr=1e-2, min_lr=1e-4, warmup_iters=0, lr_decay_iters=...)
@@ -275,6 +285,7 @@ def test_a_rate_that_rises_again_is_said_with_both_rates(args, rows, tmp_path, c
     assert line.endswith("; --lr_decay_iters=6 keeps it low")
 
 
+@pytest.mark.slow
 def test_a_rate_that_goes_on_as_planned_is_not_mentioned(args, rows, tmp_path, capsys):
     """In the warm-up, where it rises anyway, and where it stays low as the message says."""
     main(args(warmup_iters=20, lr_decay_iters=100, max_iters=4))
@@ -291,6 +302,7 @@ def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
     assert "no checkpoint is yet: starting anew" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
     main(args())
     def files():
@@ -309,6 +321,7 @@ def test_resume_without_a_save_starts_at_the_beginning(args, rows, tmp_path):
     assert [r["step"] for r in rows(tmp_path / "run")[1]] == [0, 3, 6]
 
 
+@pytest.mark.slow
 def test_overwrite_starts_over(args, rows, tmp_path):
     main(args(max_iters=9))
     main([*args(seed=5), "--overwrite"])
@@ -318,6 +331,7 @@ def test_overwrite_starts_over(args, rows, tmp_path):
 
 # ---- checkpoints as a beginning ----
 
+@pytest.mark.slow
 def test_fine_tuning_takes_the_model_and_a_fresh_optimizer(args, rows, tmp_path):
     main(args("base", recipe="modern", n_layer=2))
     keys = dict(n_layer=..., n_head=..., n_embd=..., block_size=8, init_from=tmp_path / "base", dropout=0.1)
@@ -332,6 +346,7 @@ def test_fine_tuning_takes_the_model_and_a_fresh_optimizer(args, rows, tmp_path)
     assert checkpoint.read(tmp_path / "tuned/ckpt.pt")["step"] == 9, "and is resumed with the same command"
 
 
+@pytest.mark.slow
 def test_fine_tuning_a_nanogpt_checkpoint(args, rows, tmp_path):
     sizes = dict(n_layer=2, n_head=2, n_embd=8, block_size=32, vocab_size=300, bias=True, dropout=0.0)
     weights = {f"_orig_mod.{k}": v for k, v in GPT(GPTConfig(**sizes)).state_dict().items()}
@@ -342,6 +357,7 @@ def test_fine_tuning_a_nanogpt_checkpoint(args, rows, tmp_path):
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["config"].items() >= sizes.items()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_path):
     main(args("a", max_iters=60, eval_interval=60, lr_decay_iters=60))
     main(args("b", init_from=tmp_path / "a", adamw_lr=0.5, min_lr=0.5,
@@ -351,6 +367,7 @@ def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_p
     assert same(weights(tmp_path / "b" / "best.pt"), weights(tmp_path / "a" / "best.pt"))
 
 
+@pytest.mark.slow
 def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp_path, capsys):
     main(args())
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
@@ -367,6 +384,7 @@ def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp
 
 # ---- stops, kills and full disks ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, at_step, capsys, number, code):
     main(args("whole", dropout=0.2))
@@ -385,6 +403,7 @@ def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, at_step, 
     assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
 
 
+@pytest.mark.slow
 def test_a_hangup_that_nohup_ignores_stays_ignored(args, at_step, monkeypatch, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -395,6 +414,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(args, at_step, monkeypatch, t
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_run_whose_terminal_closes_is_saved(args, tmp_path):
     """A process in a session of its own whose terminal is hung up, as when a window is closed."""
     command = [sys.executable, str(ROOT / "train.py"), *args(max_iters=10**6, eval_interval=10**6)]
@@ -549,6 +569,7 @@ def writer(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_second_writer_of_a_folder_is_refused_by_name(args, fails, tmp_path, writer):
     other = writer(tmp_path / "run")
     for argv in (args(), [*args(), "--resume"], [*args(), "--overwrite"]):
@@ -558,6 +579,7 @@ def test_a_second_writer_of_a_folder_is_refused_by_name(args, fails, tmp_path, w
     assert os.listdir(tmp_path / "run") == ["lock"]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_no_lock(args, tmp_path, writer):
     other = writer(tmp_path / "run")
     other.kill()
@@ -566,12 +588,14 @@ def test_a_killed_writer_leaves_no_lock(args, tmp_path, writer):
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
 
 
+@pytest.mark.slow
 def test_an_evaluation_beside_a_living_run_goes_on(args, tmp_path, writer):
     main(args())
     writer(tmp_path / "run")
     main([*args(), "--eval_only"])
 
 
+@pytest.mark.slow
 def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_path):
     """A trial does, and prune.py starts train.py in the folder that it holds."""
     with files.only_writer(tmp_path / "run"):
@@ -581,6 +605,7 @@ def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_p
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
 
 
+@pytest.mark.slow
 def test_without_locks_a_run_goes_on(args, tmp_path, monkeypatch):
     def unsupported(file, how):
         raise OSError(errno.ENOLCK, "no locks available")
@@ -593,6 +618,7 @@ def test_without_locks_a_run_goes_on(args, tmp_path, monkeypatch):
 
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_end_an_evaluation(args, fails, tmp_path, value):
     main(args())
@@ -603,6 +629,7 @@ def test_weights_that_are_not_finite_end_an_evaluation(args, fails, tmp_path, va
     assert said.startswith(f"{tmp_path}/run: transformer.wpe.weight holds NaN or infinities")
 
 
+@pytest.mark.slow
 def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):
     keys = dict(max_iters=100000, lr_decay_iters=100000, eval_interval=10, save_interval=5, dropout=0.2)
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *args(**keys)],
@@ -627,6 +654,7 @@ def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):
     assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_before_the_update(args, fails, rows, tmp_path, at_step):
     at_step(5, lambda out: out._replace(loss=out.loss * float("nan")))
     said, = fails(args(save_interval=2))
@@ -638,6 +666,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(args, fails, rows, tm
     main([*args(save_interval=2), "--resume"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_between_two_logged_steps_is_never_saved(args, fails, tmp_path, at_step):
     """It is read where it is logged, and before that where something is saved."""
     at_step(5, lambda out: out._replace(loss=out.loss * float("nan")))
@@ -648,6 +677,7 @@ def test_a_loss_that_is_not_finite_between_two_logged_steps_is_never_saved(args,
     main([*args(save_interval=2), "--resume"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6])
 def test_the_row_before_a_loss_that_is_not_finite_is_logged(args, fails, rows, tmp_path, at_step, step):
     """Also where an evaluation or the end wants both at once."""
@@ -656,6 +686,7 @@ def test_the_row_before_a_loss_that_is_not_finite_is_logged(args, fails, rows, t
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == [*range(1, step)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [2, 3])
 def test_how_often_a_run_logs_changes_nothing_of_what_it_computes(args, rows, tmp_path, interval):
     keys = dict(max_iters=11, eval_interval=5, save_interval=3)
@@ -668,6 +699,7 @@ def test_how_often_a_run_logs_changes_nothing_of_what_it_computes(args, rows, tm
     assert same(weights(tmp_path / "each/ckpt.pt"), weights(tmp_path / "some/ckpt.pt"))
 
 
+@pytest.mark.slow
 def test_a_loss_in_portions_trains_the_same(args, rows, tmp_path, monkeypatch):
     real, portions = model_py.ChunkedCrossEntropy.forward, []
     monkeypatch.setattr(model_py.ChunkedCrossEntropy, "forward",
@@ -690,6 +722,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(args, fails, tmp_path, at_s
     assert said.startswith("grad_norm is nan in step 5: stopped before anything of it is saved")
 
 
+@pytest.mark.slow
 def test_in_fp16_an_overflow_skips_the_step_of_every_optimizer(args, rows, tmp_path, at_step):
     def overflow(out):  # the head alone is fed an infinite gradient: AdamW's, while Muon's stay finite
         return out._replace(loss=out.loss + (weight[0].sum() - weight[0].sum().detach()) * 1e30)
@@ -720,6 +753,7 @@ def limit():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_previous_checkpoint(args, fails, tmp_path, at_step, limit):
     at_step(5, lambda out: (limit(20000), out)[1])
     said, = fails(args(save_interval=2))
@@ -731,6 +765,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(args, fails, tmp_path, at_ste
     main([*args(save_interval=2), "--resume"])
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_log_is_one_line(args, fails, rows, tmp_path, at_step, limit):
     at_step(5, lambda out: (limit((tmp_path / "run/log.jsonl").stat().st_size + 30), out)[1])
     said, = fails(args(save_interval=4, eval_interval=50))
@@ -814,6 +849,7 @@ def test_a_runs_folder_may_be_a_link(args, tmp_path):
 
 # ---- what the user got wrong ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [lambda out: torch.empty(1 << 60), lambda out: bytearray(1 << 60),
                                    lambda out: exec("raise torch.OutOfMemoryError('CUDA out of memory. "
                                                     "Tried to allocate 20 GiB.')")],
@@ -835,6 +871,7 @@ def inductor_errors():
     return exc
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_one_line_that_says_what_to_do(args, fails):
     """As with CXX=/nonexistent, which PyTorch reads when it is imported; what was compiled before is no help.
     """
@@ -850,6 +887,7 @@ def test_a_missing_compiler_is_one_line_that_says_what_to_do(args, fails):
                     "it if it has another name, or do without: --compile=False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error, words", [
     (lambda: inductor_errors().TritonMissing(None), "a working Triton"),
     (lambda: inductor_errors().InductorError(RuntimeError("Failed to find C compiler. Set CC"), None),
@@ -877,6 +915,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar(args, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(train, "tqdm", partial(train.tqdm, mininterval=0))
@@ -887,6 +926,7 @@ def test_on_a_terminal_there_is_a_bar(args, monkeypatch):
         assert words in bar
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_only_lines(args, tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=40, eval_interval=20)],
                           cwd=tmp_path,
@@ -908,6 +948,7 @@ class NoKey:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["import", "init", "log", "finish"])
 def test_a_wandb_failure_never_stops_training(args, rows, tmp_path, monkeypatch, capsys, broken):
     def step(name, value=None):
@@ -928,6 +969,7 @@ def test_a_wandb_failure_never_stops_training(args, rows, tmp_path, monkeypatch,
     assert len(rows(tmp_path / "run")[0]) == 6
 
 
+@pytest.mark.slow
 def test_wandb_gets_rows_config_code_and_the_same_id_again(args, tmp_path, monkeypatch):
     calls, logged, files = [], [], []
     run = SimpleNamespace(log=lambda row, step: logged.append((step, set(row))),
@@ -970,6 +1012,7 @@ def train_with_wandb(args, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, more, logged, said", [
     (None, [], True, True),  # wandb asked for a key and there was nobody to ask
     ("online", [], True, True),
@@ -989,6 +1032,7 @@ def test_wandb_mode_is_the_key_then_the_environment_and_offline_without_a_key(
                       f"offline, and `wandb sync {found[0]}` uploads it"] if said else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error, tried", [(NoKey.UsageError, [None, "offline"]), (ConnectionError, [None])])
 def test_only_a_missing_key_is_tried_again_offline(args, rows, tmp_path, monkeypatch, capsys, error, tried):
     calls = []
@@ -1002,6 +1046,7 @@ def test_only_a_missing_key_is_tried_again_offline(args, rows, tmp_path, monkeyp
     assert capsys.readouterr().err == "wandb: ConnectionError: no key; training goes on without it\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["offlin", "", "OFFLINE"])
 def test_a_wrong_wandb_mode_of_the_environment_is_one_line(args, fails, monkeypatch, mode):
     monkeypatch.setenv("WANDB_MODE", mode)
@@ -1011,6 +1056,7 @@ def test_a_wrong_wandb_mode_of_the_environment_is_one_line(args, fails, monkeypa
     main(args())  # without wandb it means nothing
 
 
+@pytest.mark.slow
 def test_the_modes_of_wandb_are_those_of_the_wandb_that_is_installed():
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     assert {*get_args(wandb.Settings.model_fields["mode"].annotation)} == {*WANDB_MODES}
@@ -1022,6 +1068,7 @@ def test_wandb_is_among_what_every_installation_has():
     assert "\nwandb==" in pins["requirements.txt"] and "wandb" not in pins["requirements-test.txt"]
 
 
+@pytest.mark.slow
 def test_wandb_offline_for_real(args, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -52,6 +52,7 @@ def small_gpt2(folder, tokens=None):
 
 # ---- nanoGPT ----
 
+@pytest.mark.slow
 def test_the_baby_gpt_is_trained_and_sampled_from(here, chars_data, capsys):
     train.main(["config/train_shakespeare_char.py", f"--dataset={chars_data}", *SMALL, "--device=cpu"])
     assert "wrote out-shakespeare-char/ckpt.pt" in capsys.readouterr().out
@@ -60,6 +61,7 @@ def test_the_baby_gpt_is_trained_and_sampled_from(here, chars_data, capsys):
     assert said.out.strip() and "--out_dir out-shakespeare-char means --ckpt out-shakespeare-char" in said.err
 
 
+@pytest.mark.slow
 def test_the_line_for_a_macbook_is_taken_as_it_is(here, chars_data, rows, capsys):
     line = ("config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
             "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
@@ -72,6 +74,7 @@ def test_the_line_for_a_macbook_is_taken_as_it_is(here, chars_data, rows, capsys
     sample.main(["--out_dir=out-shakespeare-char", "--device=cpu", "--max_new_tokens=5"])
 
 
+@pytest.mark.slow
 def test_sampling_without_any_argument_takes_the_newest_run(here, chars_data, capsys):
     with pytest.raises(SystemExit, match="sample: no --ckpt is named, and there is no run under out/"):
         sample.main([])
@@ -85,6 +88,7 @@ def test_sampling_without_any_argument_takes_the_newest_run(here, chars_data, ca
     assert capsys.readouterr().out.startswith("abc")
 
 
+@pytest.mark.slow
 def test_gpt2_is_trained_on_ranks(here, tokens_data, rows):
     """Two gloo ranks in the place of eight GPUs; 40 portions in a step, as in the config."""
     done = torchrun(["config/train_gpt2.py", f"--dataset={tokens_data}", "--out_dir=out", "--n_layer=1",
@@ -95,6 +99,7 @@ def test_gpt2_is_trained_on_ranks(here, tokens_data, rows):
     assert rows("out")[0][-1]["step"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["", "_medium", "_large", "_xl"])
 def test_openais_weights_are_evaluated(size, here, tokens_data, capsys):
     small_gpt2("gpt2" + size.replace("_", "-"))
@@ -102,6 +107,7 @@ def test_openais_weights_are_evaluated(size, here, tokens_data, capsys):
     assert "nats/token" in capsys.readouterr().out and not (here / "out").exists()
 
 
+@pytest.mark.slow
 def test_openais_weights_are_fine_tuned_at_a_constant_rate(here, tokens_data, rows):
     small_gpt2("gpt2-xl")
     train.main(["config/finetune_shakespeare.py", f"--dataset={tokens_data}", "--grad_accum=2", *FEW,
@@ -111,6 +117,7 @@ def test_openais_weights_are_fine_tuned_at_a_constant_rate(here, tokens_data, ro
     sample.main(["--out_dir=out-shakespeare", "--max_new_tokens=3"])
 
 
+@pytest.mark.slow
 def test_openais_weights_are_sampled_from(here, gpt2_files, capsys):
     small_gpt2("gpt2-xl", gpt2_files)
     sample.main(["--init_from=gpt2-xl", "--start=What is the answer to life, the universe, and everything?",
@@ -119,6 +126,7 @@ def test_openais_weights_are_sampled_from(here, gpt2_files, capsys):
     assert said.out.count("==== sample") == 5 and "--init_from gpt2-xl means --ckpt gpt2-xl" in said.err
 
 
+@pytest.mark.slow
 def test_nanogpts_own_config_file_is_read(here, chars_data, rows, capsys):
     """All keys of its train_shakespeare_char.py and finetune_shakespeare.py, in a file of the reader's."""
     (here / "theirs.py").write_text(f"""
@@ -214,6 +222,7 @@ def test_a_scale_is_a_start_of_its_own(here):
 
 # ---- head routing ----
 
+@pytest.mark.slow
 def test_the_routing_pair_is_trained_evaluated_plotted_and_sampled(here, chars_data, capsys):
     small = [each for each in SMALL if not each.startswith("--n_head")] + ["--n_head=4", "--dropout=0"]
     for name in ("train_enwik8_routing", "train_enwik8_routing_ablation"):
@@ -256,6 +265,7 @@ def test_the_routing_write_ups_commands_without_arguments(here, chars_data, caps
     assert "==== sample" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_routing_write_ups_keys_make_its_model(here, chars_data):
     train.main([f"--dataset={chars_data}", "--use_routing=True", "--top_k_heads=None",
                 "--entropy_reg_coef=0.02", *SMALL, "--device=cpu", "--out_dir=out/all"])

@@ -57,6 +57,7 @@ class Bytes:
         self.digests = dict.fromkeys(("train", "val", "test", "meta"), "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["tiny", "small"])
 def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_differs(scale, monkeypatch):
     monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
@@ -87,6 +88,7 @@ def test_a_wider_mlp_is_the_only_difference_and_survives_a_checkpoint():
     assert sizes[0] == sizes[1] and sizes[2] - sizes[1] == 2 * 2 * 16
 
 
+@pytest.mark.slow
 def test_what_cannot_be_matched_is_said_and_keeps_its_verdict(plain, here, monkeypatch, capsys):
     study = study_of(plain, mechanisms=["a2c_published"], settings=dict(n_inner=1))
     monkeypatch.setattr(compare.Study, "seem_better", lambda study: ["a2c_published"])
@@ -103,6 +105,7 @@ def test_the_width_of_a_matched_baseline_counts_the_recipes_own(plain):
     assert abs(wide.params - variant.params) <= 1.5 * 64 and wide.model.n_inner > 168
 
 
+@pytest.mark.slow
 def test_a_run_that_another_study_starts_again_counts_as_failed(plain, here, monkeypatch):
     """Else its variant would be judged at rates that were never tuned."""
     run = here.run
@@ -118,6 +121,7 @@ def test_a_run_that_another_study_starts_again_counts_as_failed(plain, here, mon
     assert study.candidates and study.runs.failed
 
 
+@pytest.mark.slow
 def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
     study, found = finished
     for key in ("texts", "sizes"):
@@ -129,6 +133,7 @@ def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
         assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
 
 
+@pytest.mark.slow
 def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch):
     monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
     for size, steps in {"0.1M": 960, "0.33M": 3240, "1M": 9600}.items():
@@ -167,6 +172,7 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
     assert twice.at_rates({"embed_lr": 2.0}, "").train.embed_lr == 4e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
 def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_mechanisms_go):
@@ -189,6 +195,7 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
         assert variant.model.attn_dropout == builder.plain.model.attn_dropout  # on both sides or on none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, flags in MECHANISMS.items()
                                   if GPTConfig(dropout=0.1, **flags).problems()])
 def test_what_has_no_kernel_with_dropout_is_compared_without_it_on_both_sides(name, monkeypatch):
@@ -236,6 +243,7 @@ def test_the_ablations_of_routing_say_which_form_they_take_apart():
 
 # ---- stages ----
 
+@pytest.mark.slow
 def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plain, here):
     study = study_of(plain)
     study.run(here)
@@ -251,6 +259,7 @@ def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plai
     assert again["plain"] == first["plain"] and again["output_gate"] != first["output_gate"]
 
 
+@pytest.mark.slow
 def test_the_plain_gpt_has_more_seeds_and_other_budgets(plain, here):
     study = study_of(plain, mechanisms=["output_gate", "xsa", "sink", "key_offset"], plain_seeds=None,
                      budgets=[0.5, 2.0], seeds=[3, 4])
@@ -263,6 +272,7 @@ def test_the_plain_gpt_has_more_seeds_and_other_budgets(plain, here):
     assert (row["n"], row["n_baseline"]) == (2, 4) and {"worth", "equal_flops", "equal_time"} <= set(row)
 
 
+@pytest.mark.slow
 def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_test(plain, here):
     names = ["output_gate", "xsa", "sink", "key_offset", "head_norm"]
     study = study_of(plain, mechanisms=names, screen=True, best=1, worst=1, always=["sink"],
@@ -282,6 +292,7 @@ def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_tes
     assert found["screened_out"] == [name for name in names if name not in chosen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys, excludes", [
     (dict(mechanism="output_gate"), False), (dict(screen=True, best=1, worst=1), False),
     (dict(screen=True, best=1, worst=0), True), (dict(screen=True, best=0, worst=0, always=["xsa"]), True),
@@ -299,6 +310,7 @@ def test_nothing_is_screened_where_nothing_can_be_left_out(plain, here, keys, ex
     assert (study.screened is None) != excludes
 
 
+@pytest.mark.slow
 def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
     def verdicts(texts, pairs, *settings):
         return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
@@ -313,6 +325,7 @@ def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatc
     assert list(study.runs.scores("judge")[wide]) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stays", [None, "plain", "output_gate"])
 def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys, stays):
     """Seeds that no comparison uses, on validation; each group of rates by itself, then all together."""
@@ -366,6 +379,7 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
     assert "plain at {}, seed 8: no run gave" in told and "taken.output_gate: " in told
 
 
+@pytest.mark.slow
 def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain_gpt(plain):
     flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3, min_lr=0.0), "gpt2": dict(recipe="gpt2")}
     study = study_of(plain, mechanisms=["output_gate"], variants=flags)
@@ -380,6 +394,7 @@ def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain
             assert tuned.make(variant.name, "variant", "", new.flags).train == new.train
 
 
+@pytest.mark.slow
 def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypatch):
     run, spec_of = here.run, lambda folder: json.loads((folder / "trial.json").read_text())
     monkeypatch.setattr(here, "run", lambda folder: run(folder) if spec_of(folder)["model"].get(
@@ -405,6 +420,7 @@ def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     assert effects.best_rates(dict(a=at([1.9], [1.5, 1.6]), b=at([], [3.0, 3.1]))) == dict(a=1, b=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer, factors, flags", [
     ("muon", dict(muon_lr=2.0, muon_momentum=1.0), dict(muon_lr=0.04)),
     ("muon", dict(muon_momentum=2.0), dict(muon_momentum=0.95)),
@@ -424,6 +440,7 @@ def test_a_rate_moves_with_what_follows_from_it(plain, optimizer, factors, flags
     assert variant.at_rates(factors, "").flags == pytest.approx(flags)
 
 
+@pytest.mark.slow
 def test_a_study_of_the_plain_gpt_alone_finds_its_best_rates(plain, here, monkeypatch):
     """It is judged at them, the page says so, and a recheck finds a score that no run gave."""
     def result(folder, **how):  # the best: muon_lr doubled once, momentum as long again
@@ -481,6 +498,7 @@ def test_a_page_shows_what_a_search_of_before_tried():
     assert findings.plain_rates_table(found).rows[-1][-2] == "diverged"
 
 
+@pytest.mark.slow
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
     hot = dict(adamw_lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
     study = study_of(plain, variants={"hot": hot})
@@ -505,6 +523,7 @@ def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypat
     assert len(results.collect(again, "test")["failures"]) == 2  # reported again, without running anything
 
 
+@pytest.mark.slow
 def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     """The real thing: processes, a signal while two runs train (as Ctrl-C is one), the same command again."""
     (Path.cwd() / "study.py").write_text(
@@ -538,6 +557,7 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     assert trial.run(alone, train.train)["bpb"] == cut["bpb"]  # to the last bit
 
 
+@pytest.mark.slow
 def test_the_same_study_runs_through_submitit(plain):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
     study = study_of(plain, submit="local", seeds=[1], plain_seeds=1, mechanisms=["agency"])
@@ -550,6 +570,7 @@ def test_the_same_study_runs_through_submitit(plain):
 
 # ---- results ----
 
+@pytest.mark.slow
 def test_the_displayed_commands_give_the_displayed_score(plain, here, monkeypatch):
     """Word for word, in a shell, with the threads that they name: the same digits."""
     study = study_of(plain, seeds=[3], plain_seeds=1)
@@ -566,6 +587,7 @@ def test_the_displayed_commands_give_the_displayed_score(plain, here, monkeypatc
     assert f"{variant['bpb'][0]:.4f}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
     study = study_of(plain, seeds=[3], plain_seeds=1, test_tokens=160, mechanisms=["agency"])
     study.run(here)
@@ -603,6 +625,7 @@ def finished(finished_once, plain, here):
     return found
 
 
+@pytest.mark.slow
 def test_results_hold_what_the_statistics_need(finished):
     """From the scores of each seed alone: the same figures; from the blocks alone: the same scores."""
     _, found = finished
@@ -626,6 +649,7 @@ def test_results_hold_what_the_statistics_need(finished):
             assert nats / np.log(2) / found["data"]["bytes"] == pytest.approx(bpb, rel=1e-8)
 
 
+@pytest.mark.slow
 def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsys):
     _, found = finished
     main(["--recheck=out/test/results.json.gz"])
@@ -683,6 +707,7 @@ def screened(found, score=2.0):
                            scores={"plain": {"9": score}, "output_gate": {"9": score}})
 
 
+@pytest.mark.slow
 def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     """Also where every figure was computed anew from what was changed."""
     _, found = finished
@@ -757,6 +782,7 @@ def of_other_code(found, **change):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_in_results_does_not_count_as_done(finished, here):
     """Today's table must not be one of another day."""
     study, found = finished
@@ -768,6 +794,7 @@ def test_a_run_in_results_does_not_count_as_done(finished, here):
     assert not results.collect(anew, "test")["reused"]
 
 
+@pytest.mark.slow
 def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, capsys):
     study, found = finished
     path = on_file(found)
@@ -787,6 +814,7 @@ def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, caps
     assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
 
 
+@pytest.mark.slow
 def test_the_runs_that_were_taken_are_counted_over_all_texts(
         plain, here, bytes_data, other_text, monkeypatch, capsys):
     """Also where a file has runs of the second text alone."""
@@ -827,6 +855,7 @@ def test_other_policy_rules_in_a_file_of_one_name_are_another_run(plain, tmp_pat
     assert not folders[0] & folders[1]
 
 
+@pytest.mark.slow
 def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plain, bytes_data, refusal):
     """A test split of blanks in the place of another of that length once gave a variant 3 bits/byte."""
     path = bytes_data / "test.bin"
@@ -839,6 +868,7 @@ def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plai
     assert "test.bin" in said and "sha256" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [
     dict(code="other"), dict(torch="0.1"), dict(libraries={"numpy": "1.26"}), dict(environment={"MYK": "1"}),
     dict(libraries=None)], ids=lambda change: "".join(change))
@@ -861,6 +891,7 @@ def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here
         " ".join(findings.notices(again)))
 
 
+@pytest.mark.slow
 def test_runs_are_not_done_where_what_their_mechanism_reads_changed(plain, here, mine, monkeypatch):
     library = Path("site-packages/strengths.py")
     library.parent.mkdir()
@@ -1177,6 +1208,7 @@ def test_a_variant_trained_on_documents_has_the_tokens_that_it_was_trained_on(pl
     assert any(f"x trains on {own / all_of_them:.2f} times" in line for line in findings.notices(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["data", "train", "model", "score"])
 def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
     study, found = finished
@@ -1187,6 +1219,7 @@ def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
     assert len(here.started) == len(found["runs"])
 
 
+@pytest.mark.slow
 def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(finished, here, monkeypatch):
     study, found = finished
     monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
@@ -1203,6 +1236,7 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
     assert again["comparisons"] == found["comparisons"]
 
 
+@pytest.mark.slow
 def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
     study, found = finished
     other = json.loads(json.dumps(found))
@@ -1216,6 +1250,7 @@ def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
     assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
 
 
+@pytest.mark.slow
 def test_fresh_trains_everything_anew_and_says_how_many_scores_agree(
         finished, here, plain, monkeypatch, capsys):
     study, found = finished
@@ -1241,6 +1276,7 @@ def test_fresh_trains_everything_anew_and_says_how_many_scores_agree(
     assert here.started == []
 
 
+@pytest.mark.slow
 def test_a_fresh_study_that_was_stopped_says_what_it_goes_on_with(finished, here, capsys):
     study, found = finished
     fresh = replace(study.config, out_dir="out/b", fresh=True)
@@ -1260,6 +1296,7 @@ def other_text(tmp_path_factory):
                          {"train": text[:20000], "val": text[20000:22000], "test": text[22000:23500]})
 
 
+@pytest.mark.slow
 def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
         plain, here, bytes_data, other_text, monkeypatch, capsys):
     monkeypatch.setattr(compare, "place_for", lambda config: here)
@@ -1312,6 +1349,7 @@ def on_two(plain, bytes_data, other_text, *more):
             "--seeds=1,2", "--plain_seeds=2", "--budgets=[]", "--out_dir=out/two", *more]
 
 
+@pytest.mark.slow
 def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
         plain, here, bytes_data, other_text, monkeypatch):
     monkeypatch.setattr(compare, "place_for", lambda config: here)
@@ -1334,6 +1372,7 @@ def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
     assert results.holds_runs("out/two/sums/results.json.gz")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["sums", "both"])
 def test_what_is_better_over_all_texts_meets_the_same_wider_plain_gpt_on_each(
         plain, here, bytes_data, other_text, monkeypatch, where):
@@ -1367,6 +1406,7 @@ def test_what_seems_better_over_all_texts_is_by_the_mean_of_the_differences():
     assert effects.seem_better_over_texts(dict(x=study(0.0), y=study(-0.01))) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):
     run = here.run
 
@@ -1388,6 +1428,7 @@ def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, mon
     assert any("not finished" in line for line in findings.notices(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verdict, failed, stays", [
     ("better", ("output_gate", "judge"), False), ("better", ("output_gate", "screen"), True),
     ("same", ("output_gate", "judge"), False), ("same", ("plain", "judge"), False),
@@ -1406,6 +1447,7 @@ def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, fa
     assert row["words"].startswith(f"not called {verdict}, since 1 of") is not stays
 
 
+@pytest.mark.slow
 def test_more_tokens_a_step_count_as_more_flops(plain, here):
     study = study_of(plain, mechanisms=[], variants={"twice": dict(batch_size=8)}, budgets=[0.5],
                      match_parameters=False)  # SMALL has 4
@@ -1415,6 +1457,7 @@ def test_more_tokens_a_step_count_as_more_flops(plain, here):
     assert row["equal_flops"]["ratio"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):
     study, found = finished
     folder = study.runs.folders["judge", "output_gate", 5]
@@ -1425,6 +1468,7 @@ def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):
     assert results.collect(again, "test")["runs"] == found["runs"]
 
 
+@pytest.mark.slow
 def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, refusal):
     study, _ = finished
     before = Path("out/test/results.json.gz").read_bytes()
@@ -1434,6 +1478,7 @@ def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, 
     assert Path("out/test/results.json.gz").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_report_of_less_does_not_replace_one_of_more(finished):
     """After an edit of one mechanism the plain GPT's runs are still done, and the mechanism's are not."""
     study, found = finished
@@ -1460,6 +1505,7 @@ def test_a_study_of_fewer_steps_and_a_part_of_the_split_says_so(plain, here):
         f"{100 * 320 / size:.2g} % of the test split. ")
 
 
+@pytest.mark.slow
 def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
     study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)}, plain_seeds=3)
     study.run(here)
@@ -1468,6 +1514,7 @@ def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plai
     assert "nothing acted" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
 
 
+@pytest.mark.slow
 def test_a_report_from_a_file_says_first_whether_its_runs_give_its_figures(finished, capsys):
     study, found = finished
     main(["--from_results=out/test/results.json.gz", "--out_dir=out/a"])
@@ -1713,6 +1760,7 @@ def test_a_named_mechanism_is_screened_unless_that_is_switched_off():
     assert not StudyConfig(mechanism="xsa", screen=False, seeds=[101, 102, 103]).problems()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json.gz")), ids=lambda path: path.stem)
 def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tmp_path, capsys,
                                                                         own_mechanisms_go):
@@ -1726,6 +1774,7 @@ def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tm
         assert each["done"] == each["planned"]
 
 
+@pytest.mark.slow
 def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished, monkeypatch, tmp_path):
     _, found = finished
     monkeypatch.setattr(tables, "ROOT", tmp_path)
@@ -1747,6 +1796,7 @@ def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished,
 
 # ---- the command line ----
 
+@pytest.mark.slow
 def test_a_plan_runs_nothing(plain, capsys):
     main(["--base", str(plain), "--mechanisms=output_gate,xsa", "--dry_run", "--device=cpu", "--screen",
           "--best=1", "--worst=0"])
@@ -1785,6 +1835,7 @@ def training_flops_of(found):
     return {name: row[head.index("training FLOPs")].split(" (")[0] for name, row in zip(found["arms"], rows)}
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_training_flops_of_the_report(plain, here, monkeypatch, capsys):
     """--dry_run once showed what the algorithm needs, and the report what the kernels execute."""
     monkeypatch.setattr(compare, "place_for", lambda config: here)
@@ -1806,6 +1857,7 @@ def test_a_plan_has_the_training_flops_of_the_report(plain, here, monkeypatch, c
         assert findings.short(needed) != planned[name]  # what the plan showed before
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_demo_has_the_training_flops_of_its_report(tmp_path, bytes_data, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
@@ -1815,6 +1867,7 @@ def test_the_plan_of_the_demo_has_the_training_flops_of_its_report(tmp_path, byt
     assert planned == training_flops_of(results.read(ROOT / "results/demo.json.gz")) and len(planned) == 3
 
 
+@pytest.mark.slow
 def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, capsys, own_mechanisms_go):
     monkeypatch.chdir(ROOT)
 
@@ -1835,6 +1888,7 @@ def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, ca
         main(["config/studies/controls.py", "--device=cpu"])
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_controls_reads_as_a_plan(
         tmp_path, bytes_data, monkeypatch, capsys, own_mechanisms_go):
     """It began with two lines that called a promise broken: parameters without effect have no gradient."""
@@ -1878,6 +1932,7 @@ def test_a_study_hands_its_keys_to_the_queue(plain, two_gpus, submit):
     assert place.slots == 3 and [*place.room.running] == ["1"]
 
 
+@pytest.mark.slow
 def test_times_are_those_of_the_gpu_that_is_named(plain, two_gpus, here, monkeypatch, capsys):
     """Of the plan, and of steps after the runs."""
     devices = []
@@ -1895,6 +1950,7 @@ def test_times_are_those_of_the_gpu_that_is_named(plain, two_gpus, here, monkeyp
     assert devices == ["cuda:1"] * 2
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
     for more in ([], ["--dry_run"], ["--submit=local"]):
         said = refusal(["--base", str(plain), "--mechanisms=output_gate", "--device=cuda:2", *more])
@@ -1965,6 +2021,7 @@ def demo():
     return results.read(ROOT / "results/demo.json.gz")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where, value, words", DAMAGE)
 def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path, where, value, words):
     found = json.loads(json.dumps(demo))
@@ -1993,6 +2050,7 @@ def test_tables_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal
     assert "nats is 'text', not a number" in refusal(["--tables"])
 
 
+@pytest.mark.slow
 def test_every_file_in_results_has_the_shape_that_is_asked():
     paths = [*(ROOT / "results").glob("*.json.gz"), *(ROOT / "results/unfinished").glob("*.json.gz")]
     assert len(paths) > 5

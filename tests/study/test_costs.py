@@ -129,6 +129,7 @@ def algorithmic_by_hand(name, size):
     return 6 * matrices(name, size) + 12 * width * (2 * keys_seen(name, size) - 1) * needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_executed_flops_are_those_counted_by_hand(name):
     for size in SIZES:
@@ -136,12 +137,14 @@ def test_executed_flops_are_those_counted_by_hand(name):
         assert executed == pytest.approx(executed_by_hand(name, size), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "acag", "acag_detach", "sink", "all_on"])
 def test_executed_flops_of_a_long_context_are_those_counted_by_hand(name):
     executed = costs.executed_flops(config_of(name, LONG))
     assert executed == pytest.approx(executed_by_hand(name, LONG), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_algorithms_flops_are_those_counted_by_hand(name):
     for size in SIZES:
@@ -149,6 +152,7 @@ def test_the_algorithms_flops_are_those_counted_by_hand(name):
         assert model.flops_per_token() == pytest.approx(algorithmic_by_hand(name, size), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["acag", "acag_detach", "acag_elementwise", "acag_published", "a2c_key_bias",
                                   "roles", "constraint_a", "all_on"])
 def test_a_count_without_the_mechanisms_own_attention_is_noticed(name):
@@ -157,6 +161,7 @@ def test_a_count_without_the_mechanisms_own_attention_is_noticed(name):
     assert costs.executed_flops(config_of(name, SIZES[0])) != pytest.approx(wrong, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["constraint_a", "unet_concat", "output_gate_elementwise", "a2c_published"])
 def test_a_count_without_the_mechanisms_matrices_is_noticed(name):
     plain = matrices("plain", SIZES[0]) - matrices(name, SIZES[0])
@@ -164,6 +169,7 @@ def test_a_count_without_the_mechanisms_matrices_is_noticed(name):
     assert costs.executed_flops(config_of(name, SIZES[0])) != pytest.approx(wrong, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "window_global_random"])
 def test_keys_that_a_window_hides_are_executed(name):
     """The algorithm's count has less; a page that shows it alone gives a window what nothing skipped."""
@@ -174,6 +180,7 @@ def test_keys_that_a_window_hides_are_executed(name):
 
 # ---- FLOPs: other properties ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "acag", "constraint_a", "window_global_random", "all_on"])
 def test_tensors_without_memory_are_counted_as_real_ones(name):
     config = config_of(name, SIZES[0])
@@ -184,6 +191,7 @@ def test_tensors_without_memory_are_counted_as_real_ones(name):
     assert round(counter.get_total_flops() / ids[:, 1:].numel()) == costs.executed_flops(config)
 
 
+@pytest.mark.slow
 def test_torchs_counter_misses_attention_or_counts_it_alike():
     """Why FORMULAS is there: torch 2.11 and 2.13 miss these kernels. 2.15 does not: one day it can go."""
     def counted(formulas):
@@ -198,6 +206,7 @@ def test_torchs_counter_misses_attention_or_counts_it_alike():
     assert counted(None) in (blind, executed)
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_counted_once(monkeypatch):
     config = GPTConfig(vocab_size=50304, **ALL_ON)  # 12 layers, 768 wide, context 1,024
     first = costs.executed_flops(config)
@@ -205,12 +214,14 @@ def test_the_largest_model_is_counted_once(monkeypatch):
     assert costs.executed_flops(replace(config, seed=5)) == first > 1e9
 
 
+@pytest.mark.slow
 def test_recomputed_activations_are_counted():
     plain = config_of("plain", SIZES[0])
     again = costs.executed_flops(replace(plain, checkpoint_activations=True))
     assert 1.2 < again / costs.executed_flops(plain) < 1.34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(window=256), dict(window=100), dict(window=0, window_global=1),
                                    dict(window=0, window_global=130, window_random=2)])
 def test_a_gpu_reads_the_blocks_that_a_window_reaches_into(flags):
@@ -263,6 +274,7 @@ def test_an_interval_leaves_out_the_rounds_that_were_disturbed(monkeypatch):
     assert (row["ratio"], row["low"], row["high"], row["rounds"]) == (2, 1.8, 2.2, 11)
 
 
+@pytest.mark.slow
 def test_every_variant_is_compiled_beside_the_plain_gpt(monkeypatch):
     """torch compiles the first eight models of a process; the ninth would be timed eager, without a word."""
     graphs = []
@@ -280,6 +292,7 @@ def test_every_variant_is_compiled_beside_the_plain_gpt(monkeypatch):
     assert at[1::2] == at[::2] and len(graphs) == at[-1]  # none while the clock ran
 
 
+@pytest.mark.slow
 def test_a_ratio_says_under_which_load_it_was_taken():
     variants = [variant("same"), variant("deep", dict(n_layer=6))]
     rows = costs.step_time_ratios(variants, variant(), "cpu", 1, train, rounds=3)
@@ -307,6 +320,7 @@ def test_threads_are_put_back_after_a_failure(monkeypatch):
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training, evaluations", [
     (dict(max_iters=20, eval_interval=10), 3), (dict(max_iters=25, eval_interval=10), 4),
     (dict(max_iters=5, eval_interval=10), 2)])
@@ -343,6 +357,7 @@ def test_a_mechanism_that_asks_for_values_is_counted_on_real_tensors(monkeypatch
     assert costs.count(config) == expected
 
 
+@pytest.mark.slow
 def test_of_a_large_step_a_part_is_timed(monkeypatch):
     sizes, answers = [], iter([10.0, 8.0, 0.0])
     flops = 64 * 2.5 * costs.executed_flops(variant().model)  # two of its rows

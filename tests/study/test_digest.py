@@ -91,6 +91,7 @@ def digest_in(root, flags, training=""):
 
 # ---- what repeats nothing ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", [
     ("kernels.py", '"""Rotate x [..., D] by its position', '"""Turn x [..., D] by its position'),
     ("train.py", "import math", "import math  # a remark"),
@@ -103,16 +104,19 @@ def test_a_comment_a_docstring_or_help_repeats_nothing(tree, edit):
     assert tree.changed() == set()
 
 
+@pytest.mark.slow
 def test_a_program_that_train_does_not_import_repeats_nothing(tree):
     with open(tree.root / "bench.py", "a") as file:
         file.write("\nMORE = 1\n")
     assert tree.changed() == set()
 
 
+@pytest.mark.slow
 def test_the_folder_does_not_matter(tree):
     assert tree.changed() == set()
 
 
+@pytest.mark.slow
 def test_a_new_mechanism_repeats_nothing(tree):
     """Neither the code of a class that is off, nor its place in the list of all, nor its flag."""
     before = [digest_in(tree.root, MECHANISMS.get(name, {})) for name in ("plain", "xsa")]
@@ -124,6 +128,7 @@ def test_a_new_mechanism_repeats_nothing(tree):
 
 # ---- what repeats some runs, or all ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit, stale", [
     (("rivals.py", "self.strength.tanh()", "self.strength.sin()"), {"xsa"}),
     (("model.py", "logits.topk(self.k, -1)", "logits.topk(self.k, -1, False)"), {"moh", "all_on"}),
@@ -133,6 +138,7 @@ def test_a_change_of_a_mechanism_repeats_the_runs_that_have_it(tree, edit, stale
     assert tree.changed() == stale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", [
     ("model.py", "0.02 / math.sqrt", "0.03 / math.sqrt"),
     ("attention.py", "KERNEL_BLOCK = 128", "KERNEL_BLOCK = 64"),
@@ -153,6 +159,7 @@ def test_a_change_of_what_all_can_reach_repeats_every_run(tree, edit):
     assert tree.changed() == set(CONFIGS)
 
 
+@pytest.mark.slow
 def test_a_helper_that_a_mechanism_newly_calls_is_in_the_hash(tree):
     """A list of names, made by hand, missed such a helper, and runs of other code counted as done."""
     tree("rivals.py", "\nclass Sink(", "\ndef raised(x):\n    return x\n\n\nclass Sink(")
@@ -163,6 +170,7 @@ def test_a_helper_that_a_mechanism_newly_calls_is_in_the_hash(tree):
     assert digests(tree.root)["sink"] != before["sink"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words, counts", [
     ("OTHERS = [XSA]", False), ("from nanoheads.rivals import XSA", False),
     ("OTHER = XSA", True), ("OTHERS = {'x': XSA}", True),
@@ -175,6 +183,7 @@ def test_lists_and_imports_alone_name_a_class_without_using_it(tree, words, coun
     assert (digests(tree.root)["plain"] != before["plain"]) == counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
     "from . import late", "from .late import LATE", "import nanoheads.late as x",
     "x = __import__('nanoheads.late')"])
@@ -187,6 +196,7 @@ def test_every_way_to_import_a_file_is_known(tree, words):
     assert digests(tree.root)["plain"] != before["plain"]
 
 
+@pytest.mark.slow
 def test_with_a_teacher_every_mechanism_counts(tree):
     """It may have other mechanisms than its student, and the run executes them."""
     config, training = CONFIGS["plain"][0], TrainConfig(teacher="out/teacher")
@@ -197,6 +207,7 @@ def test_with_a_teacher_every_mechanism_counts(tree):
     assert digest.code_digest(config, training, root=tree.root) != before
 
 
+@pytest.mark.slow
 def test_an_imported_file_is_found_wherever_the_import_stands(tree):
     (tree.root / "nanoheads" / "late.py").write_text("LATE = 1\n")
     tree("train.py", "def send(t, process):\n", "def send(t, process):\n    from nanoheads import late\n")
@@ -206,6 +217,7 @@ def test_an_imported_file_is_found_wherever_the_import_stands(tree):
     assert all(after[name] != before[name] for name in CONFIGS)
 
 
+@pytest.mark.slow
 def test_a_class_that_other_code_names_counts_although_its_mechanism_is_off(tree):
     tree("rivals.py", "self.strength.tanh()", "self.strength.sin()")
     assert tree.changed() == {"xsa"}
@@ -219,6 +231,7 @@ def test_a_class_that_other_code_names_counts_although_its_mechanism_is_off(tree
     assert all(after[name] != before[name] for name in CONFIGS)
 
 
+@pytest.mark.slow
 def test_what_is_no_python_is_named(tree):
     (tree.root / "nanoheads" / "kernels.py").write_text("def half(\n")
     with pytest.raises(UserError, match="kernels.py cannot be read as Python"):
@@ -227,6 +240,7 @@ def test_what_is_no_python_is_named(tree):
 
 # ---- files of one's own ----
 
+@pytest.mark.slow
 def test_the_text_of_a_mechanism_of_ones_own_is_in_the_hash(tmp_path):
     mine, found = tmp_path / "mine.py", []
     for text in ("def strength(x):\n    return x\n", "def strength(x):\n    return 0 * x\n"):

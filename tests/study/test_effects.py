@@ -97,6 +97,7 @@ def coverage(m, trials=250, n=5, sd=0.006, interpolate=plain_at, monkeypatch=Non
     return held / trials, equal / trials, agree / trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", (0.75, 1.0, 1.07, 1.8))
 @pytest.mark.parametrize("sd", (0.006, 0.018))
 def test_intervals_hold_the_truth_19_times_in_20(m, sd):
@@ -104,6 +105,7 @@ def test_intervals_hold_the_truth_19_times_in_20(m, sd):
     assert 0.91 <= held <= 0.99 and 0.91 <= equal <= 0.99 and agree == 1, (held, equal, agree)
 
 
+@pytest.mark.slow
 def test_an_interval_without_the_curves_error_is_too_narrow(monkeypatch):
     """Negative control: the plain GPT at a multiple taken to be known."""
     def exact(plain, multiple, weight=-1):

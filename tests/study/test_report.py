@@ -208,6 +208,7 @@ every_size = pytest.mark.parametrize("variants", [1, 2, 30])
 
 # ---- what comes first ----
 
+@pytest.mark.slow
 @every_size
 def test_table_with_every_verdict_comes_first(variants):
     found = make_found(variants)
@@ -536,6 +537,7 @@ def test_the_demo_claims_nothing_of_what_it_did_not_measure():
     assert "Not measured, and so not in the table: worth × compute, equal FLOPs and equal time." in said
 
 
+@pytest.mark.slow
 def test_unfinished_study_says_so_at_the_top():
     found = make_found(30)
     assert not any("not finished" in f(found) for f in (report.in_text, html_of))
@@ -647,6 +649,7 @@ def test_one_seed_has_a_mean_and_no_interval():
 
 # ---- safe and whole ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [lambda s: s, poisoned, emptied], ids=["plain", "poisoned", "empty"])
 @every_size
 def test_page_asks_the_network_for_nothing_and_runs_nothing(variants, change):
@@ -681,6 +684,7 @@ def test_text_from_the_study_stays_text():
     assert len(rows_in(tables.TABLES["verdicts"](found))) == 4
 
 
+@pytest.mark.slow
 @every_size
 def test_what_is_not_known_is_a_dash(variants):
     found = emptied(make_found(variants))
@@ -730,6 +734,7 @@ def test_terminal_table_fits_and_holds_the_numbers_best_first(variants):
     assert "0.0123 bits/byte would be found" in " ".join(lines)
 
 
+@pytest.mark.slow
 @every_size
 def test_tables_of_the_docs_and_page_hold_the_same(variants):
     found = make_found(variants)
@@ -823,6 +828,7 @@ def test_text_and_seeds_have_an_interval_each():
 
 # ---- pictures and files ----
 
+@pytest.mark.slow
 def test_forest_has_plain_and_every_variant_once_in_the_colour_of_its_verdict():
     found = make_found(30)
     axes, = pictures.forest(found).axes
@@ -909,6 +915,7 @@ def test_seeds_that_failed_or_stopped_early_do_not_bend_the_mean_curve():
     assert (whole["low"] <= whole["mean"]).all() and (whole["mean"] <= whole["high"]).all()
 
 
+@pytest.mark.slow
 def test_of_many_variants_a_few_curves_have_a_colour():
     few, many = (pictures.learning(make_found(n)) for n in (3, 30))
     # the plain GPT and its three budgets, a wider and a tuned one, a tuned variant
@@ -929,6 +936,7 @@ def with_train_loss(found):
     return found
 
 
+@pytest.mark.slow
 def test_learning_curves_show_train_loss_beside_validation():
     found = make_found(3)
     without, figure = (pictures.learning(each) for each in (make_found(3), with_train_loss(found)))
@@ -944,6 +952,7 @@ def test_learning_curves_show_train_loss_beside_validation():
     assert "not in this results file" in without.legends[0].get_title().get_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variants", [1, 3, 16, 30])
 def test_no_label_of_a_picture_lies_under_a_curve(variants):
     found = with_train_loss(make_found(variants))
@@ -956,6 +965,7 @@ def test_no_label_of_a_picture_lies_under_a_curve(variants):
     assert hidden_labels(figure) == ["a name"]
 
 
+@pytest.mark.slow
 def test_names_of_variants_do_not_overlap_in_the_picture_of_compute():
     found = results.read(ROOT / "results" / "all-tiny.json.gz")["texts"]["wikitext2_byte"]
     with mpl.rc_context({**drawing.RC, "font.size": 11}):
@@ -1001,6 +1011,7 @@ def test_a_bar_of_the_picture_of_compute_crosses_the_line_if_the_difference_may_
     assert set(crosses) == {True, False}
 
 
+@pytest.mark.slow
 def test_files_are_whole_and_the_same_each_time(tmp_path, capsys):
     found = poisoned(make_found(3, screened=2))
     report.write_all(found, tmp_path / "one")
@@ -1013,6 +1024,7 @@ def test_files_are_whole_and_the_same_each_time(tmp_path, capsys):
     assert len(again[0].read_bytes()) < 1_000_000
 
 
+@pytest.mark.slow
 def test_one_seed_still_has_pictures(tmp_path):
     found = make_found(2, seeds=1)
     for c in found["comparisons"]:
@@ -1021,6 +1033,7 @@ def test_one_seed_still_has_pictures(tmp_path):
     assert len(report.write(found, tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_36_variants_stay_a_small_page():
     found = make_found(30, screened=6)
     drawn = {draw.__name__: drawing.drawn(draw, found)
@@ -1030,6 +1043,7 @@ def test_36_variants_stay_a_small_page():
 
 # ---- ladders ----
 
+@pytest.mark.slow
 def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys):
     found = make_ladder()
     report.write_all(found, tmp_path)
@@ -1189,6 +1203,7 @@ def test_in_a_browser_a_phone_has_a_forest_of_its_own_and_a_cue_for_what_scrolls
             || each.lastElementChild.matches(".scroll"))""")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "all-tiny"])
 def test_the_verdict_stands_right_after_the_name(name):
     for part, text in pages_on_file(name).items():

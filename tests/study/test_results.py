@@ -25,6 +25,7 @@ def write_file(path, found):
 
 # ---- the files of this repository ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".")[0])
 def test_every_figure_on_file_is_what_its_runs_give(path):
     assert " figures computed once more from its runs, all of them the same" in results.recheck(path)
@@ -37,6 +38,7 @@ def identical(study, c):
     return all(known.get(seed) == bpb for seed, bpb in zip(one["seeds"], one["bpb"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".")[0])
 def test_a_difference_is_that_of_the_means_of_its_runs(path):
     """The slow way: the nats of each run's blocks, summed, in float64."""
@@ -69,6 +71,7 @@ def challenge(plain, here, mine, tmp_path):  # noqa: F811
     return folder
 
 
+@pytest.mark.slow
 def test_a_recheck_needs_no_code_of_ones_own(challenge, monkeypatch):
     path = challenge / "results.json.gz"
     forget_own_mechanisms()
@@ -76,6 +79,7 @@ def test_a_recheck_needs_no_code_of_ones_own(challenge, monkeypatch):
     assert results.recheck(path).endswith("all of them the same")
 
 
+@pytest.mark.slow
 def test_nothing_that_a_results_file_names_is_run(challenge, tmp_path):
     """Neither what lies beside it, nor what its runs name by an absolute path."""
     marker, evil = tmp_path / "marker", tmp_path / "evil.py"
@@ -95,6 +99,7 @@ def test_nothing_that_a_results_file_names_is_run(challenge, tmp_path):
     assert (tmp_path / "again" / "report.html").is_file() and not marker.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".")[0])
 def test_the_runs_on_file_can_be_reused(path):
     """Each has the name that follows from its flags, which runs_on_file() looks at."""

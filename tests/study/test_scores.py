@@ -188,6 +188,7 @@ class Tags(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     evil = "<script>alert('x')</script>"
@@ -217,6 +218,7 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
 DOC = (ROOT / "docs/scores.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     file(tmp_path, re.search(r"```csv\n(.*?)```", DOC, re.S).group(1))
@@ -231,6 +233,7 @@ LINES = {"nanogpt": "step 0: train loss 4.2, val loss 4.3\niter 0: loss 4.2, tim
                      "Step 00009 | CORE metric: 0.1234\n"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", LINES)
 def test_the_scripts_of_the_docs_read_the_logs_that_they_name(tmp_path, program):
     script = re.findall(r"```sh\n(.*?)```", DOC, re.S)[list(LINES).index(program)]

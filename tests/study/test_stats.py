@@ -45,6 +45,7 @@ def studies(n, n_plain, m, trials, true=0.0, spread=0.0, seed=17):
 
 # ---- one difference ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, n_baseline", ((2, 2), (5, 5), (40, 40), (5, 14), (14, 5), (3, 16)))
 @pytest.mark.parametrize("level", (0.8, 0.95, 0.999))
 def test_a_difference_is_welchs_t_test(n, n_baseline, level):
@@ -88,6 +89,7 @@ def test_a_difference_over_two_texts_is_the_mean_with_errors_in_squares():
     assert summed > 1.1 * got.se
 
 
+@pytest.mark.slow
 def test_the_error_of_a_weighted_mean_is_what_simulation_gives():
     """An interpolated baseline: 0.3 of one budget and 0.7 of another."""
     means, errors = [], []
@@ -152,6 +154,7 @@ def bound(trials):
     return 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, n_plain, m", ((5, 5, 1), (3, 8, 8), (5, 14, 8), (3, 16, 30)))
 @pytest.mark.parametrize("spread", (0.0, 0.4))
 def test_a_study_without_differences_is_wrong_in_one_of_twenty_at_most(n, n_plain, m, spread):
@@ -159,16 +162,19 @@ def test_a_study_without_differences_is_wrong_in_one_of_twenty_at_most(n, n_plai
     assert share_wrong(n, n_plain, m, trials, spread=spread) <= bound(trials)
 
 
+@pytest.mark.slow
 def test_the_simulation_can_be_wrong_at_all():
     assert share_wrong(5, 5, 1, 600) > 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, margin", ((5, 1.0), (10, 1.5), (20, 1.0)))
 def test_a_study_in_which_every_second_variant_differs_by_the_margin_is_not_wrong_more_often(n, margin):
     true = margin * (np.arange(8) % 2)
     assert share_wrong(n, 3 * n, 8, 300, true, margin) <= bound(300)
 
 
+@pytest.mark.slow
 def test_welchs_own_degrees_of_freedom_would_be_wrong_five_times_as_often(monkeypatch):
     """Negative control: a small spread by chance makes Welch's formula believe the baseline's many seeds."""
     count, trials = 0, 200
@@ -178,6 +184,7 @@ def test_welchs_own_degrees_of_freedom_would_be_wrong_five_times_as_often(monkey
     assert count / trials > 0.18, count / trials
 
 
+@pytest.mark.slow
 def test_two_families_would_be_wrong_more_often(monkeypatch):
     """Negative control: differences by themselves and "same" by themselves, each at 5 %."""
     true = 1.0 * (np.arange(8) % 2)
@@ -190,6 +197,7 @@ def test_two_families_would_be_wrong_more_often(monkeypatch):
     assert share_wrong(20, 57, 8, 800, true) > max(0.055, 1.3 * together)
 
 
+@pytest.mark.slow
 def test_no_correction_would_be_wrong_in_every_third_study(monkeypatch):
     """Negative control: eight comparisons, each at 5 %."""
     monkeypatch.setattr(stats, "holm", lambda p, most_true: np.asarray(p))
@@ -223,6 +231,7 @@ def test_two_looks_together_have_the_chance_that_is_allowed(spending, share, m):
     assert m == 1 or all(a < b for a, b in zip(levels, single))
 
 
+@pytest.mark.slow
 def test_two_planned_looks_are_wrong_in_one_of_twenty_and_two_others_more_often():
     """A part of tests/simulate.py --only=two_looks; looks without a correction are the negative control."""
     alone = error_of_two_looks(400, 1, 10, 10, {}, 0.0)
@@ -241,6 +250,7 @@ def found(true, n=5, n_plain=14, m=8, trials=300):
                for plain, variants in studies(n, n_plain, m, trials, truths)) / trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, n_plain, m", ((5, 14, 8), (10, 10, 1), (5, 10, 2)))
 def test_findable_is_found_four_times_in_five_with_the_spread_known(n, n_plain, m, monkeypatch):
     monkeypatch.setattr(stats, "chdtri", lambda df, q: df)  # the spread itself, not its upper bound
@@ -269,6 +279,7 @@ def test_seeds_to_find_are_the_fewest_that_find_a_difference(per_seed, m):
     assert seeds_to_find(1e-6, scores, per_seed, m) is None and seeds_to_find(0.01, [], per_seed, m) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("true, margin, word", ((0.9, 0.01, "worse"), (0.1, 1.0, "same")))
 def test_more_seeds_decide_four_times_in_five(true, margin, word):
     """With a pilot that shows exactly the true difference and the true spread."""
@@ -339,6 +350,7 @@ def test_a_variant_without_runs_counts_and_makes_no_other_look_better():
     assert judge([], []) == [] and missing.n == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, m", ((2, 1), (2, 8), (3, 30)))
 def test_nothing_overflows_at_the_fewest_seeds(n, m):
     """Warnings are errors here; one variant has 1000 times the spread."""
@@ -392,6 +404,7 @@ def autocorrelated(trials, n, phi):
     return lfilter([1], [1, -phi], noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, block", ((7, 1), (7, 3), (100, 10), (10_000, 16), (10_000, 1), (5, 5), (5, 9)))
 def test_the_mean_over_text_is_the_exact_difference(n, block):
     variant, baseline = rng(10, n).normal(200, 30, (2, n))
@@ -440,11 +453,13 @@ def coverage(block, phi=0.7, trials=200, n=1000, true=0.02):
     return found / trials
 
 
+@pytest.mark.slow
 def test_the_interval_over_text_holds_the_truth_as_often_as_it_says():
     assert 0.90 <= coverage(block=32) <= 0.98  # 31 blocks of 32 windows and one of 8
     assert 0.92 <= coverage(block=1, phi=0) <= 0.98
 
 
+@pytest.mark.slow
 def test_blocks_of_one_window_would_be_too_sure_of_themselves():
     assert coverage(block=1, trials=100) < 0.75  # negative control
 

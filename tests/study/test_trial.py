@@ -81,6 +81,7 @@ def zeroed(content):
 DAMAGE = [truncated, emptied, zeroed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["result.json", "nats.npy"])
 def test_a_damaged_result_is_set_aside_and_run_again(name, damage, finished, capsys):
@@ -95,12 +96,14 @@ def test_a_damaged_result_is_set_aside_and_run_again(name, damage, finished, cap
     assert again["bpb"] == before["bpb"] and trial.done(finished)
 
 
+@pytest.mark.slow
 def test_a_result_without_its_nats_is_no_result(finished, capsys):
     (finished / "nats.npy").unlink()
     assert not trial.done(finished) and (finished / "result.json.damaged").is_file()
     assert str(finished) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [
     dict(bpb=2.0), dict(nats=1000.0), dict(bytes=999), dict(bpb=math.nan), dict(nats=math.inf, bpb=math.inf),
     dict(bpb=None), dict(bytes=0), dict(nats="7"), "last digit", "nats.npy"])
@@ -208,6 +211,7 @@ def test_blocks_are_sums_of_whole_windows_in_order():
         assert found != pytest.approx(np.add.reduceat(nats, np.arange(0, 1001, windows + 1)), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch):
     monkeypatch.setattr(trial, "BLOCK", 64)
     folder = trial.make(spec)
@@ -219,6 +223,7 @@ def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch)
     assert found["torch"] == torch.__version__ and found["threads"] == 1 and found["processor"].strip()
 
 
+@pytest.mark.slow
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data, spec):
     folder = trial.make(spec_of(bytes_data, tokens=160))
     found = trial.run(folder, train.train)
@@ -389,6 +394,7 @@ def test_what_cannot_be_started_is_a_failure_and_no_end(tmp_path, monkeypatch):
     assert [trial.failure(folder) for folder in folders] == [why, why]
 
 
+@pytest.mark.slow
 def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, monkeypatch, capsys):
     def refuse(self, folder):
         raise RuntimeError("the queue is full")
@@ -401,6 +407,7 @@ def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, mo
     assert e.value.code not in (0, None) and "the queue is full" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
     """The real thing: a parent that SIGKILL gives no time to stop anything."""
     folder = trial.make(spec_of(bytes_data, max_iters=20000, eval_interval=10000))
@@ -434,6 +441,7 @@ def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
     assert 0 < torch.load(folder / "ckpt.pt", weights_only=True)["step"] < 20000
 
 
+@pytest.mark.slow
 def test_a_failure_on_the_cluster_is_reported(spec):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
     place = queue.Cluster("local", 1, {"timeout_min": 5})
@@ -487,6 +495,7 @@ def test_a_length_of_time_is_in_words(seconds, words):
     assert queue.time_in_words(seconds) == words
 
 
+@pytest.mark.slow
 def test_two_studies_that_want_the_same_run_train_it_once(bytes_data, spec):
     folder = trial.make(spec_of(bytes_data, max_iters=30))
     # by hand, and with nothing at their standard input
@@ -496,6 +505,7 @@ def test_two_studies_that_want_the_same_run_train_it_once(bytes_data, spec):
     assert printed.count("starting anew") == 1 and "going on" not in printed
 
 
+@pytest.mark.slow
 def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
     folder = trial.make({**spec, "code": "x"})
     why = queue.run_all([folder], queue.Processes(1, "cpu"))[folder]
@@ -507,6 +517,7 @@ def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
             trial.check_unchanged(trial.make({**spec, **other}))
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
     folder = trial.make(spec)
     (folder / "best.pt").write_bytes(b"left behind by a full disk")
@@ -607,6 +618,7 @@ def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
     assert place.room.running == {"4": 0, "6": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device, each, count", [("cuda", 1, 2), ("cuda", 2, 4), ("cuda:1", 1, 1)])
 def test_a_local_job_of_submitit_has_a_gpu_of_its_own(device, each, count, spec, monkeypatch):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
@@ -709,6 +721,7 @@ def test_no_more_threads_than_were_asked_for(asked, threads, monkeypatch):
         {"OMP_NUM_THREADS": str(each)} for each in threads]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_one_line_and_takes_nothing_with_it(tmp_path, monkeypatch, capsys):
     code = ("import os, sys; from pathlib import Path; folder = Path(sys.argv[1]); "
             "os.kill(os.getpid(), 9) if folder.name == 'b' else (folder / 'env.json').write_text('{}')")

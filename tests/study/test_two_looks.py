@@ -38,6 +38,7 @@ def started_seeds(here):
 
 # ---- two looks ----
 
+@pytest.mark.slow
 def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
     told = study(f"--variants={BIG}", "--spending=pocock")
     found, wider = results.read("out/sink+big-plain/results.json.gz"), "plain, MLP 96"
@@ -80,6 +81,7 @@ def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
             results.recheck("out/results.json.gz", complain=False)
 
 
+@pytest.mark.slow
 def test_what_seems_better_at_the_second_look_meets_its_wider_plain_gpt_by_all_seeds(study, monkeypatch):
     monkeypatch.setattr(effects, "seem_better", lambda scores, pairs, *level: [
         name for name, *_ in pairs if name == "big"])
@@ -103,6 +105,7 @@ def test_a_study_whose_first_look_decides_everything_has_no_second(study, here, 
     assert "14 runs, 7 of them to do" in capsys.readouterr().out  # a plan is that of both looks
 
 
+@pytest.mark.slow
 def test_a_study_in_two_looks_goes_on_where_it_was_stopped(study, here, capsys, monkeypatch):
     """A report between the two looks is the planned one; what it is of other plans is a look of its own."""
     run = here.run
@@ -128,12 +131,14 @@ def test_a_study_in_two_looks_goes_on_where_it_was_stopped(study, here, capsys, 
     assert whole == dict(plain=[*range(1, 9)], sink=[*range(1, 7)])
 
 
+@pytest.mark.slow
 def test_a_first_look_that_was_not_planned_as_one_is_told(study):
     study("--seeds=1,2,3", "--plain_seeds=4", "--looks=1")
     told = study()
     assert [look["seeds"] for look in told["looks"]] == [dict(plain=[1, 2, 3, 4], sink=[1, 2, 3])]
 
 
+@pytest.mark.slow
 def test_without_planned_looks_nothing_of_them_is_on_file(study):
     told = study("--looks=1", "--seeds=1,2,3")
     found, = (results.read(path) for path in Path("out").glob("*/results.json.gz"))
@@ -182,6 +187,7 @@ def test_a_failed_run_of_the_second_look_takes_nothing_from_the_first():
 
 # ---- what to type ----
 
+@pytest.mark.slow
 def test_an_undecided_study_names_a_command_that_works(study, here, capsys):
     told = study("--looks=1", "--seeds=1,2,3", "--plain_seeds=4", "--mechanisms=sink,output_gate",
                  f"--variants={BIG}", "--match_parameters=False")

@@ -105,6 +105,7 @@ def test_shakespeare_char_has_nanogpt_counts(tmp_path, capsys):
                               "sha256": SCRIPTS["shakespeare_char"].TEXT.sha256}
 
 
+@pytest.mark.slow
 def test_shakespeare_has_nanogpt_counts(tmp_path, gpt2_files):
     SCRIPTS["shakespeare"].main([f"--source={corpora('tinyshakespeare')}", f"--out={tmp_path / 'out'}"])
     meta, bins = load(tmp_path / "out")
@@ -112,6 +113,7 @@ def test_shakespeare_has_nanogpt_counts(tmp_path, gpt2_files):
     assert meta["separator"] == 50256 and meta["dtype"] == "uint16" and counts(meta, "bytes")[0] == 1_003_854
 
 
+@pytest.mark.slow
 def test_wikitext2_has_its_published_counts(tmp_path, gpt2_files):
     folder = f"--source={corpora('wikitext-2')}"
     SCRIPTS["wikitext2"].main([folder, f"--out={tmp_path / 'bpe'}"])
@@ -127,6 +129,7 @@ def test_wikitext2_has_its_published_counts(tmp_path, gpt2_files):
         assert f.read() == bins["test"].tobytes()
 
 
+@pytest.mark.slow
 def test_enwiki15_reads_xz(tmp_path, monkeypatch):
     script, folder = SCRIPTS["enwiki15"], corpora("enwiki15")
     # the small one only
@@ -135,6 +138,7 @@ def test_enwiki15_reads_xz(tmp_path, monkeypatch):
     assert counts(load(tmp_path / "out")[0]) == (5_972_296,) * 3
 
 
+@pytest.mark.slow
 def test_enwiki15_without_a_copy_says_so_in_one_line():
     env = {k: v for k, v in os.environ.items() if k != "NANOHEADS_DATA"}
     for more in ([], ["--source=/nowhere"]):
@@ -284,6 +288,7 @@ def test_second_run_of_a_known_corpus_needs_no_source(tmp_path, capsys):
     assert "already prepared, verified" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["bin", "short bin", "no bin", "meta", "no meta", "meta of another kind",
                                     "number in meta", "source", "share", "encoding", "errors"])
 def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
@@ -314,6 +319,7 @@ def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
     assert (meta == good) == (change not in ("source", "share", "encoding", "errors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["writing", "before renaming", "while renaming"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_interrupted_run_leaves_no_half_folder(tmp_path, monkeypatch, capsys, moment, error):
@@ -345,6 +351,7 @@ def test_an_interrupted_run_leaves_no_half_folder(tmp_path, monkeypatch, capsys,
     assert meta["source"]["bytes"] == 7000
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path):
     source = text_file(tmp_path / "a.txt", b"x" * 3_000_000)
     command = f"ulimit -f 1000; exec {sys.executable} {ROOT / 'data/prepare_text.py'} --source={source}"
@@ -355,6 +362,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert not list((tmp_path / "o").iterdir())
 
 
+@pytest.mark.slow
 def test_an_impossible_folder_is_one_line(tmp_path):
     source = text_file(tmp_path / "a.txt")
     done = subprocess.run([sys.executable, ROOT / "data/prepare_text.py",
@@ -525,6 +533,7 @@ def test_every_download_names_a_public_https_or_http_address_and_a_checksum():
 
 # ---- pystdlib ----
 
+@pytest.mark.slow
 def test_pystdlib_is_the_same_every_time(tmp_path):
     for out in ("a", "b"):
         SCRIPTS["pystdlib"].main([f"--out={tmp_path / out}"])
@@ -842,6 +851,7 @@ def arguments(tmp_path):
     return corpus.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
 
 
+@pytest.mark.slow
 def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):
     documents = [f"Document {i}: naïve <|endoftext|> text.\n\n" for i in range(1000)]
     documents += documents[:300]  # copies
@@ -862,6 +872,7 @@ def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):
     assert meta["source"]["bytes"] == sum(len(d.encode()) for d in documents)
 
 
+@pytest.mark.slow
 def test_openwebtext_memory_does_not_grow_with_the_corpus(tmp_path, gpt2_files):
     def documents(n):
         return (f"{i} " + "word " * 300 for i in range(n))
@@ -880,6 +891,7 @@ def test_openwebtext_says_what_it_lacks(monkeypatch):
     refused(lambda: next(script.stream([])), "pip install datasets")
 
 
+@pytest.mark.slow
 def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2_files, monkeypatch, capsys):
     import types
     asked = []
@@ -982,6 +994,7 @@ def test_a_folder_that_is_not_nanogpts_is_one_line(tmp_path, monkeypatch, damage
 
 # ---- all scripts ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [f"{name}/prepare.py" for name in NAMES] + ["prepare_text.py",
                                                                                "from_nanogpt.py"])
 def test_scripts_start_from_any_folder_and_begin_with_their_command(script):

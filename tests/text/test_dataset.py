@@ -252,6 +252,7 @@ def test_a_memory_that_cannot_be_kept_is_no_error(copy, reads, monkeypatch):
     assert sorted(path.name for path in copy.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
 
 
+@pytest.mark.slow
 def test_of_processes_that_start_together_one_reads(copy, tmp_path):
     """Four processes, as ranks are: each waits for the one that reads, and then finds what it kept."""
     code = f"""
@@ -338,6 +339,7 @@ def test_a_block_size_larger_than_the_split_is_one_line(chars_data):
     assert "block_size=751 needs at least 1,502 tokens of train" in message
 
 
+@pytest.mark.slow
 def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
     """300 MB, sparse, in a process of its own; the file's pages would all stay resident in one mapping."""
     size = 300 << 20

@@ -129,6 +129,7 @@ def test_decidability_ends_with_a_hedge_and_leaves_questions_out():
     assert whole[1] == "They lived there , perhaps in May 1901 , and were happy ."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", weak.LABELLERS)
 def test_a_label_follows_from_the_text_up_to_it(name):
     """What a label says must not change with what comes later; labels of whole sentences do change."""
@@ -159,6 +160,7 @@ def test_synthetic_truth_is_what_it_says():
     assert set(TASKS) == {"comma", "parity", "capital"}
 
 
+@pytest.mark.slow
 def test_noise_turns_a_share_of_the_labels(mixed, capsys):
     clean = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital")
     noisy = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--out=noisy")
@@ -182,6 +184,7 @@ def pieces(dataset, size, split="train", start=0):
     return list(Text(dataset, size).pieces(split, start))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
 def test_no_label_knows_where_pieces_are_cut(tmp_path, encoding, request, monkeypatch):
     if encoding == "gpt2":
@@ -214,6 +217,7 @@ def test_blocks_start_after_the_last_blank_line():
     assert labellers.block_starts(b"a\n\n  b") == [3]
 
 
+@pytest.mark.slow
 def test_a_long_block_is_not_cut_inside_a_character(tmp_path, monkeypatch):
     monkeypatch.setattr(labellers, "LONG", 10)
     raw = "é€😀".encode() * 30 + b"\xe2\x82" + b"\x80" * 40 + b"\xff" + "é".encode() * 9
@@ -236,6 +240,7 @@ def span(start, end, value=1.0, name="truth"):
     return dict(name=name, start=start, end=end, value=value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
 def test_spans_of_characters_reach_their_tokens(tmp_path, encoding, request):
     """The oracle goes through the text token by token; emoji are several GPT-2 tokens, and words are one."""
@@ -267,6 +272,7 @@ def test_a_token_has_the_value_of_the_last_span_it_touches():
     assert to_tokens(encode([np.nan] * 3 + [1] + [np.nan] * 3), piece).tolist() == [UNKNOWN, 254]
 
 
+@pytest.mark.slow
 def test_scores_of_tokens_and_the_rest(mixed, tmp_path):
     n = len(mixed.tokens("val"))
     rows = [dict(name="soft", token=5, values=[0.5, None, 1]), dict(name="soft", token=n - 1, value=0.0),
@@ -289,6 +295,7 @@ def test_a_byte_that_is_not_utf8_is_a_character(tmp_path):
     assert found.tolist() == [-1, -1, 1, -1, -1, 0, 1, 1, 1, -1, -1]
 
 
+@pytest.mark.slow
 def test_a_span_goes_over_many_pieces(mixed, tmp_path, monkeypatch):
     monkeypatch.setattr(labellers.Spans, "size", 200)
     monkeypatch.setattr(labellers, "LONG", 200)
@@ -310,6 +317,7 @@ def test_several_files_each_for_its_split(mixed, tmp_path):
     assert (found["only.val"] == -1).all() and found["only.test"][1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row, words", [
     (span(0, 10**9), "ends at 1,000,000,000; the split has [0-9,]+ characters"),
     (dict(name="truth", token=10**9, value=1), "ends at 1,000,000,001; the split has [0-9,]+ tokens"),
@@ -330,6 +338,7 @@ def test_a_bad_line_is_refused_with_its_number(mixed, tmp_path, row, words):
     assert not (mixed.dir / "labels").exists()
 
 
+@pytest.mark.slow
 def test_spans_that_overlap_must_agree(mixed, tmp_path):
     long, short, later = span(0, 100), span(10, 20), span(30, 40, 0.0)
     ask = "--by=spans", "--split=val"
@@ -350,6 +359,7 @@ def files_of(folder):
             if path.suffix != ".checked"}
 
 
+@pytest.mark.slow
 def test_a_second_run_verifies_and_mends(mixed, capsys):
     first = run(mixed, "--by=weak", "--splits", "val")
     printed = capsys.readouterr().out
@@ -371,6 +381,7 @@ def test_a_second_run_verifies_and_mends(mixed, capsys):
     run(mixed, "--by=weak", "--from=start", "--force")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_leaves_nothing_and_starts_over(mixed, tmp_path, monkeypatch):
     """Stopped in the second split, with --force over a finished set: its labels are gone, no part is left."""
     monkeypatch.setattr(labellers.Weak, "size", 400)
@@ -393,6 +404,7 @@ def test_a_stopped_run_leaves_nothing_and_starts_over(mixed, tmp_path, monkeypat
     assert files_of(tmp_path / "forced") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_what_is_half_done_otherwise_is_not_gone_on_with(mixed, tmp_path, monkeypatch):
     run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/whole")
     ask = labellers.Weak.__call__

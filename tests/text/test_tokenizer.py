@@ -230,6 +230,7 @@ def test_cutting_after_the_space_would_change_tokens(gpt2):
     assert whole("a\n\n") + whole("b") != whole("a\n\nb")
 
 
+@pytest.mark.slow
 def test_real_text_in_pieces_equals_the_whole(gpt2, monkeypatch):
     path = corpora() / "tinyshakespeare/input.txt"
     if not path.is_file():
@@ -239,6 +240,7 @@ def test_real_text_in_pieces_equals_the_whole(gpt2, monkeypatch):
     assert gpt2.encode(text).tolist() == tokenizer.gpt2().encode_ordinary(text)
 
 
+@pytest.mark.slow
 def test_millions_of_characters_encode():
     text = "the quick brown fox é\n" * 250_000  # 5.5 million
     tok = Tokenizer("char", sorted(set(text)))

@@ -102,6 +102,7 @@ def test_content_reaches_the_disk_before_the_name_does(state, saved, monkeypatch
     assert calls == ["fsync", "rename", "fsync"], "content, name, folder"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before writing", "half-written", "written, not renamed"])
 def test_killing_the_writer_at_any_moment_leaves_the_old_file_or_the_new_one(state, saved, moment):
     new = io.BytesIO()
@@ -162,6 +163,7 @@ def test_a_damaged_weight_is_noticed(state, saved):
     assert "damaged" in line(checkpoint.read, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["text", "pickle", "zip",
                                      "tensor", "list", "dict", "weights alone", "config of another kind"])
 def test_a_foreign_file_is_one_line(saved, state, content):
@@ -342,6 +344,7 @@ def test_the_device_is_detected():
     assert pick_device("cpu") == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides this by itself")
 def test_on_a_cpu_freed_memory_stays_for_the_next_step():
     """Given back and taken again each of its pages is a page fault: a tenth of the time of a small run."""

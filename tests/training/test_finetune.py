@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import put_split, write_dataset
-from helpers import byte_pairs, torchrun, untimed
+from helpers import byte_pairs, tiny, torchrun, untimed
 from scipy.stats import t as student
 
 from lab import probe
@@ -124,6 +124,7 @@ def test_before_they_start_skips_are_off_and_at_the_end_all_there(mode):
     assert models[2].state_dict().keys() == models[0].state_dict().keys(), "the schedule is no weight"
 
 
+@pytest.mark.slow
 def test_a_share_that_moves_compiles_nothing_anew():
     compiled = []
 
@@ -143,6 +144,7 @@ def test_a_share_that_moves_compiles_nothing_anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_run_starts_its_skips_when_it_is_told_to(tuned, rows, tmp_path):
     main(tuned("late", unet="add", unet_init=0.5, unet_from=4, init_anyway=True, max_iters=8))
     main(tuned("never", unet="add", unet_init=0.5, unet_skips=False, init_anyway=True, max_iters=8))
@@ -152,6 +154,7 @@ def test_a_run_starts_its_skips_when_it_is_told_to(tuned, rows, tmp_path):
     assert late[0] == never[0] and late[-1] != never[-1], "also as it is evaluated"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_skips_of_its_last_step(tuned, rows, tmp_path, wiki):
     main(tuned("half", unet="add", unet_init=0.5, init_anyway=True, unet_from=2, unet_ramp=8, max_iters=6))
     row = rows(tmp_path / "half")[1][-1]
@@ -172,6 +175,7 @@ def test_a_checkpoint_has_the_skips_of_its_last_step(tuned, rows, tmp_path, wiki
 
 # ---- a frozen trunk ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(optimizer="adamw", weight_decay=0.5), dict(optimizer="muon"),
                                   dict(optimizer="muon", dtype="float16")],
                          ids=lambda k: "-".join(map(str, k.values())))
@@ -194,6 +198,7 @@ def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
         assert {int(state["step"]) for state in moments if "step" in state} == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thaw_from", [8, 12], ids=["thawed", "frozen"])
 def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, tuned, rows, tmp_path, monkeypatch):
     """Stopped after ten steps: skips half there, the trunk as the id says, between documents."""
@@ -218,6 +223,7 @@ def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, tuned, rows, 
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_two_ranks_thaw_and_read_documents_as_one_process_does(tuned, rows, tmp_path):
     keys = dict(SKIPS, unet_from=1, unet_ramp=2, freeze_trunk=True, thaw_from=3, documents=8, batch_size=3,
                 grad_accum=4)
@@ -239,6 +245,7 @@ def dataset_of_text(tmp_path, text, encoding="byte"):
     return Dataset(write_dataset(tmp_path / encoding, splits, encoding, vocab))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text,pieces", [
     ("before\n = One = \n\n text \n = = Part = = \n more\n = Two = \n\n end\n",
      ["before\n", " = One = \n\n text \n = = Part = = \n more\n", " = Two = \n\n end\n"]),
@@ -298,6 +305,7 @@ def test_without_an_end_of_text_token_no_other_ends_a_document(tmp_path):
 
 # ---- rows of documents ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T,shortest", [(64, 8), (64, 32), (128, 1)])
 def test_a_pass_has_each_token_once_and_no_row_two_documents(wiki, T, shortest):
     data, rows = Dataset(wiki), 3
@@ -364,6 +372,7 @@ def test_rows_of_similar_length_come_together(wiki):
     assert 1 - length.sum() / (8 * shuffled.max(1)).sum() > 0.4, "negative control: in any order"
 
 
+@pytest.mark.slow
 def test_the_log_counts_the_tokens_that_were_read(tuned, rows, tmp_path, wiki, capsys):
     main(tuned("run", documents=8, grad_accum=2))
     batches = DocumentBatches(Dataset(wiki), "train", 32, 8, 1337, 8)
@@ -383,16 +392,13 @@ def padded(row, width, fill):
     return x, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MECHANISMS, "all_on"])
 def test_neither_padding_nor_another_document_changes_a_logit_or_a_loss(name):
     """Causal attention needs no mask for it; router losses would count padding, and are refused."""
     flags = ALL_ON if name == "all_on" else MECHANISMS[name]
-    sizes = dict(SIZES, n_head=6, n_embd=72, block_size=24)
-    model = GPT(GPTConfig(**sizes, **flags)).double().train()
+    model = tiny(flags, **{**SIZES, "n_head": 6, "n_embd": 72, "block_size": 24}).train()
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.dim() < 2))
     row, other, third = (torch.randint(256, (n,), generator=generator).tolist() for n in (12, 20, 17))
 
     def computed(*rows, fill=0, width=24):
@@ -415,6 +421,7 @@ def test_neither_padding_nor_another_document_changes_a_logit_or_a_loss(name):
     assert not torch.allclose(computed(row[:5] + row[6:], width=11).logits[0, :9], alone.logits[0, :9])
 
 
+@pytest.mark.slow
 def test_a_token_weighs_the_same_in_portions_ranks_and_one_batch():
     """Gradients of portions with 2 to 24 scored tokens, against those of all rows at once."""
     x, y = (torch.cat(each) for each in zip(*(padded(list(range(9, 10 + n)), 24, 0)
@@ -443,6 +450,7 @@ def test_a_token_weighs_the_same_in_portions_ranks_and_one_batch():
     assert far({name: (a[name] + b[name]) / 2 for name in a}, whole) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [dict(batch_size=2, grad_accum=4), dict(compile=True)],
                          ids=["portions", "compiled"])
 def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path, monkeypatch):
@@ -464,6 +472,7 @@ def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path,
 
 # ---- what means nothing ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune_gpt2", "finetune_gpt_neo_acag", "finetune_smollm2"])
 def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path):
     """With the command that stands there, in fewer steps."""
@@ -541,6 +550,7 @@ def slow_nats(model, context, choice):
     return total
 
 
+@pytest.mark.slow
 def test_choices_are_scored_one_at_a_time(items):
     model = GPT(GPTConfig(**{**SIZES, "block_size": 96}, recipe="modern", zero_init=False)).double().eval()
     some = [*items[:5], *items[-5:]]  # copies, and pieces of text
@@ -594,6 +604,7 @@ def test_items_are_read_as_they_were_saved(items, tmp_path):
     assert read_items(tmp_path / "items.jsonl") == items
 
 
+@pytest.mark.slow
 def test_probe_fewshot_end_to_end(tmp_path, capsys):
     data = Dataset(write_dataset(tmp_path / "text", dict.fromkeys(("train", "val", "test"), TEXT.encode())))
     paths = []

@@ -11,6 +11,7 @@ from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import checkpoint, pruning
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
+from helpers import tiny
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=2, n_head=6, n_embd=72)
 NEUTRAL_FLAGS = {"window": 16, "score_cap": 1e6}  # what has to be said for a setting to be neutral
@@ -18,11 +19,7 @@ NEUTRAL_FLAGS = {"window": 16, "score_cap": 1e6}  # what has to be said for a se
 
 def saved(path, flags):
     """A checkpoint of a model that is alive: no weight is zero."""
-    model = GPT(GPTConfig(**SIZES, **flags)).eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        mean, std = (0, 0.15) if p.dim() >= 2 else (1, 0.1)
-        torch.nn.init.normal_(p, mean, std)
+    model = tiny(flags, **SIZES).float()
     checkpoint.save(path, dict(model=model.state_dict(), config=asdict(model.config), meta=None))
     return model
 
@@ -42,6 +39,7 @@ def data(bytes_data):
 IDX = torch.randint(256, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", [*NEUTRAL, "all"])
 def test_a_mechanism_turned_on_starts_with_the_checkpoints_logits(name, recipe, tmp_path, data):
@@ -58,6 +56,7 @@ def test_a_mechanism_turned_on_starts_with_the_checkpoints_logits(name, recipe, 
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if n not in NEUTRAL or n.startswith("window")])
 def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
     plain, flags = saved(tmp_path / "plain.pt", {}), MECHANISMS[name]
@@ -95,6 +94,7 @@ def test_a_window_over_a_checkpoint_follows_its_context(name, tmp_path, data):
     assert (model.config.block_size, model.config.window, model.mask.window) == (16, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(sentinel="sigmoid"), dict(sentinel="sigmoid", sentinel_init=-1.0),
                                    dict(sentinel="hard_concrete", sentinel_init=0.5)], ids=str)
 def test_gates_over_a_checkpoint_can_learn(flags, tmp_path, data):
@@ -136,6 +136,7 @@ def test_nanogpts_checkpoint_gets_heads(tmp_path, data):
         assert torch.allclose(model(IDX).logits, theirs(IDX).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
     """As at the command line; the second call resumes with the very same flags."""
     common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4", "--eval_tokens=256",

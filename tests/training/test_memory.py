@@ -38,6 +38,7 @@ def model_and_run(rows=4, optimizer=None, dtype="float32", **flags):
     return model, train.ready_to_step(model, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     {}, dict(recipe="modern"), dict(recipe="llama"), dict(recipe="modern", checkpoint_activations=True),
     dict(loss_chunks=4), dict(dropout=0.1), MECHANISMS["acag"], MECHANISMS["short_conv"],
@@ -46,6 +47,7 @@ def test_a_step_allocates_what_was_calculated(flags):
     check_allocated("small", "float32", flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, dtype", [("small", "bfloat16"), ("wide", "float32"), ("long", "bfloat16")])
 def test_a_step_of_another_size_or_dtype_allocates_what_was_calculated(size, dtype):
     check_allocated(size, dtype, dict(recipe="modern"))
@@ -66,6 +68,7 @@ def check_allocated(size, dtype, flags):
     assert need.weights == need.gradients == sum(4 * p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_activations_grow_with_the_rows_and_a_frozen_trunk_needs_no_gradients():
     model, run = model_and_run(**SIZES["small"])
     one, four = (step_memory(model, run.config, rows, nullcontext()) for rows in (1, 4))
@@ -100,6 +103,7 @@ def test_a_small_model_on_a_cpu_says_nothing_and_a_larger_one_does(monkeypatch):
     assert line.startswith("a step takes about 0.0 GiB of memory: weights ") and "8 x 128 tokens" in line
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_batch_that_does(monkeypatch):
     monkeypatch.setattr(memory, "SHOWN_FROM", 0)
     run = run_on("cpu", batch_size=8, grad_accum=3)

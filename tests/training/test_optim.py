@@ -46,6 +46,7 @@ def test_singular_values_come_out_around_one():
     assert 0.4 < values.min() and values.max() < 1.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low_precision", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64), (128, 512), (256, 1024)])
 @pytest.mark.parametrize("noise", [0.0, 0.003, 0.01, 0.1])
@@ -142,6 +143,7 @@ def slow_normuon(weights, gradients, slices, lr, momentum, beta2):
     return torch.cat(weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, slices", [((12, 12), 1), ((8, 24), 1), ((24, 8), 1), ((24, 8), 3),
                                            ((24, 8), (4, 1, 1)),
                                            ((6, 1), 2), ((1, 1), 1)], ids=str)
@@ -331,6 +333,7 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_every_model_of_a_process_has_a_graph(graphs):
     """Beyond torch.compile's limit of 8 for one function it runs eager without a word."""
     for i, cls in enumerate(HEAD_MECHANISMS[:10]):
@@ -339,6 +342,7 @@ def test_every_model_of_a_process_has_a_graph(graphs):
     assert len(graphs) > 8
 
 
+@pytest.mark.slow
 def test_a_model_that_is_pruned_again_and_again_has_a_graph_each_time(graphs):
     model = GPT(GPTConfig(**{**SIZES, "n_head": 16, "n_embd": 64}, recipe="modern"))
     config = TrainConfig(compile=True).for_recipe("modern")
@@ -348,6 +352,7 @@ def test_a_model_that_is_pruned_again_and_again_has_a_graph_each_time(graphs):
         prune_heads(model, {0: [i]})
 
 
+@pytest.mark.slow
 def test_the_penalty_of_gates_moves_without_a_new_graph(graphs):
     run = ready(MECHANISMS["sentinel_l0"], compile=True)
     for step in range(6):
@@ -409,6 +414,7 @@ def three_steps(rank=0, world=1):
     return [p.detach() for p in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world, gathers", [(2, True), (3, True), (2, False)])
 def test_ranks_share_muons_work(world, gathers, tmp_path, free_port):
     """Negative control: without the exchange the weights are others."""
@@ -440,6 +446,7 @@ def gradients_of(rank):
     return params
 
 
+@pytest.mark.slow
 def test_gradients_are_averaged_in_buckets(tmp_path, free_port):
     mp.spawn(rank_of_gradients, (2, free_port, str(tmp_path)), nprocs=2)
     one, two = gradients_of(0), gradients_of(1)

@@ -1,0 +1,219 @@
+"""
+Faults that the tests must find: each is planted alone in a copy of the repository, and the tests that
+are named beside it are run there.
+
+    python tests/planted.py            # all of them: a table, and exit code 1 where one is not found
+    python tests/planted.py NAME ...   # some of them
+    python tests/planted.py --list     # what they are
+
+A fault is one that a person makes: a sign, an index, a mask, a missing term. Its old text must stand once in
+its file; where it stands no more the table says so in a line, and the fault is to be put anew. A file is
+named by the end of its path and a test by its file's name, so both may move to other folders.
+
+Before any fault is planted all named tests are run as they are: a test that fails by itself finds nothing.
+"""
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    """old, once in file, becomes new; tests: those of which one must fail then."""
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple
+
+
+FAULTS = (
+    # ---- the model and its mechanisms ----
+    Fault("a bias of keys by the query's index", "model.py",
+          "score + bias[b, h, s]", "score + bias[b, h, t]",
+          ("test_mechanisms.py::test_values_and_gradients_equal_the_written_out_formula[a2c_key_bias]",)),
+    Fault("a window one token too wide", "model.py",
+          "query - key < self.window)", "query - key <= self.window)",
+          ("test_mechanisms.py::test_values_and_gradients_equal_the_written_out_formula[window]",)),
+    Fault("the value's error sends a gradient", "model.py",
+          "float32_linear(self, x.detach())", "float32_linear(self, x)",
+          ("test_mechanisms.py::"
+           "test_the_value_head_learns_from_its_own_loss_alone_and_gives_the_blocks_no_gradient",)),
+    Fault("the router's mean without its own token", "model.py",
+          "read = read / (heads.positions + 1)[..., None]",
+          "read = read / heads.positions.clamp_min(1)[..., None]",
+          ("test_constraint.py::test_gates_and_scores_equal_the_oracle[output-]",)),
+    Fault("statistics that another mechanism reads are not detached", "model.py",
+          "stats = RowStats(*(s if s is None else s.detach() for s in stats))", "pass",
+          ("test_mechanisms.py::"
+           "test_other_mixtures_equal_the_written_out_formula[detached beside another reader]",)),
+    Fault("slopes of ALiBi from 1 on", "nanoheads/rivals.py",
+          "first = [2 ** (-8 * (i + 1) / power)", "first = [2 ** (-8 * i / power)",
+          ("test_attention.py::test_slopes_of_alibi_are_the_papers",)),
+    Fault("padding is convolved", "nanoheads/rivals.py",
+          "x = x * heads.valid  # padding is no token", "pass",
+          ("test_promises.py::test_rows_padded_and_read_in_pieces_equal_rows_alone",)),
+    Fault("a cache one token too short", "nanoheads/rivals.py",
+          "both[:, -reach:])", "both[:, 1 - reach:])",
+          ("test_promises.py::test_cached_equals_uncached",)),
+    # ---- attention and kernels ----
+    Fault("a mask that shows the next token", "attention.py",
+          "return keys <= queries", "return keys <= queries + 1",
+          ("test_attention.py::test_a_score_function_acts_on_the_stored_logits",)),
+    Fault("the log-sum-exp's gradient with the other sign", "attention.py",
+          "torch.cat((*y, -dlse[..., None]", "torch.cat((*y, dlse[..., None]",
+          ("test_mechanisms.py::test_row_statistics_equal_those_of_the_stored_attention",)),
+    Fault("groups of heads read keys in turn", "kernels.py",
+          "x.repeat_interleave(n_head // x.size(1), 1)", "x.repeat(1, n_head // x.size(1), 1, 1)",
+          ("test_mechanisms.py::test_other_mixtures_equal_the_written_out_formula[multi-query]",
+           "test_mechanisms.py::test_other_mixtures_equal_the_written_out_formula[grouped]")),
+    # ---- training and scoring ----
+    Fault("Muon's step by the other side's length", "optim.py",
+          "math.sqrt(max(1.0, rows / cols))", "math.sqrt(max(1.0, cols / rows))",
+          ("test_optim.py::test_even_rows_equal_the_written_normuon",)),
+    Fault("bits of tokens called bits of bytes", "scoring.py",
+          'bpb=bits(nats, size["bytes"])', "bpb=bits(nats, tokens)",
+          ("test_evaluate.py::test_bytes_and_characters_come_from_meta_not_from_the_token_count",)),
+    Fault("a run folder means its last checkpoint", "checkpoint.py",
+          '("best.pt", "ckpt.pt") if (path / n)', '("ckpt.pt", "best.pt") if (path / n)',
+          ("test_checkpoint.py::test_a_run_folder_means_its_best_checkpoint",)),
+    # ---- text ----
+    Fault("bytes in the place of characters", "tokenizer.py",
+          "count_chars(a) - count_chars(b))", "len(a) - len(b))",
+          ("test_evaluate.py::test_bytes_are_those_of_the_text_also_where_its_tokens_spell_others",)),
+    # ---- heads ----
+    Fault("importance of each entry, not of a sequence", "measuring.py",
+          "(y * g).sum((1, 3)).abs().mean(0)", "(y * g).abs().sum((1, 3)).mean(0)",
+          ("test_heads.py::test_metrics_are_those_of_a_head_at_a_time",)),
+    Fault("a folded gate not over the head's own", "surgery.py",
+          "(hand == own), 1.0, hand / own)", "(hand == own), 1.0, hand)",
+          ("test_inspect_heads.py::test_gates_by_hand_go_into_the_projections_of_every_mechanism[sentinel]",)),
+    # ---- studies ----
+    Fault("p of one tail", "stats.py",
+          "float(2 * stdtr(df, -abs(mean) / se))", "float(stdtr(df, -abs(mean) / se))",
+          ("test_stats.py::test_a_difference_over_two_texts_is_the_mean_with_errors_in_squares",
+           "test_stats.py::test_a_difference_is_welchs_t_test")),
+    Fault("verdicts by uncorrected p", "stats.py",
+          "corrected = holm(both, most_true=m).tolist()", "corrected = both",
+          ("test_stats.py::test_both_tests_of_all_comparisons_are_one_family",)),
+    Fault("the curve's nearer budget has the smaller weight", "effects.py",
+          "weight * (1 - share)), *parts_of(curve[above], weight * share)]",
+          "weight * share), *parts_of(curve[above], weight * (1 - share))]",
+          ("test_effects.py::test_the_plain_gpt_is_interpolated_between_neighbouring_budgets",)),
+    # ---- probes ----
+    Fault("one token ahead is not looked at", "causality.py",
+          "self.changed(ids, place < at)", "self.changed(ids, place < at - 1)",
+          ("test_leak.py::test_a_leak_is_found_at_its_place",)),
+)
+
+
+class Missing(Exception):
+    """A fault that cannot be planted, or a test that there is not, in one line."""
+
+
+def files_here():
+    """Paths of the files of the repository, those too that are not committed yet."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, check=True, text=True).stdout
+    return [path for path in listed.split("\0") if path and (ROOT / path).is_file()]
+
+
+def only(paths, name, of):
+    """The one path that ends in a name."""
+    found = [path for path in paths if path.startswith("tests/") == of and f"/{path}".endswith(f"/{name}")]
+    if len(found) != 1:
+        raise Missing(f"{name}: {len(found)} files end in that")
+    return found[0]
+
+
+def place_of(fault, paths):
+    """(path, line) of a fault's old text."""
+    path = only(paths, fault.file, of=False)
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise Missing(f"{path} has {fault.old!r} {text.count(fault.old)} times, not once")
+    return path, text[:text.index(fault.old)].count("\n") + 1
+
+
+def tests_of(fault, paths):
+    """A fault's tests as pytest takes them."""
+    names = (test.partition("::") for test in fault.tests)
+    return [f"{only(paths, file, of=True)}::{name}" for file, _, name in names]
+
+
+def run(tree, tests):
+    """(exit code, the first test that fails or "", the last line) of tests in a copy."""
+    # the copy's files before those of an installation, also in processes that tests start
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *tests],
+                          cwd=tree, env=env, capture_output=True, text=True)
+    failed = re.search(r"^FAILED (?:\S*/)?(test_\w+\.py::.+?)(?: - .*)?$", done.stdout, re.M)
+    last = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
+    return done.returncode, failed[1] if failed else "", last
+
+
+def found_by(fault, tree, paths):
+    """(whether the tests find a fault in a copy that is whole otherwise, where it is, what finds it)."""
+    try:
+        (path, line), tests = place_of(fault, paths), tests_of(fault, paths)
+    except Missing as e:
+        return False, fault.file, f"NOT PLANTED: {e}"
+    file = tree / path
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        code, test, last = run(tree, tests)
+    finally:
+        file.write_text(text, encoding="utf-8")
+    if code == 1 and test:
+        return True, f"{path}:{line}", test
+    return False, f"{path}:{line}", "NOT FOUND" if code == 0 else f"NOT RUN: {last}"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults, by their names (default: all)")
+    parser.add_argument("--list", action="store_true", help="print what they are, and plant none")
+    args = parser.parse_args(argv)
+    if unknown := set(args.names) - {fault.name for fault in FAULTS}:
+        sys.exit(f"planted: there is no fault called {sorted(unknown)[0]!r}; --list names them")
+    faults = [fault for fault in FAULTS if not args.names or fault.name in args.names]
+    if args.list:
+        for fault in faults:
+            print(f"{fault.name}\n    {fault.file}: {fault.old}\n    becomes: {fault.new}")
+        return
+    paths, missed = files_here(), 0
+    with tempfile.TemporaryDirectory(prefix="planted_") as folder:
+        tree = Path(folder)
+        for path in paths:
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, tree / path)
+        tests = []
+        for fault in faults:
+            try:
+                tests += tests_of(fault, paths)
+            except Missing:  # said below, in the line of the fault
+                pass
+        code, test, last = run(tree, list(dict.fromkeys(tests)))
+        if code:
+            sys.exit(f"planted: without any fault, {test or 'pytest'} fails: {last}")
+        width = max(len(fault.name) for fault in faults)
+        for fault in faults:
+            found, place, what = found_by(fault, tree, paths)
+            missed += not found
+            print(f"{fault.name:{width}}  {place:34}  {what}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} faults are found")
+    if missed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
