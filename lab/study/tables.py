@@ -110,8 +110,8 @@ def explained(found, only=None):
 
 def front(found, only=None):
     """explained() in so few columns that they fit a front page."""
-    return in_markdown(*without(explained_table(found, only), "on each text alone", "bits/byte",
-                                "worth × compute", "at equal time"))
+    return in_markdown(*without(explained_table(found, only), "on each text alone", "worth × compute",
+                                "at equal time"))
 
 
 def counted(found, only=None):
