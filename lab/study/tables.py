@@ -23,7 +23,7 @@ from lab.study.findings import (Table, against_plain, at_cost, candidates_table,
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
 
-# what a variant of the README's table does, in words
+# what a variant of the tables "explained" and "front" does, in words
 IN_WORDS = {
     "plain": "the same model without any mechanism",
     "short_conv": "each query, key and value is mixed with those of the two tokens before",
@@ -89,7 +89,7 @@ def at_equal_parameters(found, c):
     return f"{mean_alone(row)}, {verdict_of(found, row)}" if row else "–"
 
 
-def explained(found, only=None):
+def explained_table(found, only):
     """The variants that IN_WORDS explains, or `only`, against the plain GPT: for a reader who knows none.
 
     found: of several texts, all of them together.
@@ -106,7 +106,17 @@ def explained(found, only=None):
                      worth_of(c), at_equal_parameters(found, c), at_cost(c, "equal_flops", mean_alone),
                      at_cost(c, "equal_time", mean_alone)))
     table = Table(head, rows, (0, 1, 2))
-    return in_markdown(*(table if found.get("texts") else without(table, "on each text alone")))
+    return table if found.get("texts") else without(table, "on each text alone")
+
+
+def explained(found, only=None):
+    return in_markdown(*explained_table(found, only))
+
+
+def front(found, only=None):
+    """explained() in so few columns that they fit a front page."""
+    return in_markdown(*without(explained_table(found, only), "on each text alone", "worth × compute",
+                                "at equal time"))
 
 
 def counted(found, only=None):
@@ -131,6 +141,7 @@ TABLES = {
     "short": of_each_size(short_verdicts),
     "short_timed": of_each_size(short_and_timed),
     "explained": of_each_size(explained),
+    "front": of_each_size(front),
     "each_text": lambda found, only=None: in_markdown(*without(
         texts_table(found, only), "bits/byte", "corrected p", "worth × compute", "verdict")),
     "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),

@@ -14,15 +14,19 @@ from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import choices
+from lab.study import effects, results, tables
 from lab.study.variants import StudyConfig
 from train import main
 from conftest import ROOT
+from helpers import EXAMPLES, MOVED
 
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
+OF_TODAY = [page for page in PAGES if page.parent.name != "log"]  # the log names what there was on its day
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
-FOLDERS = "data|config|docs|tests|results|nanoheads"
+PROGRAMS_PAGE = (ROOT / "docs/programs.md").read_text(encoding="utf-8")
+FOLDERS = "data|config|docs|tests|results|nanoheads|lab"
 
 # a reader's own file, and placeholders
 NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "base_train.py"}
@@ -64,7 +68,7 @@ def anchors(text):
 
 # ---- files ----
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
 def test_files_named_in_the_docs_exist(page):
     """By their path from the root, by their path in the package, or a module by its name alone."""
     files = rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b[\w/]+\.(?:py|sh)\b"
@@ -114,21 +118,36 @@ def test_advice_to_lower_or_raise_something_names_a_key():
 
 # ---- the README ----
 
-def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
+@pytest.mark.parametrize("page", [README, PROGRAMS_PAGE], ids=["README.md", "docs/programs.md"])
+def test_every_flag_named_beside_the_programs_is_a_key_or_an_argument(page):
     sources = "".join(p.read_text(encoding="utf-8") for p in SOURCES)
-    named = set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) - {"standalone", "nproc_per_node", "dropot"}
-    named -= {*other_names.NAMES}
+    text = re.sub(r"^```python.*?^```$", "", page, flags=re.M | re.S)  # the flags of an example are its own
+    named = set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", text)) - {"dropot", *other_names.NAMES}
+    assert len(named) > 10
     for flag in named:
         assert re.search(rf"""^    {flag}: |--{flag}\b|more\["{flag}"\]""", sources, re.M), f"--{flag}"
 
 
-def test_a_mistake_is_answered_as_the_readme_shows(capsys):
-    shown = section("What you will do most").split("```\n$ python train.py ")[1].split("```")[0]
+def test_a_mistake_is_answered_as_the_page_shows(capsys):
+    shown = PROGRAMS_PAGE.split("```\n$ python train.py ")[1].split("```")[0]
     command, *lines_there = shown.splitlines()
     with pytest.raises(SystemExit) as e:
         main(command.split())
     lines = [line for line in str(e.value.code).splitlines() if "is not prepared" not in line]  # no data here
     assert capsys.readouterr().out == "" and lines == lines_there
+
+
+def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
+    """Which tests/mechanisms/test_add_a_mechanism.py holds to every promise."""
+    assert re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S) == EXAMPLES[:1]
+
+
+def test_the_table_of_the_front_page_is_the_explained_one_with_fewer_columns():
+    found = effects.pooled(results.read(ROOT / "results" / "all-tiny.json.gz"))
+    short, whole = ([line.strip("|").split("|") for line in tables.TABLES[kind](found, ["diff"]).splitlines()]
+                    for kind in ("front", "explained"))
+    columns = [whole[0].index(title) for title in short[0]]
+    assert len(columns) == 6 < len(whole[0]) and short == [[row[i] for i in columns] for row in whole]
 
 
 def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
@@ -137,14 +156,13 @@ def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
     assert named == {p.parent.name for p in ROOT.glob("data/*/prepare.py")}
 
 
-def test_the_readme_maps_every_folder_and_describes_every_program():
-    layout, programs = section("How to read the code"), section("What you will do most")
-    folders = {p.parent.name for p in ROOT.glob("nanoheads/*/__init__.py")}
-    folders |= {"nanoheads", "config", "data", "results", "docs", "tests"}
-    assert folders <= set(re.findall(r"(\w+)/ ", layout)) and "model.py" in layout
-    for program in {p.name for p in ROOT.glob("*.py")} - {"model.py"}:
-        assert re.search(rf"\*\*[^*]*{re.escape(program)}\.?\*\*", programs), program
-        assert f"\npython {program} " in programs
+def test_the_readme_has_a_command_of_every_program_and_its_page_a_section():
+    at_root = {path.stem for path in ROOT.glob("*.py")} - {"model", *MOVED}
+    of_lab = {path.stem for path in ROOT.glob("lab/*.py")} - {"__init__"}
+    for program in (*(f"{name}.py" for name in at_root), *(f"-m lab.{name}" for name in of_lab)):
+        assert f"\npython {program} " in README, program
+    for program in (*(f"{name}.py" for name in at_root), *(f"lab/{name}.py" for name in of_lab)):
+        assert f"\n## {program}\n" in PROGRAMS_PAGE, program
 
 
 def test_the_readme_names_the_tests():
@@ -224,7 +242,7 @@ def read_arguments(words, monkeypatch):
         importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])
 
 
-COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)
+COMMANDS = sorted({tuple(words) for page in OF_TODAY for words in commands(page)
                    if is_whole(words)})
 MISSING = "is not prepared|no dataset data/mine|no labels 'weak'"  # here, and made by a command before
 
@@ -253,10 +271,10 @@ def read_before_made(page):
 
 def test_no_page_repeats_a_command_that_refuses_to_be_repeated():
     """A run's folder and an exported one are not written twice, so a reader of README.md is refused."""
-    writes = ("train.py", "export_hf.py")
-    first = {tuple(words) for words in commands(ROOT / "README.md") if words[0] in writes}
+    first = {tuple(words) for words in commands(ROOT / "README.md")
+             if is_whole(words) and {"train.py", "lab.export_hf"} & {*words}}
     repeated = {page.name: first & {tuple(words) for words in commands(page)}
-                for page in PAGES if page.name != "README.md"}
+                for page in OF_TODAY if page != ROOT / "README.md"}
     assert len(first) > 2 and not any(repeated.values()), repeated
 
 
@@ -271,7 +289,7 @@ def test_the_page_of_constraint_heads_makes_what_its_commands_read(tmp_path):
 @pytest.mark.parametrize("line", ["train.py --scale=tiny --muon_rate=1",
                                   "sample.py --ckpt x --temprature 1",
                                   "compare.py config/studies/none.py",
-                                  "prune.py --ckpt x --to much --by all"])
+                                  "-m lab.prune --ckpt x --to much --by all"])
 def test_a_command_with_a_mistake_is_not_read(line, monkeypatch):
     with pytest.raises(SystemExit):
         read_arguments(line.split(), monkeypatch)

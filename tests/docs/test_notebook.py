@@ -29,7 +29,7 @@ from nbclient.exceptions import CellExecutionError  # noqa: E402
 
 NOTEBOOK = ROOT / "docs" / "heads.ipynb"
 COMPARISON = ROOT / "docs" / "compare.ipynb"
-COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/**/*.py",
+COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/*.py", "lab/**/*.py",
           "lab/study/templates/*", "docs/*.ipynb")
 # Where sums are rounded as when the outputs were stored, all digits come out again. Elsewhere Muon amplifies
 # the rounding: without vector instructions losses differ by up to 1.3 %, and what single heads do by a third.
