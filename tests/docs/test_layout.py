@@ -97,7 +97,7 @@ def test_every_slow_test_is_there():
 
 # ---- the map in README.md ----
 
-BESIDE_MODEL = {"own_mechanism", "own_files"}  # files of nanoheads/ that know the model
+BESIDE_MODEL = {"own_mechanism"}  # a file of nanoheads/ that knows the model
 
 
 def part_of(name):
