@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import sample
 import train
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads import attention, common, kernels, locks
+from nanoheads import attention, common, locks
 from nanoheads.common import UserError, in_float64, output_written, write_atomic
 from nanoheads.study import queue, trial
 from nanoheads.training import optim, ranks
@@ -144,8 +144,7 @@ class NoFloat64(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS])
-def test_a_training_step_and_traces_need_no_float64(name, monkeypatch):
-    monkeypatch.setattr(kernels, "eager_on_cpu", lambda x: False)
+def test_a_training_step_and_traces_need_no_float64(name):
     model = GPT(GPTConfig(block_size=16, vocab_size=32, n_layer=2, n_head=4, n_embd=32,
                           **MECHANISMS.get(name, {})))
     run = train.ready_to_step(model, TrainConfig(batch_size=2).for_recipe(model.config.recipe))
