@@ -491,7 +491,9 @@ def lacking(state, path):
 
 def flags_of(state, path):
     """A read checkpoint's flags. UserError: they need code that was not added, or are of another version."""
-    flags = state["config"]
+    flags = {name: value for name, value in state["config"].items() if name != "own"}
+    if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
+        flags.update(own)
     if missing := lacking(state, path):
         files = " and ".join(map(words_of, missing))
         if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
