@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 # MKL has no AVX-512 products for CPUs of AMD, where oneDNN's, float32 too, take half the time. On one thread
-# of a Zen 5 a training step without them takes 1.21 [1.17, 1.22] times as long at the tiny scale and 1.30
-# [1.28, 1.30] at nano (python tests/onednn.py --scale nano)
+# of a Zen 5 a training step without them takes 1.21 [1.17, 1.22] times as long at the tiny scale, 1.30 [1.28,
+# 1.30] at nano and 1.33 [1.32, 1.41] at 124M (python tests/onednn.py --scale nano)
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
 ONEDNN_FROM = 2**20  # multiplications from which that outweighs its longer call, 10 us
 
