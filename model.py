@@ -28,7 +28,7 @@ forward pass, which hooks read and rewrite.
 
 docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
 a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
-nanoheads/attention.py, other kernels in nanoheads/kernels.py, and what a CPU computes in another way in
+nanoheads/attention.py, other kernels in nanoheads/kernels.py, and by which library a CPU multiplies in
 nanoheads/cpu.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,

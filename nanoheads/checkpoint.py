@@ -322,7 +322,7 @@ def load_weights(model, weights, path, strict=True):
 
 def add_arguments(parser, required=True):
     """The arguments of every program that reads checkpoints."""
-    from nanoheads.own_files import add_arguments as add_arguments_of_own
+    from nanoheads import own_mechanism
     parser.add_argument("--ckpt", action="append", required=required, default=[],
                         help="a checkpoint or a run folder (its best.pt); may be repeated"
                              + ("" if required else "; default: the newest run"))
@@ -331,7 +331,7 @@ def add_arguments(parser, required=True):
                              "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; with "
                              "agency_scope an MLP or block by its layer: state.0=withdrawn; may be repeated")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
-    add_arguments_of_own(parser)
+    own_mechanism.add_arguments(parser)
 
 
 def add_pack(parser, but=""):
@@ -352,7 +352,7 @@ def true_or_false(text):
 def allow_code(args, *paths):
     """Add the mechanisms in files of one's own that the command line lets run, of --ckpt or of these paths.
 
-    args: what a parser with own_files.add_arguments() made. Raises UserError.
+    args: what a parser with own_mechanism.add_arguments() made. Raises UserError.
     """
     if args.mechanism:
         from nanoheads import own_mechanism
@@ -538,7 +538,7 @@ def saves_in(config):
 def needs_code_of_own(path):
     """Whether the checkpoint of a run needs code of one's own that was not added. UserError."""
     from nanoheads import own_mechanism
-    return own_mechanism.needs_code(read(path), path)
+    return bool(own_mechanism.lacking(read(path), path))
 
 
 def trust_what_it_starts_from(config):
@@ -699,11 +699,12 @@ class Features:
     """A teacher that is a function in a file, features(ids [B, T]) -> [B, T, width]. Raises UserError."""
 
     def __init__(self, path, width):
-        from nanoheads import own_files  # only here: most runs have no such teacher
+        from nanoheads import own_mechanism  # only here: most runs have no such teacher
         if not Path(path).is_file():
             raise UserError(f"teacher={path}: there is no such file")
         self.path, self.width = path, width
-        self.function = getattr(own_files.run(own_files.opened(path), "own_teacher"), "features", None)
+        self.function = getattr(own_mechanism.run(own_mechanism.opened(path), "own_teacher"), "features",
+                                None)
         if not callable(self.function):
             raise UserError(f"teacher={path}: it must have a function features(ids)")
 

@@ -1,7 +1,7 @@
 """
 What a model computes beside attention, where PyTorch has nothing as good: norms, rotated heads, short
 convolutions, a linear map in true float32, and the loss of a large vocabulary in portions. Attention is in
-nanoheads/attention.py, and what a CPU computes in another way in nanoheads/cpu.py.
+nanoheads/attention.py, and by which library a CPU multiplies in nanoheads/cpu.py.
 
 Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: queries, S: keys, D: head size.
 """
@@ -14,22 +14,17 @@ from typing import Optional
 import torch
 from torch.nn import functional as F
 
-from nanoheads.cpu import (CpuHeads, CpuLinear, CpuRMSNorm, CpuShortConvolution, CpuSquaredReLU,
-                           eager_on_cpu, first_derivative_only, inverse_rms, onednn_is_faster)
+from nanoheads.cpu import CpuLinear, onednn_is_faster
 
 # ---- norms and activations ----
 
 def rms_norm(x, eps=1e-6):
     """x / rms(x) over the last dimension, without a learned scale."""
-    if eager_on_cpu(x):
-        return CpuRMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * inverse_rms(x, eps)
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def relu2(x):
     """relu(x)^2."""
-    if eager_on_cpu(x) and torch.is_grad_enabled():
-        return CpuSquaredReLU.apply(x)
     return F.relu(x).square()
 
 
@@ -76,8 +71,6 @@ def heads_of(qkv, normed, rope):
     """Queries, keys and values, each [B, H, T, D], of qkv [B, T, 3, H, D]: the first two are RMS-normed and
     turned by rope, a pair of cos and sin, where wanted.
     """
-    if normed and rope and eager_on_cpu(qkv) and torch.is_grad_enabled():
-        return CpuHeads.apply(qkv, *rope, halves_swapped)
     if not normed and not rope:  # their gradients are put together in one copy
         q, k, v = qkv.unbind(2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -116,8 +109,6 @@ def short_convolution(x, weight, bias, first=0):
     weight [width, channels], bias [1, channels]; zeros before the first token. Shifted products, since conv1d
     has a slow backward pass on CPUs.
     """
-    if eager_on_cpu(x) and torch.is_grad_enabled():
-        return CpuShortConvolution.apply(x, weight, bias, first)
     n = weight.size(1)
     read = y = x.narrow(2, first, n)
     y = y * (1 + weight[0]) + bias
@@ -255,7 +246,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, _):
-        first_derivative_only()
+        # what was saved is no function of x: a second derivative would be wrong, or drop out of a sum unseen
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this hand-written gradient cannot be differentiated again: "
+                               "do without create_graph=True")
         dx, dw = ctx.saved_tensors
         dw = (dw * g).to(ctx.dtypes[1]) if dw.numel() else None
         return (dx * g).to(ctx.dtypes[0]), dw, None, None, None, None, None

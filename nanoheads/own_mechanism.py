@@ -1,5 +1,5 @@
 """
-Mechanisms in files of one's own: checked, and added to the flags. docs/add-a-mechanism.md
+Mechanisms in files of one's own: read, checked, added to the flags, recorded. docs/add-a-mechanism.md
 
     python train.py --scale=tiny --mechanism=mine.py    python compare.py --mechanisms=mine.py,other.py:mode
     python sample.py --ckpt out/a --mechanism=mine.py   python sample.py --ckpt out/a --trust_code
@@ -7,59 +7,189 @@ Mechanisms in files of one's own: checked, and added to the flags. docs/add-a-me
 A run keeps a copy of the file beside its checkpoints, which hold its name and digest. What is only read is
 not run: code runs where the command line names its file, or says --trust_code, which takes the copy in the
 checkpoint's own folder and says so.
+
+Such a file stands alone: it imports installed libraries, model.py and nanoheads/, and nothing else, so that
+its text is all that a run has to keep, and all that a digest has to cover. It is read once, as an OwnFile;
+what runs, what is copied and what is recorded is that text.
 """
 
 import ast
+import difflib
+import functools
+import hashlib
+import importlib.util
+import platform
 import re
 import sys
+import types
 import typing
 from collections import Counter
+from contextlib import suppress
 from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import model
 from nanoheads import replaced
-from nanoheads.common import UserError, say
-from nanoheads.configurator import FILE, check, keys_of, near, type_name
+from nanoheads.common import OWN_FILES, UserError, fault_of_own_file, read_whole, say, write_atomic
+from nanoheads.configurator import FILE, check, keys_of, near, type_name, where_it_failed
 from nanoheads.mechanism import Mechanism, choices
-from nanoheads.own_files import OwnFile, add_arguments, copy, import_ahead, inside, opened, run
-
-__all__ = ["ADDED", "OwnFile", "add", "add_arguments", "copy", "held", "opened", "take"]
 
 ADDED = {}  # class -> its OwnFile
+OURS = {"model", "nanoheads", "lab"}  # the repository's own modules that a file may import, wherever it lies
+ALONE = "a mechanism's file stands alone, so put that code into it"
 
 
-# ---- adding ----
+class OwnFile(NamedTuple):
+    """A file as it was when it was read: it may be edited while a run goes on."""
 
-def add(path, wanted=None):
-    """Read a file and add the mechanisms in it, once; returns the names of all their modes. UserError.
+    path: Path
+    text: bytes
 
-    wanted: the digest without which nothing of it is executed.
+    @property
+    def sha256(self):
+        return hashlib.sha256(self.text).hexdigest()
+
+    @property
+    def digest(self):
+        """The first 16 digits of its SHA-256."""
+        return self.sha256[:16]
+
+
+# ---- reading, which runs nothing ----
+
+def opened(path):
+    """The OwnFile of a path. UserError: it is not there, no Python, or imports another file of one's own."""
+    path = Path(path)
+    try:
+        file = OwnFile(path, read_whole(path))
+    except OSError as e:
+        raise UserError(f"no mechanism file {path} ({e.strerror}); it holds a class for each mechanism, see "
+                        "docs/add-a-mechanism.md") from None
+    for name in sorted(imported(file) - OURS):
+        place = place_of(name)
+        if place and not {"site-packages", "dist-packages"} & {*place.parts}:
+            raise UserError(f"{path} imports {name}, which is {place}: {ALONE}")
+    return file
+
+
+def tree_of(file):
+    """The syntax tree of an OwnFile. UserError: it is no Python."""
+    try:
+        return ast.parse(file.text)
+    except (SyntaxError, ValueError) as e:
+        raise UserError(f"{file.path}, {where_it_failed(e, file.path)}") from None
+
+
+def imported(file):
+    """The first names of all that an OwnFile's import statements name, but for Python's own modules."""
+    names = set()
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+    return names - sys.stdlib_module_names
+
+
+def place_of(name):
+    """The Path of the module of this name on Python's path, or of the package's folder; None: no such."""
+    with suppress(ValueError):  # of a module that says not where it is from, as __main__
+        spec = importlib.util.find_spec(name)
+        if spec and (places := [spec.origin] if spec.has_location else spec.submodule_search_locations):
+            return Path([*places][0]).resolve()
+
+
+@functools.cache
+def libraries_of(file):
+    """{name: version and digest} of Python and of what is installed that an OwnFile imports; None: not there.
+
+    A library's Python files may be changed by hand, so their digest is part of it, as they were when this
+    process asked first. PyTorch and NumPy are left out: every run has their versions.
     """
-    file = opened(path)
-    if wanted not in (None, file.digest):
-        raise UserError(f"{path} is another text than the one wanted (sha256 {wanted}...)")
+    found = {"python": platform.python_version()}
+    for name in sorted(imported(file) - OURS - {"torch", "numpy"}):
+        place = place_of(name)
+        found[name] = place and version_of(name, place)
+    return found
+
+
+def version_of(name, place):
+    """The versions of the distributions that a module is of, if any, and a digest of its Python files."""
+    found = [metadata.version(each) for each in sorted({*metadata.packages_distributions().get(name, ())})]
+    folder = place.parent if place.name == "__init__.py" else place
+    text = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [place]:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        text.update(f"{digest} {path.relative_to(folder).as_posix()}\n".encode())
+    return ", ".join([*found, f"sha256 {text.hexdigest()[:16]}"])
+
+
+READERS = {"environ", "environb", "getenv", "getenvb", "expandvars"}  # names in os that read the environment
+
+
+def variables_of(file):
+    """The names of the environment variables that an OwnFile reads, sorted.
+
+    UserError: it uses the environment and does not name the variable in that place, so no run can record it.
+    """
+    tree, names, said = tree_of(file), set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(place, ast.Constant(str(name))):           # os.environ["NAME"]
+                pass
+            case ast.Compare(ast.Constant(str(name)), _, [place]):        # "NAME" in os.environ
+                pass
+            case ast.Call(place, [ast.Constant(str(name)), *_]):          # os.getenv("NAME")
+                place = place if word_of(place) == "getenv" else getattr(place, "value", None)  # environ.get
+            case _:
+                continue
+        if word_of(place) in ("environ", "getenv"):
+            said.add(place)
+            if not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+                names.add(name)
+    for node in ast.walk(tree):
+        if word_of(node) in READERS and node not in said:
+            raise UserError(f"{file.path}, line {node.lineno}: it uses the environment and does not name the "
+                            "variable there, so no run can record it: write os.environ[\"NAME\"] or "
+                            "os.getenv(\"NAME\")")
+    return sorted(names)
+
+
+def word_of(node):
+    """The name that a node of a syntax tree is or ends with, or renames in an import; of a text that text."""
+    match node:
+        case ast.Attribute(attr=word) | ast.Name(id=word) | ast.Constant(str(word)):
+            return word
+        case ast.alias(word, str()):
+            return word
+
+
+# ---- adding, which runs the file ----
+
+def add(path):
+    """Add the mechanisms in a file, once; returns the names of all their modes. UserError.
+
+    path: of the file, or the OwnFile that was read from it.
+    """
+    file = path if isinstance(path, OwnFile) else opened(path)
     if not classes_of(file):
-        name = f"own_mechanism_{file.digest}"
         replaced.refuse()  # by a file that was added before
         import_ahead(file)
         replaced.remember()
-        module = run(file, name)
-        try:
-            replaced.refuse(file.path)
-            for cls in checked_classes(module, file):
-                model.add_mechanism(cls)
-                ADDED[cls] = file
-            choices.cache_clear()
-            for cls in classes_of(file):
-                if problem := next(problems_of_names(cls), None):
-                    raise UserError(f"{file.path}: {cls.__name__}: {problem}")
-        except UserError:
-            remove(classes_of(file))
-            del sys.modules[name]
-            raise
+        module = run(file, f"own_mechanism_{file.digest}")
+        replaced.refuse(file.path)
+        for cls in checked_classes(module, file):
+            model.add_mechanism(cls)
+            ADDED[cls] = file
+        choices.cache_clear()
+        for cls in classes_of(file):
+            if problem := next(problems_of_names(cls), None):
+                remove(classes_of(file))
+                raise UserError(f"{file.path}: {cls.__name__}: {problem}")
     return [name for cls in classes_of(file) for name in cls.modes]
 
 
@@ -76,9 +206,46 @@ def classes_of(file):
     return [cls for cls, each in ADDED.items() if each.digest == file.digest]
 
 
+def import_ahead(file):
+    """Import what the import statements at the top of an OwnFile name; where that fails, run() says so.
+
+    What a library changes when it is imported is then not taken for what the file changes.
+    """
+    for node in tree_of(file).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            with suppress(Exception):
+                exec(compile(ast.Module([node], []), str(file.path), "exec"), {})
+
+
+def run(file, name):
+    """The module of this name that an OwnFile's text makes. UserError, in one line, where it fails."""
+    path = str(file.path)
+    OWN_FILES.add(path)
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = path
+    try:
+        exec(compile(file.text, path, "exec"), vars(module))
+    except Exception as e:  # whatever a file of one's own may do
+        del sys.modules[name]
+        alone = f"; {ALONE}" * isinstance(e, ImportError)
+        raise UserError(f"{fault_of_own_file(e) or e}{alone}") from None
+    return module
+
+
+def copy(file, folder):
+    """A copy of an OwnFile in a folder; its path. UserError."""
+    target = Path(folder) / file.path.name
+    if not target.is_file() or target.read_bytes() != file.text:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, lambda f: f.write(file.text))
+    return target
+
+
+# ---- what is wrong with a class as it is declared ----
+
 def checked_classes(module, file):
     """The mechanisms that an OwnFile's module defines. UserError: one is declared wrongly, or is there."""
-    count = Counter(node.name for node in ast.parse(file.text).body if isinstance(node, ast.ClassDef))
+    count = Counter(node.name for node in tree_of(file).body if isinstance(node, ast.ClassDef))
     if twice := [name for name in count if count[name] > 1]:
         raise UserError(f"{file.path} defines {twice[0]} twice, so that the first would be lost: rename one")
     found = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
@@ -101,7 +268,7 @@ def checked_classes(module, file):
 
 
 def problems(cls, before=()):
-    """Yield what is wrong with a class as it is declared, sentence by sentence.
+    """Yield what is wrong with a class, sentence by sentence.
 
     before: classes of the same file, whose names are taken.
     """
@@ -114,7 +281,7 @@ def problems(cls, before=()):
             return
     known = [name for name in vars(Mechanism) if not name.startswith("_")]
     for name in (name for name in vars(cls) if name not in known):
-        for meant in (each for each in known if one_edit_apart(name, each)):
+        for meant in difflib.get_close_matches(name, known, 1, 0.88):  # a letter of nine may be another
             yield (f"{name} is nothing that a mechanism is asked for; did you mean {meant}? If it is your "
                    "own, give it a name that is less like that one")
     own = cls.fields()
@@ -158,9 +325,7 @@ def problems_of_modes(cls, before):
             yield f"modes: {mode!r} must be a name, of letters, digits and _"
         for key, value in flags.items():
             if key not in types:
-                meant = near(str(key), types)
-                yield f"modes: {mode} sets {key}, and there is no such flag" + (
-                    f"; did you mean {meant}?" if meant else "")
+                yield f"modes: {mode} sets {key}, and there is no such flag{meant(key, types)}"
                 continue
             try:
                 check(value, types[key])
@@ -169,8 +334,7 @@ def problems_of_modes(cls, before):
     for name in set(cls.modes) & {*model.MECHANISMS, *(mode for each in before for mode in each.modes)}:
         yield f"modes: there is a mode {name} already: choose another name"
     for name in set(cls.neutral) - set(cls.modes):
-        yield f"neutral: there is no mode {name}" + (f"; did you mean {near(name, cls.modes)}?"
-                                                     if near(name, cls.modes) else "")
+        yield f"neutral: there is no mode {name}{meant(name, cls.modes)}"
 
 
 def problems_of_names(cls):
@@ -190,33 +354,35 @@ def problems_of_names(cls):
             continue
         own = [name for name, _ in layer.named_parameters()]
         for name in (name for name in starts if name not in own):
-            yield f"initial_values() names {name!r}, {which_of(name, own, 'its parameters')}"
+            yield f"initial_values() names {name!r}, which is none of its parameters{meant(name, own)}"
         flags, every = model.GPTConfig.defaults(), [name for name, _ in gpt.named_parameters()]
         for name in cls.neutral.get(mode, ()):
             if name not in flags and not any(fnmatch(each, f"*{name}") for each in every):
                 known = [*cls.fields(), *(f"{cls.name}.{each}" for each in own)]
-                yield f"neutral: {mode} names {name!r}, {which_of(name, known, 'its flags and parameters')}"
+                yield (f"neutral: {mode} names {name!r}, which is none of its flags and parameters"
+                       f"{meant(name, known)}")
 
 
-def which_of(name, known, what):
-    """Words behind a name that is none of the known ones."""
-    meant = near(str(name), known)
-    return (f"which is none of {what}; did you mean {meant}?" if meant else
-            f"which is none of {what}: {', '.join(known) or 'there are none'}")
-
-
-def one_edit_apart(a, b):
-    """Whether two names differ by one letter that is missing, added, another, or two that are swapped."""
-    if len(a) > len(b):
-        a, b = b, a
-    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
-    if len(a) < len(b):
-        return a[at:] == b[at + 1:]
-    return a != b and (a[at + 1:] == b[at + 1:] or
-                       (a[at:at + 2] == b[at:at + 2][::-1] and a[at + 2:] == b[at + 2:]))
+def meant(name, known):
+    """Words behind a name that is none of the known ones; "": nothing is like it."""
+    found = near(str(name), known)
+    return f"; did you mean {found}?" if found else ""
 
 
 # ---- the command line ----
+
+TRUST = "--trust_code"
+
+
+def add_arguments(parser):
+    """The arguments of every program that reads checkpoints, by which code of one's own may run."""
+    parser.add_argument("--mechanism", action="append", default=[], metavar="FILE",
+                        help="the file of a mechanism of one's own that a checkpoint was made with; several "
+                             "with commas, or repeated")
+    parser.add_argument("--trust_code", action="store_true",
+                        help="run the file of such a mechanism that lies in the checkpoint's own folder, and "
+                             "say so; without this or --mechanism nothing that is read is run")
+
 
 def take(command, keep=None, every=True):
     """Add the files that a configurator.Command names; in it they become the names of their modes.
@@ -224,8 +390,8 @@ def take(command, keep=None, every=True):
     Their paths are set with them, own_mechanism; keep: a folder where copies are made first, by digest.
     every: a file stands for all its modes; without, UserError where it has several.
     """
-    names = command.names()
-    files = [added(path, keep) for path in names.pop("own_mechanism", ()) if path]
+    names, files = command.names(), []
+    named(filter(None, names.pop("own_mechanism", ())), files, keep)
     for key, words in names.items():
         if (modes := named(words, files, keep, every)) != words:
             command.put(key, ",".join(modes))
@@ -235,58 +401,42 @@ def take(command, keep=None, every=True):
 
 def take_argument(args):
     """take() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
-    files = [added(path, None) for path in (args.own_mechanism or "").split(",") if path]
+    files = []
+    named(filter(None, (args.own_mechanism or "").split(",")), files)
     if args.mechanisms:
-        args.mechanisms = ",".join(named(args.mechanisms.split(","), files, None, True))
+        args.mechanisms = ",".join(named(args.mechanisms.split(","), files))
     args.own_mechanism = ",".join(dict.fromkeys(files)) or None
 
 
-def named(words, files, keep, every):
+def named(words, files, keep=None, every=True):
     """Names of mechanisms, in which a file is those of its modes; its path is put to `files`. UserError."""
     found = []
     for word in map(str.strip, map(str, words)):
-        if not (file := FILE.fullmatch(word)):
+        if not (match := FILE.fullmatch(word)):
             found.append(word)
             continue
-        path, mode = file.groups()
-        files.append(added(path, keep))
-        names = modes_in(files[-1], path, mode)
-        several = any(len(cls.modes) > 1 for cls in classes_of(opened(files[-1])))
-        if several and not (every or mode):
-            raise UserError(f"{path} has the modes {', '.join(names)}: name one, as in {path}:{names[0]}")
-        found += names
-    return found
-
-
-def modes_in(path, said, mode=None):
-    """The names of the modes in a file, which is added by this, or the one of them that is named. UserError.
-
-    said: what the command line calls the file.
-    """
-    names = add(path)
-    if mode and mode not in names:
-        raise UserError(f"{said} has no mode {mode}; it has {', '.join(names)}")
-    return [mode] if mode else names
-
-
-def added(path, keep):
-    """The path of a file, or of its copy in `keep`, whose mechanisms are added by this. UserError."""
-    if "," in str(path):
-        raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
-    if keep:
+        path, mode = match.groups()
+        if "," in path:
+            raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
         file = opened(path)
-        path = copy(file, Path(keep, file.digest))
-    add(path)
-    return str(path)
+        file = file._replace(path=copy(file, Path(keep, file.digest))) if keep else file
+        names = add(file)
+        if mode and mode not in names:
+            raise UserError(f"{path} has no mode {mode}; it has {', '.join(names)}")
+        if not (mode or every) and any(len(cls.modes) > 1 for cls in classes_of(file)):
+            raise UserError(f"{path} has the modes {', '.join(names)}: name one, as in {path}:{names[0]}")
+        files.append(str(file.path))
+        found += [mode] if mode else names
+    return found
 
 
 def add_named(args):
     """Add the files of --mechanism in parsed arguments. UserError."""
-    for word in (word.strip() for each in args.mechanism for word in each.split(",")):
-        file = FILE.fullmatch(word)
-        if not file:
+    words = [word.strip() for each in args.mechanism for word in each.split(",")]
+    for word in words:
+        if not FILE.fullmatch(word):
             raise UserError(f"--mechanism={word} must be a file here, mine.py: the checkpoint says the rest")
-        modes_in(file[1], *file.groups())
+    named(words, [])
 
 
 # ---- checkpoints ----
@@ -297,103 +447,65 @@ def files_for(config):
 
 
 def record(config):
-    """What a checkpoint holds of them: [{"file": name, "digest": ...}]; None: there is nothing to hold."""
-    return [dict(file=file.path.name, digest=file.digest) for file in files_for(config)] or None
+    """What a checkpoint holds of them: [{"file": name, "digest": ...}]."""
+    return [dict(file=file.path.name, digest=file.digest) for file in files_for(config)]
 
 
 def held(config, folder):
     """What a new checkpoint in a folder holds of them: {} or {"own_mechanism": ...}; copies go there."""
     for file in files_for(config):
         copy(file, folder)
-    return dict(own_mechanism=record(config)) if record(config) else {}
-
-
-def records_of(state, path):
-    """[{"file", "digest"}] that a read checkpoint holds; of one file also without a list. UserError."""
-    found = state.get("own_mechanism") or []
-    found = found if isinstance(found, list) else [found]
-    for each in found:
-        of_text = [isinstance(each, dict) and isinstance(each.get(key), str) for key in ("file", "digest")]
-        if not all(of_text):
-            raise UserError(f"{path}: own_mechanism={each!r} must be a file's name and its digest")
-        inside(folder_of(path), each["file"])
-    return found
-
-
-def folder_of(path):
-    """The folder that a checkpoint's path means."""
-    return Path(path) if Path(path).is_dir() else Path(path).parent
-
-
-def flat(config):
-    """A checkpoint's flags, with those of mechanisms of one's own beside all others."""
-    of_own = config.get("own")
-    return {**(of_own if isinstance(of_own, dict) else {}),
-            **{name: value for name, value in config.items() if name != "own"}}
-
-
-def turned_on(config):
-    """The flags in a flat config that are of no mechanism here, and that are on, with their details.
-
-    A detail begins with the flag that turns its mechanism on.
-    """
-    names = [name for name in config if name not in model.GPTConfig.__dataclass_fields__]
-    firsts = [name for name in names if not any(name != other and name.startswith(other) for other in names)]
-    off = tuple(name for name in firsts if config[name] in (None, False))
-    return [name for name in names if not off or not name.startswith(off)]
+    found = record(config)
+    return dict(own_mechanism=found) if found else {}
 
 
 def lacking(state, path):
-    """The records of a read checkpoint whose code its flags need, and which was not added. UserError."""
-    if not turned_on(flat(state["config"])):
-        return []
+    """The records in a read checkpoint, [{"file", "digest"}], whose code was not added. UserError."""
+    found = state.get("own_mechanism") or []
+    for each in found if isinstance(found, list) else [None]:
+        texts = [isinstance(each, dict) and isinstance(each.get(key), str) for key in ("file", "digest")]
+        if not all(texts):
+            raise UserError(f"{path}: own_mechanism={found!r} must be a list of files' names and digests")
     there = {file.digest for file in ADDED.values()}
-    return [each for each in records_of(state, path) if each["digest"] not in there]
-
-
-def needs_code(state, path):
-    """Whether a read checkpoint's flags need code that was not added. UserError: another text of it was."""
-    missing = lacking(state, path)
-    on = turned_on(flat(state["config"]))
-    if missing and any(cls.flag in on for cls in ADDED):
-        raise UserError(what_is_needed(missing, on, path))
-    return bool(missing)
+    return [each for each in found if each["digest"] not in there]
 
 
 def flags_of(state, path):
-    """A read checkpoint's flags, flat, without those of mechanisms of one's own that are off. UserError."""
-    config = flat(state["config"])
-    on = turned_on(config)
+    """A read checkpoint's flags. UserError: they need code that was not added, or are of another version."""
+    flags = {name: value for name, value in state["config"].items() if name != "own"}
+    if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
+        flags.update(own)
     if missing := lacking(state, path):
-        raise UserError(what_is_needed(missing, on, path))
-    known = model.GPTConfig.defaults()
-    off = [name for name in config if name not in known and name not in on and state.get("own_mechanism")]
-    if unknown := sorted(set(config) - set(known) - set(off)):
-        raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
-    return {name: value for name, value in config.items() if name not in off}
+        files = " and ".join(map(words_of, missing))
+        if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
+            raise UserError(f"{path} was made with {files}, and {other.path} is another text (sha256 "
+                            f"{other.digest}...): name the file that it was made with")
+        raise UserError(f"{path} was made with the mechanism in {files}, and what is only read is not run: "
+                        "name its file, --mechanism=FILE, or say --trust_code to run the one in its folder")
+    if unknown := sorted(set(flags) - set(model.GPTConfig.defaults())):
+        raise UserError(f"{path} was written by another version: unknown flags {', '.join(unknown)}")
+    return flags
 
 
-def what_is_needed(missing, on, path):
-    """Why a checkpoint with these records cannot be used yet, in one line."""
-    files = " and ".join(f"{each['file']} (sha256 {each['digest']}...)" for each in missing)
-    other = next((file for cls, file in ADDED.items() if cls.flag in on), None)
-    if other:
-        return (f"{path} was made with {files}, and {other.path} is another text (sha256 {other.digest}...): "
-                "name the file that it was made with")
-    return (f"{path} was made with the mechanism in {files}, and what is only read is not run: name its "
-            "file, --mechanism=FILE, or say --trust_code to run the one in its folder")
+def words_of(record):
+    """A file's name and the digest of its text, in words."""
+    return f"{record['file']} (sha256 {record['digest']}...)"
 
 
 def trust(state, path):
     """Add what a read checkpoint's flags need from its own folder, and say what is run. UserError."""
-    folder = folder_of(path)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     for each in lacking(state, path):
-        place, wanted = inside(folder, each["file"]), f"{each['file']} (sha256 {each['digest']}...)"
+        place = Path(folder, each["file"])
+        if not place.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path} was made with {words_of(each)}, a name that leads out of {folder}: such "
+                            "a file is never run")
         if not place.is_file():
-            raise UserError(f"{path} was made with {wanted}, which is not in {folder}: name it, "
+            raise UserError(f"{path} was made with {words_of(each)}, which is not in {folder}: name it, "
                             "--mechanism=FILE")
-        if (found := opened(place).digest) != each["digest"]:
-            raise UserError(f"{path} was made with {wanted}, and {place} is another text (sha256 "
-                            f"{found}...): name the right one, --mechanism=FILE")
+        file = opened(place)
+        if file.digest != each["digest"]:
+            raise UserError(f"{path} was made with {words_of(each)}, and {place} is another text (sha256 "
+                            f"{file.digest}...): name the right one, --mechanism=FILE")
         say(f"--trust_code runs {place}", file=sys.stderr, flush=True)
-        add(place, each["digest"])
+        add(file)

@@ -82,8 +82,7 @@ def computed(model):
         pieces = [model.hidden(piece, cache, pad) for piece in idx.split([6, 1, 1, 5], dim=1)]
         found["cached"] = torch.cat(pieces, 1)
         found["generated"] = model.generate(idx[:, :5], 20, temperature=0)
-        unit = model.config.unit  # heads that belong together are pruned together
-        prune_heads(model, {0: [1, 4], 1: [0]} if unit == 1 else {0: [*range(unit)]})
+        prune_heads(model, {0: [1, 4], 1: [0]} if model.config.unit == 1 else {0: [2, 3], 1: [0, 1]})
         found["pruned"] = model.hidden(idx)
     return {name: None if t is None else t.detach().clone() for name, t in found.items()}
 

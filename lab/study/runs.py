@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nanoheads import checkpoint
+from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import UserError, no_link, pick_device, plural
 from lab.study import digest, queue, results, trial
 from lab.study.variants import BOOKKEEPING
@@ -47,12 +47,13 @@ class Runs:
         flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
         # a cluster's node picks its own device; here, GPUs are handed out by number
         flags["device"] = c.device if queue.on_slurm(c.submit) else pick_device(c.device).split(":")[0]
+        files = own_mechanism.files_for(model)
         return dict(model=digest.own_flags(model), train=flags,
                     score=dict(split=split, tokens=c.test_tokens),
                     data=trial.data_of(self.data, variant.train.labels, teacher,
-                                       variant.train.own_mechanism, training.get("policy_rules")),
+                                       files, training.get("policy_rules")),
                     code=digest.code_digest(model, variant.train), torch=torch.__version__,
-                    **trial.surroundings_of(variant.train.own_mechanism))
+                    **trial.surroundings_of(files))
 
     def plan(self, stage, variants, seeds, split=None):
         """Plan runs of these variants; returns their folders.

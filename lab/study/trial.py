@@ -37,7 +37,6 @@ from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import only_writer, stamp
 from nanoheads.log import peak_memory, processor, read_json, read_rows, set_aside, stamps
-from nanoheads.own_files import libraries_of, variables_of
 from nanoheads.scoring import BLOCK, bits, score_windows
 from lab.heads import controller
 from lab.labels.targets import Targets, sha256
@@ -268,17 +267,17 @@ def stop_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):
+def data_of(dataset, labels=None, teacher=None, files=(), rules=None):
     """{what: sha256} of all that a run reads: splits, what is read of meta.json, labels, teacher, mechanisms
     of one's own, policy rules.
 
-    mechanism: paths of their files, with commas between; so are the digests.
+    files: the OwnFiles of those mechanisms, whose digests have commas between them.
     """
     found = dict(dataset.digests)
     for split, row in Targets(dataset, labels).splits.items() if labels else ():
         found.update({f"labels {name}.{split}": file["sha256"] for name, file in row["names"].items()})
-    if mechanism:
-        found["mechanism"] = ",".join(own.opened(path).sha256 for path in mechanism.split(","))
+    if files:
+        found["mechanism"] = ",".join(file.sha256 for file in files)
     if teacher:
         found["teacher"] = sha256(checkpoint.file_of(teacher))
     if rules:
@@ -286,24 +285,23 @@ def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):
     return found
 
 
-def surroundings_of(mechanism=None):
+def surroundings_of(files=()):
     """{"libraries": {name: version}, "environment": {variable: value}} of a run, each None where not there.
 
-    NumPy, and what mechanisms of one's own import and name. mechanism: paths of their files, with commas
-    between. UserError: one of them reads an environment variable that it does not name.
+    NumPy, and what the OwnFiles of its mechanisms import and name. UserError: one of them reads an
+    environment variable that it does not name.
     """
     libraries, environment = {"numpy": np.__version__}, {}
-    for file in map(own.opened, mechanism.split(",") if mechanism else ()):
-        libraries.update(libraries_of(file))
-        environment.update({name: os.environ.get(name) for name in variables_of(file)})
+    for file in files:
+        libraries.update(own.libraries_of(file))
+        environment.update({name: os.environ.get(name) for name in own.variables_of(file)})
     return dict(libraries=libraries, **(dict(environment=environment) if environment else {}))
 
 
 def add_mechanisms(folder, files):
-    """Add the mechanisms of one's own that a run needs, from the files that the command line names.
+    """Add the mechanisms of one's own that a run needs, from the OwnFiles that the command line names.
 
-    files: their paths, with commas between. What trial.json names is never run. UserError: no file is named,
-    or another one.
+    What trial.json names is never run. UserError: no file is named, or another one.
     """
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
     if not (planned := spec["train"].get("own_mechanism")):
@@ -311,13 +309,13 @@ def add_mechanisms(folder, files):
     if not files:
         raise UserError(f"this run is of a mechanism in {planned}, and what is only read is not run: "
                         f"name it, --mechanism={planned}")
-    found = [own.opened(path) for path in files.split(",")]
     want = spec.get("data", {}).get("mechanism")
-    if want and sorted(want.split(",")) != sorted(file.sha256 for file in found):
-        raise UserError(f"--mechanism={files} is another text than the one that this run was planned with; "
+    if want and sorted(want.split(",")) != sorted(file.sha256 for file in files):
+        named = ",".join(str(file.path) for file in files)
+        raise UserError(f"--mechanism={named} is another text than the one that this run was planned with; "
                         "start the study again")
-    for file in found:
-        own.add(file.path, wanted=file.digest)
+    for file in files:
+        own.add(file)
 
 
 def check_data(spec):
@@ -335,10 +333,10 @@ def check_data(spec):
     return dataset
 
 
-def check_unchanged(folder, files=None):
+def check_unchanged(folder, files=()):
     """UserError where code, data, libraries or environment are not what this run was planned with.
 
-    files: of its own mechanisms, as the command line names them.
+    files: the OwnFiles of its own mechanisms, as the command line names them.
     """
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
     if folder_of(spec).name != folder.name:
@@ -347,11 +345,12 @@ def check_unchanged(folder, files=None):
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
     training, dataset = spec["train"], check_data(spec)
-    data = data_of(dataset, training.get("labels"), training.get("teacher"),
-                   training.get("own_mechanism") and files, training.get("policy_rules"))
+    files = files if training.get("own_mechanism") else ()
+    data = data_of(dataset, training.get("labels"), training.get("teacher"), files,
+                   training.get("policy_rules"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
-    now = surroundings_of(training.get("own_mechanism") and files)
+    now = surroundings_of(files)
     pairs = [("torch", torch.__version__, spec.get("torch", torch.__version__))]
     for kind, words in (("libraries", ""), ("environment", "the environment variable ")):
         here = now.get(kind, {})
@@ -383,8 +382,9 @@ def main(argv, train):
         with only_writer(folder, wait=True):
             if result(folder):
                 return
-            add_mechanisms(folder, files)
-            check_unchanged(folder, files)
+            opened = [own.opened(path) for path in files.split(",")] if files else []
+            add_mechanisms(folder, opened)
+            check_unchanged(folder, opened)
             limit_memory()
             run(folder, train)
     except (Exception, KeyboardInterrupt) as e:

@@ -160,7 +160,7 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.rivals": "the literature's mechanisms, whose flags are among GPTConfig's",
     "nanoheads.attention": "attention, by whichever kernel",
     "nanoheads.kernels": "norms, heads, linear maps and the loss",
-    "nanoheads.cpu": "what these compute in another way on a CPU",
+    "nanoheads.cpu": "by which library a CPU multiplies",
     "nanoheads.logits": "losses and sampling from logits",
     "nanoheads.common": "errors in one line, whole files, devices",
     "nanoheads.threads": "must set how threads wait before torch is loaded",

@@ -25,7 +25,7 @@ import sample
 import train
 from conftest import ROOT, forget_own_mechanisms
 from helpers import CODE
-from nanoheads import causality, checkpoint, optim, own_files, own_mechanism as own, replaced, scoring
+from nanoheads import causality, checkpoint, optim, own_mechanism as own, replaced, scoring
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import help_text, keys_of, read
@@ -140,20 +140,25 @@ def test_it_runs_where_its_file_is_named_or_trusted(ran, capsys):
 
 @pytest.mark.slow
 def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):
+    """Although the file was added when it was made."""
     folder, was_run = ran
-    held = torch.load(folder / "best.pt", weights_only=True)["own_mechanism"]
-    for record in (held, held[0], [dict(held[0], file=str(folder / "mine.py"))], "mine.py"):
-        for flag in (False, None):
-            save(
-                folder / "best.pt",
-                bytes_data,
-                flags={},
-                config=dict(forget=flag, forget_init=-3.0),
-                own_mechanism=record,
-            )
-            sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2"])
-            sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2", "--trust_code"])
-            assert not was_run()
+    own.add(folder / "mine.py")
+    off = model.GPTConfig(**SIZES, forget=False)
+    save(folder / "best.pt", bytes_data, flags={}, config=off.flags(), **own.held(off, folder))
+    forget_own_mechanisms()
+    (folder.parent / "it was run").unlink()
+    for more in ([], ["--trust_code"]):
+        sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2", *more])
+        assert not was_run()
+
+
+@pytest.mark.parametrize("record", ["mine.py", ["mine.py"], [dict(file="mine.py")]])
+def test_a_record_that_is_none_is_one_line(record, ran, bytes_data):
+    folder, was_run = ran
+    save(folder / "best.pt", bytes_data, flags={}, own_mechanism=record)
+    for more in ([], ["--trust_code"]):
+        said = line_of(sample, "--ckpt", folder, "--start=a", *more)
+        assert "must be a list of files' names and digests" in said and not was_run()
 
 
 @pytest.mark.slow
@@ -197,19 +202,21 @@ def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_pat
     """Neither where its training names one, nor where its record does, trusted or not."""
     path, was_run = evil
     own.add(path)
-    forget = own.record(model.GPTConfig(**SIZES, forget=True))[0]
+    forget, = own.record(model.GPTConfig(**SIZES, forget=True))
     alone = tmp_path / "alone"
     alone.mkdir()
-    save(alone / "x.pt", bytes_data, own_mechanism=forget, train=dict(own_mechanism=str(path)))
+    save(alone / "x.pt", bytes_data, own_mechanism=[forget], train=dict(own_mechanism=str(path)))
     for name in (str(path), "../mine.py", "a/../../mine.py", "", "..\\mine.py", "C:mine.py"):
         save(alone / f"{len(name)}.pt", bytes_data, own_mechanism=[dict(forget, file=name)])
     (alone / "mine.py").symlink_to(path)
-    save(alone / "link.pt", bytes_data, own_mechanism=forget)
+    save(alone / "link.pt", bytes_data, own_mechanism=[forget])
     forget_own_mechanisms()
     (tmp_path / "it was run").unlink()
     for file in sorted(alone.glob("*.pt")):
-        for more in ([], ["--trust_code"]):
-            assert "run" in line_of(sample, "--ckpt", file, "--start=a", *more) and not was_run(), file
+        said = line_of(sample, "--ckpt", file, "--start=a")
+        assert "what is only read is not run" in said and not was_run(), file
+        said = line_of(sample, "--ckpt", file, "--start=a", "--trust_code")
+        assert re.search("such a file is never run|which is not in", said) and not was_run(), file
     (alone / "mine.py").unlink()
     assert f"mine.py (sha256 {forget['digest']}...), which is not in" in line_of(
         sample, "--ckpt", alone / "x.pt", "--trust_code"
@@ -229,7 +236,7 @@ def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
         checkpoint.build(state, tmp_path / "hf")
     about["own_mechanism"][0]["file"] = str(folder / "mine.py")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="absolute"):
+    with pytest.raises(UserError, match="leads out of .*: such a file is never run"):
         hf.read(tmp_path / "hf", trust_code=True)
     assert not was_run()
 
@@ -266,21 +273,6 @@ def test_another_text_of_the_file_is_refused(ran):
     assert f"{other} is another text (sha256" in said and not was_run()
 
 
-def test_old_checkpoints_hold_one_record_and_flat_flags(ran, bytes_data):
-    folder, _ = ran
-    state = torch.load(folder / "best.pt", weights_only=True)
-    assert state["config"]["forget"] is True and "own" not in state["config"]
-    (state["own_mechanism"],) = state["own_mechanism"]
-    own.add(folder / "mine.py")
-    want = model.GPTConfig(**SIZES, forget=True)
-    assert checkpoint.config_of(state, folder) == want
-    nested = dict(
-        state,
-        config={**{k: v for k, v in state["config"].items() if "forget" not in k}, "own": dict(forget=True)},
-    )
-    assert checkpoint.config_of(nested, folder).flags() == want.flags()
-
-
 # ---- a study and its runs ----
 
 
@@ -300,7 +292,7 @@ def planned(evil, bytes_data, tmp_path):
             own_mechanism=str(path),
         ),
         score=dict(split="val", tokens=64),
-        data=trial.data_of(Dataset(bytes_data), mechanism=str(path)),
+        data=trial.data_of(Dataset(bytes_data), files=[own.opened(path)]),
     )
     return trial.make(spec, tmp_path / "trials"), spec, was_run
 
@@ -353,7 +345,7 @@ def library(tmp_path, monkeypatch):
     yield folder
     for name in {*sys.modules} & {"strengths", "strengths.deep"}:
         del sys.modules[name]
-    own_files.libraries_of.cache_clear()
+    own.libraries_of.cache_clear()
 
 
 @pytest.fixture
@@ -366,16 +358,16 @@ def planned_run(bytes_data, tmp_path, own_mechanisms_go):
         path = written(tmp_path / "mine.py", *(f"{line}\n" for line in lines),
                        MODE.format("Twice", "twice", TWICE, 2))
         own.add(path)
-        found = trial.surroundings_of(str(path))
+        found = trial.surroundings_of([own.opened(path)])
         spec = dict(model={**SIZES, "twice": True}, score=dict(split="val", tokens=64),
                     train=dict(dataset=str(bytes_data), own_mechanism=str(path)), **found)
         folder = trial.make(spec, tmp_path / "trials")
 
         def why_not():
-            own_files.libraries_of.cache_clear()
+            own.libraries_of.cache_clear()
             importlib.invalidate_caches()
             try:
-                trial.check_unchanged(folder, str(path))
+                trial.check_unchanged(folder, [own.opened(path)])
                 return ""
             except UserError as e:
                 return str(e)
@@ -426,12 +418,11 @@ def test_an_environment_variable_is_part_of_a_run(planned_run, monkeypatch):
 
 READING = {  # an expression that reads the environment variable MYK -> what goes before it
     "os.environ.get('MYK')": "import os",
-    "os.environ.get(key='MYK')": "import os",
     "os.getenv('MYK', '1')": "import os",
     "'MYK' in os.environ": "import os",
     "o.environ['MYK']": "import os as o",
     "environ['MYK']": "from os import environ",
-    "e.setdefault('MYK', '1')": "from os import environ as e",
+    "environ.setdefault('MYK', '1')": "from os import *",
     "getenv('MYK')": "from os import getenv",
 }
 
@@ -441,31 +432,31 @@ def test_every_way_to_name_an_environment_variable_is_found(reading, tmp_path, m
     path = written(tmp_path / "mine.py", f"{READING[reading]}\ndef f():\n    return {reading}\n")
     for value in ("1", "2"):
         monkeypatch.setenv("MYK", value)
-        assert trial.surroundings_of(str(path))["environment"] == {"MYK": value}
+        assert trial.surroundings_of([own.opened(path)])["environment"] == {"MYK": value}
     monkeypatch.delenv("MYK")
-    assert trial.surroundings_of(str(path))["environment"] == {"MYK": None}
+    assert trial.surroundings_of([own.opened(path)])["environment"] == {"MYK": None}
 
 
 @pytest.mark.parametrize("line", ["os.environ[NAME]", "os.environ.get(NAME)", "os.getenv(NAME)",
                                   "f(os.environ)", "dict(os.environ)", "os.environ.items()", "getenv",
                                   "os.environb[b'MYK']", "os.path.expandvars('$MYK')",
-                                  "getattr(os, 'environ')['MYK']"])
+                                  "getattr(os, 'environ')['MYK']", "os.environ.get(key='MYK')"])
 def test_a_variable_that_it_does_not_name_is_refused_in_a_study(line, tmp_path):
     path = written(tmp_path / "mine.py", "import os\nfrom os import getenv\nNAME = 'MYK'\n", f"K = {line}\n")
     with pytest.raises(UserError, match="mine.py, line 5: it uses the environment and does not name") as e:
-        trial.surroundings_of(str(path))
+        trial.surroundings_of([own.opened(path)])
     assert "\n" not in str(e.value)
 
 
-def test_all_names_of_os_are_too_many_to_see_what_is_read(tmp_path):
-    path = written(tmp_path / "mine.py", "from os import *\nK = environ['MYK']\n")
+def test_another_name_of_the_environment_is_refused_in_a_study(tmp_path):
+    path = written(tmp_path / "mine.py", "from os import environ as e\nK = e['MYK']\n")
     with pytest.raises(UserError, match="mine.py, line 2: it uses the environment"):
-        trial.surroundings_of(str(path))
+        trial.surroundings_of([own.opened(path)])
 
 
 def test_what_it_only_sets_in_the_environment_is_not_recorded(tmp_path):
     path = written(tmp_path / "mine.py", "import os\nos.environ['A'] = '1'\ndel os.environ['B']\n")
-    assert "environment" not in trial.surroundings_of(str(path))
+    assert "environment" not in trial.surroundings_of([own.opened(path)])
 
 
 # ---- programs that it replaces ----
@@ -601,10 +592,12 @@ TWICE = "dict(twice=dict(twice=True))"
     ("import rates\n", "imports rates, which is .*rates.py: a mechanism's file stands alone"),
     ("from parts.one import ONE\n", "imports parts, which is .*parts: a mechanism's file stands alone"),
     ("def f():\n    import rates\n", "imports rates"),
-    ("from . import rates\n", "line 2: it imports from its own folder"),
+    ("from . import rates\n", "line 2: ImportError: .*; a mechanism's file stands alone"),
     ("import train\n", "imports train, which is .*train.py"),  # a program, whose text no digest would hold
 ])
-def test_code_of_another_file_is_refused_before_anything_runs(imports, words, tmp_path, own_mechanisms_go):
+def test_code_of_another_file_is_refused_before_anything_runs(imports, words, tmp_path, monkeypatch,
+                                                              own_mechanisms_go):
+    monkeypatch.syspath_prepend(tmp_path)
     mark = tmp_path / "it was run"
     for name in ("rates.py", "parts/one.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -613,6 +606,12 @@ def test_code_of_another_file_is_refused_before_anything_runs(imports, words, tm
     with pytest.raises(UserError, match=words) as e:
         own.add(path)
     assert "\n" not in str(e.value) and not own.ADDED and not mark.exists()
+
+
+def test_a_file_beside_it_that_python_does_not_find_is_one_line(tmp_path, own_mechanisms_go):
+    (tmp_path / "rates.py").write_text("")
+    with pytest.raises(UserError, match="line 2: .*No module named 'rates'; a mechanism's file stands alone"):
+        own.add(written(tmp_path / "mine.py", "import rates\n"))
 
 
 def test_installed_libraries_and_this_repository_may_be_imported(tmp_path, own_mechanisms_go):

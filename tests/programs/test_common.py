@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from nanoheads import checkpoint, files, common, curves, log as runlog, own_files, sampling
+from nanoheads import checkpoint, common, curves, files, log as runlog, own_mechanism, sampling
 from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
                               write_atomic)
@@ -156,7 +156,7 @@ def test_text_of_a_file_has_one_kind_of_line_end(tmp_path):
 @pytest.mark.parametrize("read", [
     lambda path: sampling.read_prompt(f"FILE:{path}"), lambda path: look.read_ids(path, Tokenizer("byte")),
     lambda path: continuations.prompts_of_file(path, Tokenizer("byte"), True), fewshot.read_items, Rules.read,
-    results.read, scores.read, own_files.opened,
+    results.read, scores.read, own_mechanism.opened,
     lambda path: labellers.read_spans(path, dict(characters=9, tokens=9))])
 @pytest.mark.parametrize("endless", [True, False])
 def test_a_file_without_an_end_is_one_line(read, endless, tmp_path, monkeypatch):
