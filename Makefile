@@ -46,19 +46,19 @@ plots: .venv/ready
 
 # run the notebooks of docs/ in a fresh copy of the repository and store their outputs
 notebook: .venv/ready-test
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/docs/refresh_notebook.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/lab/docs/refresh_notebook.py
 
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time
 gpu-check:
-	$(PYTHON) -m tests.gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m tests.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(CARDS),--cards $(CARDS)) \
+	$(PYTHON) -m tests.lab.gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m tests.lab.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(CARDS),--cards $(CARDS)) \
 	    $(if $(JOBS),--jobs=$(JOBS))
 
 # bytes moved and kernels of a training step at GPT-2 124M; NANOGPT=/path compares with nanoGPT's model.py
 gpu-bytes:
-	$(PYTHON) -m tests.gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m tests.gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
+	$(PYTHON) -m tests.lab.gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m tests.lab.gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
 	    $(if $(JOBS),--jobs=$(JOBS))
 
 clean:

@@ -43,8 +43,8 @@ each() { "$@" || code=1; }
 part() {
   case "$1" in
   agree)
-    each "$PY" -m tests.gpu.agree --jobs "$JOBS" --out "$OUT/agree.jsonl"
-    each "$PY" -m tests.gpu.agree --quick --compile --recipes modern --jobs "$JOBS" \
+    each "$PY" -m tests.lab.gpu.agree --jobs "$JOBS" --out "$OUT/agree.jsonl"
+    each "$PY" -m tests.lab.gpu.agree --quick --compile --recipes modern --jobs "$JOBS" \
       --out "$OUT/agree.jsonl" ;;
   bench)
     bench bench $SIZE_124M --what train --batch_size "${BATCH:-16}" --rounds 11 ;;
@@ -59,7 +59,7 @@ part() {
     each "$PY" compare.py "${STUDY[@]}" --report_only
     cp "$RUNS/study/results.json.gz" "$OUT/study.json.gz" ;;
   compiled)
-    each "$PY" -m tests.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
+    each "$PY" -m tests.lab.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
   mechanisms)
     ALL=acag,routing_moh,routing_packed,sink,constraint_a,window,acag_detach,all_on,output_gate,unet_concat
     ALL=$ALL,a2c_temperature,roles,xsa,key_offset,sentinel,agency

@@ -1,14 +1,11 @@
 """What all tests share: the repository on the path, one thread, and a tiny data folder."""
-import hashlib
 import json
 import os
 import shutil
 import signal
 import socket
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,56 +16,14 @@ from nanoheads import threads  # noqa: E402, F401  before torch, whose threads i
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from browser import CHROMIUM, Browser  # noqa: E402
-from helpers import CODE, ROOT, SMALL, Here, NoThreads  # noqa: E402
-from nanoheads.common import OWN_FILES  # noqa: E402
-from nanoheads import own_mechanism as own, replaced  # noqa: E402
-from nanoheads import causality  # noqa: E402
-from lab.study import costs, digest, queue, results  # noqa: E402
+from helpers import CODE, ROOT, TINY, without_own_mechanisms, write_dataset  # noqa: E402
 from nanoheads import corpus  # noqa: E402
-from nanoheads.corpus import Writer  # noqa: E402
-from nanoheads.tokenizer import Tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what it starts does too
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell without jobs starts with &
     signal.signal(signal.SIGINT, signal.default_int_handler)
-TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
-            max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
-            device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
-
-
-def write_dataset(folder, splits, encoding="byte", vocab=None):
-    """A data folder as a prepare script writes it, from {split: bytes}."""
-    tokenizer = Tokenizer(encoding, vocab)
-    with Writer(SimpleNamespace(out=folder, name=folder.name), tokenizer, {"file": "made up"}) as writer:
-        for split, text in splits.items():
-            writer.add_pieces(split, [text])
-    return folder
-
-
-def forget_code():
-    """Have files of code read again: in one process they are read once, as they were when it began."""
-    for cached in (digest.digest_of, digest.files_of, digest.tree_of, digest.statements_of):
-        cached.cache_clear()
-
-
-def put_split(folder, split, data):
-    """Write other bytes into a split of a data folder, with their checksum in its meta.json."""
-    meta = json.loads((folder / "meta.json").read_text())
-    meta["splits"][split]["sha256"] = hashlib.sha256(data).hexdigest()
-    (folder / f"{split}.bin").write_bytes(data)
-    (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def put_meta(folder, **fields):
-    """Write other fields into the meta.json of a data folder; bytes, tokens and chars into each split's."""
-    meta = json.loads((folder / "meta.json").read_text())
-    for split in meta["splits"].values():
-        split.update({key: fields[key] for key in ("bytes", "tokens", "chars") if key in fields})
-    meta.update({key: value for key, value in fields.items() if key not in ("bytes", "tokens", "chars")})
-    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 @pytest.fixture(scope="session")
@@ -192,32 +147,11 @@ def free_port():
         return s.getsockname()[1]
 
 
-def pass_of(model, x, **wanted):
-    """The Heads in which a model's first block reads x [B, T, C], without a cache."""
-    T = x.size(1)
-    return model.make_heads(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
-
-
 @pytest.fixture
 def own_mechanisms_go():
     """What a test adds of mechanisms in files of one's own goes with it: flags are those of all tests."""
     with without_own_mechanisms():
         yield
-
-
-@contextmanager
-def without_own_mechanisms():
-    """Forget the mechanisms that were added inside: flags, classes, modes, and the modules of their files."""
-    before = {*own.ADDED}
-    yield
-    forget_own_mechanisms(before)
-
-
-def forget_own_mechanisms(but=()):
-    """As in a process that has added none, but for these classes."""
-    own.remove({*own.ADDED} - {*but})
-    OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
-    replaced.BEFORE.clear()
 
 
 @pytest.fixture
@@ -230,48 +164,3 @@ def mine(tmp_path, own_mechanisms_go):
         return path
 
     return write
-
-
-def small_plain(folder, data, monkeypatch):
-    """A config file of a plain GPT that trains in a moment; its folder is made the working directory."""
-    monkeypatch.chdir(folder)
-    path = folder / "plain.py"
-    path.write_text(SMALL + f"dataset = {str(data)!r}\n")
-    return path
-
-
-@pytest.fixture
-def plain(tmp_path, bytes_data, monkeypatch):
-    """The config file of a plain GPT that trains in a moment, and an empty folder for runs."""
-    return small_plain(tmp_path, bytes_data, monkeypatch)
-
-
-def in_this_process(monkeypatch):
-    """A place to run trials without processes, in a moment.
-
-    The time of a step is made up, samples are short, and nobody looks for leaks before and after each run:
-    tests/probes/test_lookahead.py has runs that look, and takes most of a run's time for it.
-    """
-    monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
-    monkeypatch.setattr(causality, "refuse", lambda *args, **keys: "nowhere, in a test")
-    monkeypatch.setattr(results, "SAMPLE_TOKENS", 20)
-    row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
-               processor="AMD EPYC", compiled=False, threads=1)
-    monkeypatch.setattr(costs, "step_time_ratios", lambda found, *args: {each.name: row for each in found})
-    return Here()
-
-
-@pytest.fixture
-def here(monkeypatch):
-    return in_this_process(monkeypatch)
-
-
-@pytest.fixture
-def browser(tmp_path):
-    """A Browser, whose pages logged nothing and asked for nothing when the test is over."""
-    if not CHROMIUM:
-        pytest.skip("no Chromium or Chrome is installed, so no page can be opened")
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-    assert browser.events and browser.complaints() == []

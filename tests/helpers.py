@@ -1,33 +1,31 @@
-"""What tests of several folders need: models, checkpoints, runs on two ranks, studies without processes."""
+"""What tests of several folders need: models, checkpoints, runs on two ranks, tables of refusals."""
 
+import hashlib
 import importlib
 import itertools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-import train
-from compare import Study
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, corpus
-from lab.labels.targets import encode, label_file, write_meta
-from lab.study import trial
-from lab.study.variants import StudyConfig
+from nanoheads import checkpoint, corpus, own_mechanism as own, replaced
+from nanoheads.common import OWN_FILES
+from nanoheads.corpus import Writer
+from nanoheads.tokenizer import Tokenizer
 from oracle import give_states
 
 ROOT = Path(__file__).resolve().parents[1]
-MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names here say where they are
 
 
 # ---- runs of train.py ----
@@ -65,6 +63,60 @@ def unread():
     finally:
         with suppress(BrokenPipeError):
             stream.close()
+
+
+# ---- data and runs ----
+
+TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
+            max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
+            device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
+
+
+def write_dataset(folder, splits, encoding="byte", vocab=None):
+    """A data folder as a prepare script writes it, from {split: bytes}."""
+    tokenizer = Tokenizer(encoding, vocab)
+    with Writer(SimpleNamespace(out=folder, name=folder.name), tokenizer, {"file": "made up"}) as writer:
+        for split, text in splits.items():
+            writer.add_pieces(split, [text])
+    return folder
+
+
+def put_split(folder, split, data):
+    """Write other bytes into a split of a data folder, with their checksum in its meta.json."""
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"][split]["sha256"] = hashlib.sha256(data).hexdigest()
+    (folder / f"{split}.bin").write_bytes(data)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def put_meta(folder, **fields):
+    """Write other fields into the meta.json of a data folder; bytes, tokens and chars into each split's."""
+    meta = json.loads((folder / "meta.json").read_text())
+    for split in meta["splits"].values():
+        split.update({key: fields[key] for key in ("bytes", "tokens", "chars") if key in fields})
+    meta.update({key: value for key, value in fields.items() if key not in ("bytes", "tokens", "chars")})
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def pass_of(model, x, **wanted):
+    """The Heads in which a model's first block reads x [B, T, C], without a cache."""
+    T = x.size(1)
+    return model.make_heads(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
+
+
+@contextmanager
+def without_own_mechanisms():
+    """Forget the mechanisms that were added inside: flags, classes, modes, and the modules of their files."""
+    before = {*own.ADDED}
+    yield
+    forget_own_mechanisms(before)
+
+
+def forget_own_mechanisms(but=()):
+    """As in a process that has added none, but for these classes."""
+    own.remove({*own.ADDED} - {*but})
+    OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
+    replaced.BEFORE.clear()
 
 
 # ---- models and checkpoints ----
@@ -166,55 +218,6 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 CODE, = (text for text in EXAMPLES if "class Forgetting" in text)  # the one with a parameter
 
 
-# ---- studies ----
-
-
-SMALL = """
-n_layer = 1
-n_head = 2
-n_embd = 16
-block_size = 16
-batch_size = 4
-max_iters = 6
-eval_interval = 3
-eval_tokens = 64
-recipe = 'modern'
-"""
-
-
-def study_of(plain, **keys):
-    return Study(StudyConfig(**{"base": str(plain), "device": "cpu", "seeds": [1, 2], "plain_seeds": 2,
-                                "budgets": [], "mechanisms": ["output_gate"], **keys}), "test")
-
-
-class Here:
-    """A place to run trials without a process, one at a time."""
-    slots = 1
-
-    def __init__(self):
-        self.started = []
-
-    def run(self, folder):
-        self.started.append(folder)
-        try:
-            trial.run(folder, train.train)
-            return ""
-        except Exception as e:
-            return str(e)
-
-    def stop(self):
-        pass
-
-
-class NoThreads(ThreadPoolExecutor):
-    """Runs what is submitted at once: a trial without a process of its own needs the main thread."""
-
-    def submit(self, function, *args):
-        job = Future()
-        job.set_result(function(*args))
-        return job
-
-
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     """Inside of it, the largest number of entries of a tensor that an operation gives."""
 
@@ -228,28 +231,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-# ---- labels ----
-
-
-def write_labels(folder, data, shift=0, splits=("train", "val", "test"), digit=None):
-    """Make the label set of a byte dataset.
-
-    digit: the token is one (some unknown, some 1/2), and for `shift` tokens earlier; noise: by chance.
-    """
-    folder.mkdir()
-    for split in splits:
-        tokens = np.asarray(data.tokens(split))
-        is_digit = np.roll((tokens >= 48) & (tokens < 58), -shift).astype(float)
-        is_digit[::7], is_digit[::11] = np.nan, 0.5
-        noise = np.random.default_rng(len(tokens)).random(len(tokens))
-        encode(is_digit if digit is None else np.full(len(tokens), digit)).tofile(
-            label_file(folder, "digit", split))
-        encode(noise).tofile(label_file(folder, "noise", split))
-    write_meta(folder, data, ["digit", "noise"], splits, weak=True, note="made up")
-    return str(folder)
-
-
-# ---- what is refused: tests/programs/test_refusals_core.py and test_refusals_lab.py ----
+# ---- what is refused: tests/core/programs/test_refusals.py, tests/lab/programs/test_refusals_lab.py ----
 
 
 def under(command, *rows):

@@ -9,7 +9,7 @@ How often the verdicts of a study are wrong, and how often they find what is the
 
 Each simulated study goes through effects.comparisons() as a real one would. Spreads are in units of a typical
 arm's, the margin is one of those; true differences are 0, or exactly the margin, which is where "same" is
-wrong most often. It is no test: tests/study/test_stats.py holds a small part of it.
+wrong most often. It is no test: tests/lab/study/test_stats.py holds a small part of it.
 """
 
 import argparse

@@ -37,7 +37,7 @@ IN_WORDS = {
     "routing_published": "the router as its write-up prints it, whose gates act in training only",
 }
 
-# gpu-compile.json has tables of its own: tests/gpu/report.py
+# gpu-compile.json has tables of its own: tests/lab/gpu/report.py
 MARK = re.compile(r"(<!-- table: (\w+) (?!gpu-compile)(\S+\.json(?:\.gz)?)(?: ([^>]*?))? -->\n)"
                   r".*?(<!-- end -->)", re.S)
 

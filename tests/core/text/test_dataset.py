@@ -1,0 +1,377 @@
+"""Data folders and the order in which training reads them."""
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import ROOT, put_meta, put_split
+from nanoheads import corpus, dataset, files
+from nanoheads.common import UserError
+from nanoheads.dataset import Batches, Dataset
+from nanoheads.files import sha256
+
+
+@pytest.fixture
+def copy(bytes_data, tmp_path):
+    """A copy of the byte dataset as it was written, to be damaged: other tests leave more there."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("meta.json", "train.bin", "val.bin", "test.bin"):
+        shutil.copy(bytes_data / name, folder)
+    return folder
+
+
+def line(action):
+    with pytest.raises(UserError) as e:
+        action()
+    assert len(str(e.value).splitlines()) == 1
+    return str(e.value)
+
+
+def pieces_of(batches, steps):
+    return [(s, s + batches.block_size) for step in steps for s in batches.starts(step)]
+
+
+# ---- folders ----
+
+def test_a_split_is_a_read_only_memory_map(bytes_data):
+    tokens = Dataset(bytes_data).tokens("train")
+    assert isinstance(tokens, np.memmap) and len(tokens) == 20000 and not tokens.flags.writeable
+    assert Dataset(bytes_data).bytes_per_token("val") == 1.0
+
+
+@pytest.mark.parametrize("field, value", [
+    ("bytes", 22000), ("tokens", 22000), ("vocab_size", 257), ("vocab", ["a"]), ("separator", 0),
+    ("encoding", "char"), ("dtype", "uint16"), ("options", {"separator": "\n"}), ("spelled", False)])
+def test_each_field_of_meta_json_that_is_read_is_in_its_digest(field, value, copy):
+    before = Dataset(copy)
+    put_meta(copy, **{field: value})
+    after = dataset.digests_of(json.loads((copy / "meta.json").read_text()))
+    assert after["meta"] != before.digests["meta"]
+    assert {**after, "meta": ""} == {**before.digests, "meta": ""}
+    assert after["test"] == sha256(copy / "test.bin")
+
+
+@pytest.mark.parametrize("field, value", [("name", "other"), ("note", "other"), ("source", "other"),
+                                          ("options", {"split": "other"}), ("chars", 5)])
+def test_what_nothing_reads_of_meta_json_is_not_in_its_digest(field, value, copy):
+    before = Dataset(copy).digests
+    put_meta(copy, **{field: value})
+    assert Dataset(copy).digests == before
+
+
+def test_one_error_class_covers_all_data():
+    assert UserError is corpus.UserError
+
+
+def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch):
+    for name in ("enwik8_char", "wikitext9"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "prepare.py").touch()
+    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    message = "dataset wikitext9 is not prepared; run: python data/wikitext9/prepare.py"
+    assert line(lambda: Dataset("wikitext9")) == message
+    assert line(lambda: Dataset("data/wikitext9")).endswith("run: python data/wikitext9/prepare.py")
+    message = "run: python data/wikitext9/prepare.py --encoding=byte"
+    assert line(lambda: Dataset("wikitext9_byte")).endswith(message)
+    assert line(lambda: Dataset("enwik8_char")).endswith("run: python data/enwik8_char/prepare.py")
+    said = line(lambda: Dataset("wikitxt9"))
+    assert "wikitxt9" in said and said.endswith("wikitext9?")
+    said = line(lambda: Dataset("zzz"))
+    assert "zzz" in said and said.endswith("enwik8_char, wikitext9")
+
+
+def without_counts(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "splits": {"train": 3}}))
+
+
+@pytest.mark.parametrize("damage,words", [
+    (lambda d: (d / "meta.json").write_text("{"), "meta.json"),
+    (lambda d: (d / "meta.json").write_text("[]"), "meta.json"),
+    (without_counts, "meta.json"),
+    (lambda d: (d / "train.bin").write_bytes(b"abc"), "train.bin holds 3 "),
+    (lambda d: (d / "train.bin").write_bytes(b""), "train.bin holds 0 "),
+    (lambda d: (d / "train.bin").unlink(), "'train'; it has val, test"),
+])
+def test_a_damaged_folder_is_one_line(copy, damage, words):
+    damage(copy)
+    assert words in line(lambda: Dataset(copy).tokens("train"))
+
+
+COUNT = "must be a whole number above 0"
+BAD_META = [
+    *[("vocab_size", value, f"vocab_size={value!r} {COUNT}") for value in (0, -3, "256", 256.0, True, None)],
+    ("vocab_size", 255, "vocab_size=255 must be 256, the size of its vocabulary"),
+    ("vocab_size", 2**63, f"vocab_size={2**63} {COUNT}"),
+    *[("separator", value, f"separator={value!r} must be a whole number from 0 to below vocab_size")
+      for value in ("a", None, 9999, 256, -1, 10.5, False)],
+    *[(f"splits.val.{key}", value, f"splits.val.{key}={value!r} {COUNT}")
+      for key in ("tokens", "bytes") for value in ("x", 0, -5, math.nan, math.inf, 2000.0, True)],
+    ("splits.val.bytes", 2001, "splits.val.bytes=2001 must be as many as tokens, of which each is a byte"),
+    ("splits.val.chars", "x", "splits.val.chars='x' must be a whole number"),
+    ("splits.val.sha256", 5, "splits.val.sha256=5 must be a text"),
+    ("splits.val", 3, "splits.val=3 must be its tokens, bytes and sha256"),
+    ("splits", {}, "splits={} must be the splits by name"), ("splits", ["val"], "splits=['val'] must be"),
+    ("name", ["a"], "name=['a'] must be a text"),
+    ("encoding", "utf8", "encoding='utf8' must be byte, char, gpt2 or hf"),
+    ("encoding", ["byte"], "encoding=['byte'] must be byte, char, gpt2 or hf"),
+    *[("dtype", value, f"dtype={value!r} must be uint8, uint16 or") for value in ("float32", 8, "<u1")],
+    *[("vocab", value, f"vocab={value!r} must be") for value in (5, [1, 2], "abc")],
+    *[(key, ..., f"{key.rpartition('.')[2]} is missing: ") for key in
+      ("vocab_size", "separator", "name", "encoding", "dtype", "splits", "splits.val.tokens",
+       "splits.val.bytes", "splits.val.sha256")],
+]
+
+
+def change_meta(folder, key, value):
+    """Set a key of meta.json, dots between the keys that lead to it; ...: without it."""
+    meta = json.loads((folder / "meta.json").read_text())
+    *path, last = key.split(".")
+    place = meta
+    for name in path:
+        place = place[name]
+    place.pop(last, None)
+    if value is not ...:
+        place[last] = value
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("key, value, words", BAD_META)
+def test_a_wrong_value_in_meta_json_is_one_line(copy, key, value, words):
+    Dataset(copy)  # control
+    change_meta(copy, key, value)
+    said = line(lambda: Dataset(copy))
+    assert said.startswith(f"{copy / 'meta.json'} is not what a prepare script writes: ") and words in said
+    assert said.endswith("; run it again with --force")
+
+
+@pytest.mark.parametrize("vocab", [5, [1, 2], "abcdefgh \n", list("abcdefgh "), list("aabcdefgh ")])
+def test_a_wrong_vocabulary_of_characters_is_one_line(chars_data, tmp_path, vocab):
+    folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))
+    change_meta(folder, "vocab", vocab)
+    assert "vocab" in line(lambda: Dataset(folder))
+
+
+# ---- checksums ----
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the files that were hashed, as it happens; this process knows no file at the start."""
+    names, hashed = [], files.sha256_of
+
+    def counted(file):
+        names.append(Path(file.name).name)
+        return hashed(file)
+    monkeypatch.setattr(files, "sha256_of", counted)
+    monkeypatch.setattr(files, "KNOWN", {})
+    monkeypatch.setattr(files, "SETTLED", -1e18)  # the files were written a moment ago
+    return names
+
+
+def test_a_changed_split_of_the_same_length_is_refused(copy):
+    (copy / "test.bin").write_bytes(b" " * 1000)
+    data = Dataset(copy)
+    assert len(data.tokens("train")) == 20000, "what is not read is not checked"
+    said = line(lambda: data.tokens("test"))
+    blank = hashlib.sha256(b" " * 1000).hexdigest()
+    for words in (f"{copy}/test.bin is not the file that meta.json describes", blank[:16],
+                  data.splits["test"]["sha256"][:16], "run its prepare script again"):
+        assert words in said
+
+
+def test_a_split_that_changes_while_it_is_read_is_refused(copy, monkeypatch):
+    monkeypatch.setattr(dataset, "REOPEN_AFTER", 1)
+    batches = Batches(Dataset(copy), "train", 16, 4, 0)
+    (copy / "train.bin").write_bytes(b" " * 20000)
+    assert "train.bin is not the file" in line(lambda: batches(0))
+
+
+def test_a_split_without_a_checksum_is_refused(copy):
+    meta = json.loads((copy / "meta.json").read_text())
+    del meta["splits"]["val"]["sha256"]
+    (copy / "meta.json").write_text(json.dumps(meta))
+    assert "meta.json is not what a prepare script writes" in line(lambda: Dataset(copy))
+
+
+def test_a_split_is_read_once_until_it_changes(copy, reads, monkeypatch):
+    def start():
+        monkeypatch.setattr(files, "KNOWN", {})  # another process
+        Dataset(copy).tokens("train")
+        Dataset(copy).tokens("train")
+    start()
+    start()
+    assert reads == ["train.bin"] and (copy / "train.bin.checked").is_file()
+    os.utime(copy / "train.bin", ns=(1, 1))
+    start()
+    assert reads == ["train.bin"] * 2
+    (copy / "train.bin").write_bytes(b" " * 20000)
+    os.utime(copy / "train.bin", ns=(1, 1))  # size and time as they were
+    assert "train.bin is not the file" in line(start)
+
+
+def test_a_file_that_was_just_written_is_not_relied_on(copy, reads, monkeypatch):
+    """Two changes within a tick of the file system's clock leave the same time."""
+    monkeypatch.setattr(files, "SETTLED", 1e18)
+    for _ in range(2):
+        Dataset(copy).tokens("val")
+    assert reads == ["val.bin"] * 2 and not (copy / "val.bin.checked").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"3", b"\xff", "other"])
+def test_a_damaged_memory_of_a_checksum_is_made_anew(copy, reads, monkeypatch, damage):
+    data = Dataset(copy)
+    data.tokens("val")
+    memory = copy / "val.bin.checked"
+    good = memory.read_bytes()
+    if damage == "other":
+        damage = json.dumps({**json.loads(good), "sha256": "0" * 64}).encode()
+    memory.write_bytes(damage)
+    monkeypatch.setattr(files, "KNOWN", {})
+    data.tokens("val")
+    assert reads == ["val.bin"] * 2 and memory.read_bytes() == good
+
+
+def test_a_memory_that_cannot_be_kept_is_no_error(copy, reads, monkeypatch):
+    def refuse(*names):
+        raise PermissionError(13, "read-only")
+    monkeypatch.setattr(files.os, "replace", refuse)
+    for _ in range(2):
+        Dataset(copy).tokens("val")
+        monkeypatch.setattr(files, "KNOWN", {})
+    assert reads == ["val.bin"] * 2
+    assert sorted(path.name for path in copy.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
+
+
+@pytest.mark.slow
+def test_of_processes_that_start_together_one_reads(copy, tmp_path):
+    """Four processes, as ranks are: each waits for the one that reads, and then finds what it kept."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from nanoheads import files
+from nanoheads.dataset import Dataset
+hashed, files.SETTLED = files.sha256_of, -1e18
+files.sha256_of = lambda file: print("read", flush=True) or hashed(file)
+Dataset({str(copy)!r}).tokens("train")
+"""
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+               for _ in range(4)]
+    assert sorted(process.communicate()[0] for process in started) == ["", "", "", "read\n"]
+    assert all(process.returncode == 0 for process in started)
+
+
+def test_git_does_not_see_what_is_kept_of_checksums():
+    assert "*.checked" in (ROOT / "data/.gitignore").read_text().splitlines()
+
+
+def test_a_token_outside_the_vocabulary_is_one_line(chars_data, tmp_path):
+    folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))
+    put_split(folder, "train", np.full(1500, 99, "<u2").tobytes())
+    message = line(lambda: Batches(Dataset(folder), "train", 16, 4, 0)(0))
+    assert "99" in message and " 9" in message
+
+
+# ---- batches ----
+
+def test_the_batch_is_a_function_of_seed_and_step(bytes_data):
+    d = Dataset(bytes_data)
+    a, b, other = (Batches(d, "train", 16, 8, seed) for seed in (1, 1, 2))
+    forward = [a(step) for step in range(20)]
+    assert all(torch.equal(b(step), forward[step])
+               for step in reversed(range(20))), "whatever was read before"
+    assert not torch.equal(other(3), forward[3])
+
+
+def test_targets_are_the_next_tokens(bytes_data):
+    tokens = Dataset(bytes_data).tokens("train")
+    batches = Batches(Dataset(bytes_data), "train", 16, 8, 0)
+    ids = batches(5)
+    assert ids.shape == (8, 17) and ids.dtype == torch.int64
+    for row, start in zip(ids, batches.starts(5)):
+        assert row.tolist() == tokens[start:start + 17].tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_share_the_global_batch(bytes_data, world):
+    batches = Batches(Dataset(bytes_data), "train", 16, 8, 0)
+    shares = [batches(7, rank, world) for rank in range(world)]
+    assert all(len(s) == 8 // world for s in shares)
+    assert torch.equal(torch.stack(shares, dim=1).flatten(0, 1), batches(7))
+
+
+def test_a_pass_is_shuffled_and_without_replacement(bytes_data):
+    batches = Batches(Dataset(bytes_data), "train", 16, 31, 0)
+    assert batches.pieces == 20000 // 16 - 1
+    starts = [s for step in range(3 * batches.pieces // 31 + 1) for s in batches.starts(step)]
+    one, two = (starts[i * batches.pieces:(i + 1) * batches.pieces] for i in (0, 1))
+    for each in (one, two):
+        assert len(set(each)) == batches.pieces, "every piece once"
+        assert len({s % 16 for s in each}) == 1, "cut at one offset"
+        assert min(each) >= 0 and max(each) + 17 <= 20000
+        assert np.diff(sorted(each)).tolist() == [16] * (batches.pieces - 1), "the pieces lie side by side"
+        assert each != sorted(each)
+    assert one != two and one[0] % 16 != two[0] % 16, "each pass has its own order and its own cuts"
+
+
+def test_a_batch_may_be_larger_than_a_pass(chars_data):
+    batches = Batches(Dataset(chars_data), "train", 300, 11, 0)
+    assert batches.pieces == 4 and len(set(batches.starts(0)[:4])) == 4 and batches(2).shape == (11, 301)
+
+
+def test_every_cut_fits_into_the_split(chars_data):
+    # the largest block size that 1,500 tokens allow
+    batches = Batches(Dataset(chars_data), "train", 750, 8, 0)
+    assert all(0 <= s and s + 751 <= 1500 for step in range(200) for s in batches.starts(step))
+
+
+def test_a_block_size_larger_than_the_split_is_one_line(chars_data):
+    message = line(lambda: Batches(Dataset(chars_data), "train", 751, 4, 0))
+    assert "block_size=751 needs at least 1,502 tokens of train" in message
+
+
+@pytest.mark.slow
+def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
+    """300 MB, sparse, in a process of its own; the file's pages would all stay resident in one mapping."""
+    size = 300 << 20
+    for split, n in (("train", size), ("val", 1000), ("test", 1000)):
+        with open(tmp_path / f"{split}.bin", "wb") as f:
+            f.truncate(n)
+    meta = dict(name="large", encoding="byte", vocab_size=256, dtype="uint8", separator=10,
+                splits={split: {"tokens": n, "bytes": n, "sha256": sha256(tmp_path / f"{split}.bin")}
+                        for split, n in (("train", size), ("val", 1000), ("test", 1000))})
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from nanoheads import files
+from nanoheads.dataset import Batches, Dataset
+files.SETTLED = -1e18  # as if the file were not from a moment ago
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+batches = Batches(Dataset({str(tmp_path)!r}), "train", 4096, 64, 0)
+batches(0)
+before = most = resident()
+for step in range(1, batches.pieces // 64):
+    batches(step)
+    if step % 8 == 0:
+        most = max(most, resident())
+print(batches.pieces * 4096, most - before)
+"""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("resident memory is read from /proc")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read, grown = map(int, done.stdout.split())
+    assert read > 290 << 20 and grown < 100 << 20, f"{grown >> 20} MB more after {read >> 20} MB"

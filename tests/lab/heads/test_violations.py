@@ -1,0 +1,74 @@
+"""Which heads act without consent, or do not act although they consent."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+import helpers
+from helpers import TINY_GPT
+from model import (GPT, GPTConfig)
+from lab.heads.states import find_violations
+from oracle import (tokens)
+
+
+TINY = {**TINY_GPT, "n_embd": 96}
+
+
+tiny = functools.partial(helpers.tiny, n_embd=96, std=0.08)
+
+
+def scoped(scope, **flags):
+    """A live GPT with biases whose MLPs or blocks have states, all active."""
+    model = tiny(dict(agency=True, agency_scope=scope, bias=True, **flags))
+    for layer in range(model.config.n_layer):
+        model.set_head(layer, None, state="active")
+    return model
+
+
+def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
+    flags = dict(agency=True, sentinel="sigmoid")
+    model = GPT(GPTConfig(**TINY, **flags))
+    assert find_violations(model) == []
+    for head in (1, 2, 3):
+        model.set_head(0, head, state="withdrawn", step=7 + head)
+    model.transformer.h[0].attn.agency.utilisation[1] = 0.25  # as the controller writes it
+    model.set_head(0, 2, gate=0.5)  # by hand: it runs
+    model.set_head(0, 3, gate=0.0)  # not in use, so nothing is violated
+    model.set_head(1, 5, gate=0.5)  # consents
+    gate = 1 / (1 + math.exp(-3.0))
+    assert find_violations(model) == [
+        dict(layer=0, head=1, type="blocked", gate=pytest.approx(gate), state="withdrawn", utilisation=0.25,
+             last_signal=8),
+        dict(layer=0, head=2, type="forced", gate=0.5, state="withdrawn", utilisation=0.0, last_signal=9)]
+    traces = model(tokens(1, 4), traces=True).traces
+    assert traces["blocks.0.agency_utilisation"].tolist() == [0, 0.25, 0, 0, 0, 0]
+    assert traces["blocks.0.agency_last_signal"].tolist() == [0, 8, 9, 10, 0, 0]
+    free = GPT(GPTConfig(**TINY, **flags, agency_enforce=False))
+    free.set_head(1, 4, consent=False)
+    assert find_violations(free) == [
+        dict(layer=1, head=4, type="forced", gate=pytest.approx(gate), state="active", utilisation=0.0,
+             last_signal=0)]
+    # 0.007 is below the threshold of 0.05
+    torch.nn.init.constant_(free.transformer.h[1].attn.sentinel.logit, -5.0)
+    assert find_violations(free) == []
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_violations_of_mlps_and_blocks_say_their_scope(scope):
+    model = scoped(scope, sentinel="sigmoid")
+    assert find_violations(model) == []
+    model.set_head(0, None, state="withdrawn")
+    model.set_head(1, None, consent=False)
+    model.set_head(1, None, gate=0.5)
+    model.set_head(1, 3, gate=0.5)  # heads have no consent
+    blocked, forced = (dict(layer=layer, scope=scope, type=kind, gate=gate, state=state, utilisation=0.0,
+                            last_signal=0)
+                       for layer, kind, gate, state in ((0, "blocked", 1.0, "withdrawn"),
+                                                        (1, "forced", 0.5, "active")))
+    assert find_violations(model) == [blocked, forced]
+    model.set_head(1, None, gate=math.nan)
+    assert find_violations(model) == [blocked, dict(forced, type="blocked", gate=1.0)]
+    model.transformer.h[0].agency.enforce = False
+    assert find_violations(model)[0] == dict(blocked, type="forced")

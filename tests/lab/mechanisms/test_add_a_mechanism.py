@@ -1,0 +1,544 @@
+"""A mechanism in a file of one's own: the page's file, its commands, the promises, and what is refused."""
+
+import importlib
+import io
+import itertools
+import os
+import py_compile
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import compare
+import model
+from helpers import ROOT, without_own_mechanisms
+from helpers import CODE, EXAMPLES, PAGE
+from nanoheads import checkpoint, own_mechanism as own
+from nanoheads.common import UserError
+from nanoheads.config import TrainConfig
+from nanoheads.configurator import Presets, keys_of, made, read
+from lab.hub import huggingface as hf
+from lab.probes import promises
+from lab.study import digest
+from lab.study.variants import StudyConfig
+
+SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
+PASS = "    def score_mod(self, attn, heads):"
+
+
+def run(*argv, cwd=ROOT):
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True)
+
+
+def run_here(program, *argv):
+    """As run(), in this process, which knows of no mechanism of one's own before nor after."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    try:
+        with without_own_mechanisms(), redirect_stdout(out), redirect_stderr(err):
+            importlib.import_module(program.removesuffix(".py")).main([*map(str, argv)])
+    except SystemExit as e:
+        code = e.code
+        if isinstance(code, str):
+            print(code, file=err)
+    return SimpleNamespace(returncode=1 if isinstance(code, str) else code or 0, stdout=out.getvalue(),
+                           stderr=err.getvalue())
+
+
+def broken(path):
+    """{promise: what is wrong} of the file's first mode."""
+    name = own.add(path)[0]
+    return {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: re.search(r"class (\w+)\(", code)[1])
+def test_each_file_of_the_page_keeps_every_promise(code, mine):
+    path = mine()
+    path.write_text(code)
+    assert broken(path) == {}
+
+
+@pytest.mark.parametrize("name", ["paired_heads", "diff_v1"])
+def test_heads_that_go_in_pairs_are_checked_in_pairs(name):
+    """--check took one head of a pair, which pruning refuses, and called the mechanism broken."""
+    wrong = {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
+    assert wrong == {}
+
+
+def test_it_equals_the_formula(mine):
+    """Logits fall by rate (t - s), in float64, against a softmax that is written out."""
+    own.add(mine())
+    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True, forget_init=-1.0)).double().eval()
+    attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
+    heads = gpt.make_heads(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
+    heads.q, heads.k, heads.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), heads, 4, 4)
+    q, k, v = heads.q, heads.k, heads.v
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]
+    logits = q @ k.mT * attn.scale - rate * distance
+    want = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
+    got = attn.outputs(heads)[1]  # a score function acts inside of it
+    assert (got - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("beside", [
+    dict(n_kv_head=2), "constraint_a", "constraint_published", "constraint_b", "acag", "sink", "routing_inf",
+    "diff", "fox"], ids=str)
+def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
+    """At its neutral setting the model is the one without it; elsewhere it is another, and learns."""
+    own.add(mine())
+    flags = beside if isinstance(beside, dict) else model.MECHANISMS[beside]
+    ids = torch.randint(11, (2, 17), generator=torch.Generator().manual_seed(1))
+
+    def with_slope(slope):
+        forgets = {} if slope is None else dict(forget=True, forget_init=slope)
+        gpt = model.GPT(model.GPTConfig(**SIZES, **flags, **forgets)).double().eval()
+        with torch.no_grad():
+            for name, weight in gpt.named_parameters():  # at the start some matrices are 0
+                noise = torch.Generator().manual_seed(len(name))
+                weight += 0.05 * torch.randn(weight.shape, generator=noise) * (".slope" not in name)
+        return gpt, gpt(ids[:, :-1], ids[:, 1:]).loss
+    without, neutral, (gpt, loss) = with_slope(None)[1], with_slope(-60.0)[1], with_slope(-1.0)
+    assert abs(neutral - without) < 1e-12 and abs(loss - without) > 1e-6
+    loss.backward()
+    assert gpt.transformer.h[0].attn.forgetting.slope.grad.abs().min() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("promise, before, after", [
+    ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
+    ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
+    ("cache", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.q.size(2)"),
+    ("padding", "rate[h] * (t - s)", "rate[h] * t * (t - s)"),
+    ("grouped", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.k.size(1)"),
+    ("dtypes", "rate[h] * (t - s)", "(rate[h] + 0.1 * (rate.dtype == torch.float32)) * (t - s)"),
+    ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
+    ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
+    ("neutral", "-60.0}", "-1.0}"),
+    ("acts", "F.softplus(self.slope)", "0 * F.softplus(self.slope)"),
+    ("runs", PASS, PASS + "\n        heads.q = heads.q + boom"),
+])
+def test_each_promise_finds_its_mistake(promise, before, after, mine):
+    assert promise in broken(mine(before, after))
+
+
+def test_every_mechanism_acts_or_says_why_not():
+    """Agency alone starts as the plain GPT whatever its weights are."""
+    kept = {}
+    for name, flags in model.MECHANISMS.items():
+        for _, recipe, promise, wrong in itertools.islice(promises.check(name, flags), 1):
+            kept[name] = promise == "acts" and wrong is None
+    assert {name for name, acts in kept.items() if not acts} == {*model.Agency.modes}
+    assert "all heads are active at first" in model.Agency.no_effect_because
+
+
+def test_what_does_nothing_is_refused_before_a_study(mine):
+    """It passed every promise, and the study called it the same as the plain GPT."""
+    name, = own.add(mine("F.softplus(self.slope)", "0 * F.softplus(self.slope)"))
+    with pytest.raises(UserError, match="forget .*it does nothing: .*: a comparison would mean nothing"):
+        promises.refuse_broken({name: model.MECHANISMS[name]})
+
+
+def test_what_does_not_run_says_so_once(mine, capsys):
+    path = mine(PASS, PASS + "\n        boom")
+    done = run_here("train.py", f"--mechanism={path}", "--check")
+    assert done.returncode == 1 and done.stdout.count("name 'boom' is not defined") == 1
+    assert "train: 1 of 1 promises are broken" in done.stderr
+
+
+def test_one_mode_of_a_file_is_checked_alone(mine):
+    path = mine('modes = {"forget": dict(forget=True)}',
+                'modes = {"forget": dict(forget=True), "fast": dict(forget=True, forget_init=-1.0)}')
+    one, both = (run_here("train.py", f"--mechanism={path}{mode}", "--check").stdout
+                 for mode in (":fast", ""))
+    assert {line.split()[0] for line in one.splitlines()[1:]} == {"fast"}
+    assert {line.split()[0] for line in both.splitlines()[1:]} == {"fast", "forget"}
+
+
+GATES = '''
+from torch import nn
+from nanoheads.mechanism import Mechanism
+
+
+class Gates(Mechanism):
+    class Options:
+        gates: bool = False  # factors on the heads' outputs
+
+    name = flag = "gates"
+    modes = {"gates": dict(gates=True)}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        MAKE
+
+    def before_attention(self, attn, heads):
+        gate = FACTOR
+        heads.add_gate("gates", gate.sigmoid().transpose(1, 2)[..., None])
+'''
+MADE = {
+    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_head)", "self.proj(heads.x)"),
+    "no bias": ("self.proj = nn.Linear(config.n_embd, attn.n_head, bias=False)", "self.proj(heads.x)"),
+    "in a sequence": ("self.net = nn.Sequential(nn.Linear(config.n_embd, 5), nn.Linear(5, attn.n_head))",
+                      "self.net(heads.x)"),
+    "columns": ("self.back = nn.Linear(attn.n_head, config.n_embd, bias=False)",
+                "heads.x @ self.back.weight"),
+    "wide": ("self.proj = nn.Linear(config.n_embd, 3 * attn.n_head)",
+             "self.proj(heads.x).unflatten(-1, (-1, 3)).sum(-1)"),
+    "beside a vector": ("self.proj = nn.Linear(config.n_embd, attn.n_head); "
+                        "self.scale = nn.Parameter(torch.empty(attn.n_head))",
+                        "self.scale * self.proj(heads.x)")}
+
+
+def said_of_pruning(path, code):
+    """{how to declare head axes, as the check says, or None where pruning is right}, of both recipes."""
+    path.write_text(code)
+    with without_own_mechanisms():
+        own.add(path)
+        found = [wrong for _, _, promise, wrong in promises.check("gates", model.MECHANISMS["gates"])
+                 if promise == "pruned"]
+    return {wrong and wrong.partition("; ")[2] for wrong in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("has", ["nothing", "per_head", "wrong", "head_axes"])
+def test_what_the_check_says_of_head_axes_works_as_it_stands(name, has, tmp_path):
+    """Put into the file as it is printed, beside what was declared before; wrong: a module, no tensor of it.
+    """
+    make, factor = MADE[name]
+    code = "import torch\n" + GATES.replace("MAKE", make).replace("FACTOR", factor)
+    names = {"per_head": re.findall("scale", make)[:1], "wrong": re.findall("proj|net", make)[:1]}.get(has)
+    code = code.replace("    modes", f"    per_head = {tuple(names)}\n    modes") if names else code
+    if has == "head_axes":
+        code += "\n    def head_axes(self):\n        return []\n"
+    said, = said_of_pruning(tmp_path / "gates.py", code)
+    if has == "head_axes":
+        axes, = re.findall(r"^add to the list that head_axes\(\) of Gates returns: (.*)$", said)
+        code = "from nanoheads.mechanism import HeadAxis\n" + code.replace("return []", f"return [{axes}]")
+    else:
+        top, line = re.fullmatch(r"write `(.*)`, and in class Gates `(.*)`", said).groups()
+        code = f"{top}\n{code}\n    {line}\n"
+    assert said_of_pruning(tmp_path / "gates.py", code) == {None}
+
+
+@pytest.mark.slow
+def test_the_controls_break_what_they_should_and_nothing_else(mine):
+    """tests/controls.py: noise and dead parameters may be compared, the look ahead is refused."""
+    own.add(ROOT / "tests" / "controls.py")
+    broken = {name: {row[2] for row in promises.check(name, model.MECHANISMS[name]) if row[3]}
+              for name in ("control_noise", "control_dead", "control_leak")}
+    assert broken == dict(control_noise=set(), control_dead={"learns"},
+                          control_leak={"causal", "cache", "grouped"})
+    allowed = {name: model.MECHANISMS[name] for name in ("control_noise", "control_dead")}
+    note, = promises.refuse_broken(allowed)
+    assert re.fullmatch("Note: 'control_dead' is compared all the same, although .* has no gradient .*", note)
+    with pytest.raises(UserError, match=r"control_leak .* looks ahead.* position 10 .* at 12"):
+        promises.refuse_broken({"control_leak": model.MECHANISMS["control_leak"]})
+
+
+def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
+    path = mine(PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
+    name = own.add(path)[0]
+    with pytest.raises(UserError, match=r"forget.*position 1 changes with the token at 12"):
+        promises.refuse_broken({name: model.MECHANISMS[name]})
+    # those of the repository have been tested
+    promises.refuse_broken({"xsa": model.MECHANISMS["xsa"], "all_on": model.ALL_ON})
+    variants = {"gates": dict(output_gate="headwise"),
+                "fast": dict(forget=True, forget_init=-1.0, adamw_lr=0.1)}
+    with pytest.raises(UserError, match=r"fast .*position 1 changes with the token at 12"):
+        promises.refuse_broken(variants)
+    promises.refuse_broken({"off": dict(forget=False, adamw_lr=0.1)})
+    at_one_size = dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
+                       at={"0.33M": dict(variants={"x": dict(forget=True)})})
+    for name, each in (("forget", dict(mechanisms=["forg*"])), ("x at 0.33M", at_one_size)):
+        with pytest.raises(UserError, match=rf"{name} .*position 1 changes with the token at 12"):
+            compare.check_parts(StudyConfig(**each))
+
+
+def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, tmp_path):
+    own.add(mine())
+    for i, each in enumerate((dict(mechanisms=["forg*"]), dict(variants={"x": dict(forget=True)}),
+                              dict(mechanisms=["xsa"]))):
+        out = tmp_path / str(i)
+        out.mkdir()
+        compare.keep_file(StudyConfig(**each), out)
+        assert [path.name for path in out.iterdir()] == ["mine.py"] * (i < 2)
+
+
+@pytest.mark.parametrize("before, after, words", [
+    ("class Forgetting(Mechanism)", "class Forgetting", "must define a class .* defines none"),
+    ("import torch\n", "import torch\nboom\n", "line 3: NameError: name 'boom'"),
+    ('    flag = "forget" ', '    flag = "xsa" ', "flag='xsa' must be one of its Options"),
+    ("forget_init: float", "init: float", "init must begin with forget"),
+    ("forget: bool = flag(False", "forget: bool = flag(True", "forget must be off"),
+    ('name = "forgetting"', 'name = "router"', "name='router' must be a name of its own"),
+    ('modes = {"forget"', 'modes = {"moh"', "there is a mode moh already"),
+    ('neutral = {"forget"', 'neutral = {"forgt"', "there is no mode forgt; did you mean forget"),
+    ("def score_mod", "def scoremod", "scoremod is .* did you mean score_mod?"),
+    ("def head_axes", "def head_axis", "head_axis is nothing .*; did you mean head_axes?"),
+    ('    flag = "forget" ', '    need_positions = True\n    flag = "forget" ',
+     "need_positions is nothing .* did you mean needs_positions?"),
+    ("def initial_values", "def initail_values", "initail_values is nothing .* mean initial_values?"),
+    ('{"slope": self.start}', '{"slop": self.start}',
+     r"initial_values\(\) names 'slop', which is none of its parameters; did you mean slope?"),
+    ('{"forgetting.slope": -60.0}', '{"forgeting.slope": -60.0}',
+     "neutral: forget names 'forgeting.slope', which is none .*; did you mean forgetting.slope?"),
+])
+def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
+    with pytest.raises(UserError, match=words) as e:
+        own.add(mine(before, after))
+    assert "\n" not in str(e.value)
+    assert all(cls.flag != "forget" for cls in model.MECHANISM_CLASSES)
+
+
+def test_flags_of_the_repository_are_not_taken_over(mine):
+    path = mine()
+    path.write_text(CODE.replace("forget", "sink"))
+    with pytest.raises(UserError, match="there is a flag sink already"):
+        own.add(path)
+
+
+def test_its_flags_are_keys_with_ranges_and_help(mine):
+    own.add(mine())
+    words = keys_of((model.GPTConfig,))["forget_init"].help
+    assert words == "softplus of it is the initial rate, in nats a token"
+    assert model.GPTConfig(**SIZES, forget=True, forget_init=1.0).problems() == [
+        "forget_init=1.0 must be at most 0"]
+    assert model.GPTConfig(**SIZES, forget_init=-1.0).problems() == [
+        "forget_init=-1.0 means nothing while forget is off"]
+
+
+@pytest.mark.slow
+def test_the_hash_of_other_runs_does_not_see_it(mine):
+    plain = model.GPTConfig(**SIZES)
+    before = digest.code_digest(plain), digest.own_flags(plain)
+    own.add(mine())
+    plain = model.GPTConfig(**SIZES)
+    assert (digest.code_digest(plain), digest.own_flags(plain)) == before
+    digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
+
+
+@pytest.mark.slow
+def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
+    """Also a file of ours that train.py does without."""
+    path = mine("import torch\n", "import torch\nfrom lab.probes import quality\n")
+    own.add(path)
+    reached, inner = [], digest.digest_of
+    monkeypatch.setattr(digest, "digest_of", lambda root, programs, off: reached.extend(
+        digest.files_of(root, programs)) or inner(root, programs, off))
+    digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig(own_mechanism=str(path)))
+    assert {Path(path).resolve(), ROOT / "lab" / "probes" / "quality.py"} <= {*reached}
+    reached.clear()
+    digest.code_digest(model.GPTConfig(**SIZES), TrainConfig())
+    assert ROOT / "lab" / "probes" / "quality.py" not in reached and ROOT / "model.py" in reached
+
+
+@pytest.mark.slow
+def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
+    """Trained, gone on with, evaluated, sampled and pruned; when the file is gone, the copy is enough."""
+    path, out = mine(), tmp_path / "run"
+    args = [f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={out}", "--n_layer=2", "--n_head=4",
+            "--n_embd=32", "--block_size=16", "--batch_size=4", "--eval_tokens=64", "--device=cpu",
+            "--eval_interval=2"]
+    for more in (["--max_iters=2"], ["--max_iters=4", "--resume"]):
+        done = (run if more[1:] else run_here)("train.py", *args, *more)
+        assert done.returncode == 0, done.stderr
+    assert (out / "mine.py").read_text() == CODE
+    state = torch.load(out / "best.pt", weights_only=True)
+    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.opened(path).digest)]
+    path.unlink()
+    named = f"--mechanism={out / 'mine.py'}"
+    for command in (["evaluate.py", "--ckpt", out, "--split=val"],
+                    ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
+                    ["-m", "lab.prune", "--ckpt", out, "--by=random", "--to=0.5",
+                     f"--out_dir={tmp_path / 'less'}"],
+                    ["-m", "lab.export_hf", "--ckpt", out, "--out", tmp_path / "hf"]):
+        done = run_here(*command, named)
+        assert done.returncode == 0, done.stderr
+    done = run_here("-m", "lab.probe", "inspect", "--ckpt", out, named, "--save", tmp_path / "saved")
+    assert done.returncode == 0, done.stderr
+    for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
+        done = run_here("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")
+        assert f"--trust_code runs {tmp_path / folder / 'mine.py'}\n" in done.stderr
+        assert done.returncode == 0 and (tmp_path / folder / "mine.py").read_text() == CODE, done.stderr
+    (out / "mine.py").write_text(CODE + "\n# changed\n")
+    for allowed in ("--trust_code", named):
+        done = run_here("evaluate.py", "--ckpt", out, allowed)
+        assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+        assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
+
+
+def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
+    """A file that is edited during a run, or deleted: the copy and the digest are those of what was read."""
+    path = mine()
+    own.add(path)
+    before, config = own.opened(path).digest, model.GPTConfig(**SIZES, forget=True)
+    path.write_text(CODE + "\n# edited\n")
+    assert own.record(config) == [dict(file="mine.py", digest=before)]
+    file, = own.files_for(config)
+    assert own.copy(file, tmp_path / "run").read_text() == CODE
+    with pytest.raises(UserError, match="two texts of one mechanism, with the flag forget"):
+        own.add(path)
+    path.unlink()
+    assert own.add(tmp_path / "run" / "mine.py") == ["forget"]
+    assert "rate, in nats" in keys_of((model.GPTConfig,))["forget_init"][2]
+
+
+def test_bytecode_beside_a_file_is_not_run(mine):
+    """Python would take it by the file's time and size alone."""
+    path = mine()
+    py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    mine("-60.0}", "-61.0}")
+    own.add(path)
+    assert model.NEUTRAL["forget"] == {"forgetting.slope": -61.0}
+
+
+@pytest.mark.parametrize("argv, config, taken", [
+    (["--mechanism", "F", "--resume"], None, ["--resume", "--mechanism=forget", "--own_mechanism=F"]),
+    (["--mechanism=xsa,F"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
+    (["C"], 'mechanism = "F"', ["C", "--mechanism=forget", "--own_mechanism=F"]),
+    (["C"], 'mechanisms = ["xsa", "F"]', ["C", "--mechanisms=xsa,forget", "--own_mechanism=F"]),
+    (["C", "--mechanism=xsa"], 'mechanism = "F"', ["C", "--mechanism=xsa"]),
+    (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["--own_mechanism", "F", "--mechanism", "forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["--mechanism=moh", "--mechanism=[xsa, 'F']"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
+    (["C", "--adamw_lr=1"], "boom", ["C", "--adamw_lr=1"]),  # the configurator says what is wrong
+])
+def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
+    names = {"F": str(mine()), "C": str(tmp_path / "config.py")}
+
+    def put(text):
+        return re.sub(r"\b[FC]\b", lambda found: names[found[0]], text)
+
+    (tmp_path / "config.py").write_text(put(config or ""))
+    assert arguments_taken([put(arg) for arg in argv]) == [put(arg) for arg in taken]
+
+
+def arguments_taken(argv, **how):
+    """The arguments of train.py or compare.py after take()."""
+    command = read((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
+    own.take(command, **how)
+    return command.words()
+
+
+def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
+    """Until its file is read nobody knows that the flag is a bool."""
+    (tmp_path / "config.py").write_text("n_head = 4\nn_embd = 64")
+    command = read((Presets, model.GPTConfig, TrainConfig),
+                   ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
+    own.take(command)
+    (config, _), _ = made(command)
+    assert config.forget is True and config.n_head == 4
+
+
+@pytest.mark.slow
+def test_it_is_timed(mine):
+    sizes = ["--n_layer=1", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=1", "--device=cpu"]
+    done = run("bench.py", f"--mechanisms=xsa,{mine()}", "--rounds=1", "--steps=1", *sizes)
+    assert done.returncode == 0 and re.search("^train +forget", done.stdout, re.M), done.stderr
+    done = run("bench.py", "--mechanisms", mine(), "--what=memory", *sizes)
+    assert done.returncode == 0 and re.search("^memory +forget", done.stdout, re.M), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mine.py", "mechanism.py", "own_mechanism.py"])
+def test_an_export_is_read_as_text_and_runs_where_it_is_trusted(name, mine, tmp_path, capsys):
+    with without_own_mechanisms():
+        own.add(mine(name=name))
+        gpt, idx = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval(), torch.arange(9)[None]
+        hf.export(gpt, None, tmp_path / "hf")
+        want = gpt(idx).logits
+    state = checkpoint.read(str(tmp_path / "hf"))
+    with pytest.raises(UserError, match="what is only read is not run: name its file"):
+        checkpoint.build(state, "hf")
+    trusted = checkpoint.read(str(tmp_path / "hf"), trust_code=True)
+    assert torch.equal(checkpoint.build(trusted, "hf")(idx).logits, want)
+    assert capsys.readouterr().err == f"--trust_code runs {tmp_path / 'hf' / 'own' / name}\n"
+
+
+@pytest.mark.slow
+def test_an_export_loads_in_transformers(mine, tmp_path):
+    pytest.importorskip("transformers")
+    own.add(mine(name="mechanism.py"))
+    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval()
+    hf.export(gpt, None, tmp_path / "hf")
+    torch.save(gpt(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
+    code = ("import sys, torch; from transformers import AutoModelForCausalLM as A; "
+            "m = A.from_pretrained('hf', trust_remote_code=True).eval(); "
+            "off = (m(torch.arange(9)[None]).logits - torch.load('logits.pt')).abs().max(); "
+            "sys.exit(0 if off < 1e-6 else f'off by {off}')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
+    """So that who gets the folder can run it again."""
+    name, = own.add(mine())
+    compare.keep_file(StudyConfig(mechanisms=["xsa"]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    compare.keep_file(StudyConfig(mechanism=name), tmp_path / "report")
+    assert (tmp_path / "report" / "mine.py").read_text() == CODE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv, words", [
+    (["--check"], "--check: name a mechanism"),
+    (["--mechanism=xs", "--check"], "train: command line: unknown mechanism xs; did you mean xsa?"),
+    (["--mechanism", "xsa", "--check", "--blok_size=8"], "unknown key blok_size; did you mean block_size?"),
+    (["--mechanism=xsa", "--check", "--n_head=3"], "n_embd=64 must be a multiple of n_head=3"),
+    (["--mechanism=nowhere.py"], "no mechanism file nowhere.py"),
+])
+def test_what_cannot_be_checked_is_one_line(argv, words):
+    done = run("train.py", *argv)
+    assert done.returncode == 1 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(mine, tmp_path):
+    """--check as it stands there; the two others are taken apart as the programs take them."""
+    block = PAGE.split("```sh\n")[1].split("```")[0]
+    commands = [line.split("#")[0].split()[1:] for line in block.strip().splitlines()]
+    assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
+    mine()
+    done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("kept") == 21, done.stderr
+    taken = arguments_taken([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
+                            keep=tmp_path / "kept")
+    digest = own.opened(tmp_path / "mine.py").digest
+    assert taken == ["--mechanism=forget", f"--own_mechanism={tmp_path / 'kept' / digest / 'mine.py'}"]
+
+
+# ---- score functions ----
+
+BAD_SCORES = {
+    "shape": ("score - rate[h] * (t - s)", "score.sum(1)",
+              r"given scores of the shape \[.*\] and returned the shape \[.*\]; it must return scores of the "
+              "same shape"),
+    "nothing": ("score - rate[h] * (t - s)", "None", "and returned a NoneType"),
+    "dtype": ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()",
+              "returned torch.int64; scores must be floating-point numbers"),
+    "empty row": ("score - rate[h] * (t - s)", "torch.where(t == 3, -torch.inf, score - rate[h] * (t - s))",
+                  "the score function gave query 3 of head 0, row 0, -inf for every key that it sees"),
+    "name": ("score - rate[h] * (t - s)", "score - rat[h] * (t - s)", "NameError: name 'rat' is not defined"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("before, after, words", BAD_SCORES.values(), ids=BAD_SCORES)
+def test_a_score_function_that_returns_no_scores_is_one_line(before, after, words, compiled, mine,
+                                                               bytes_data, tmp_path):
+    """With its file and line, before anything is compiled."""
+    path = mine(before, after)
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "return lambda" in text)
+    done = run_here("train.py", f"--mechanism={path}", f"--dataset={bytes_data}", "--n_layer=1", "--n_head=2",
+                    "--n_embd=32", "--block_size=8", "--max_iters=2", "--device=cpu", f"--compile={compiled}",
+                    f"--out_dir={tmp_path / 'run'}")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and re.search(words, last) and f"{path}, line {line}" in last, done.stderr
+    assert "Traceback" not in done.stderr

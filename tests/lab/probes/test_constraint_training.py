@@ -1,0 +1,178 @@
+"""Constraint heads that are trained on labels, or by a teacher."""
+
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import helpers
+from nanoheads import checkpoint
+from nanoheads.config import TrainConfig
+from nanoheads.dataset import Dataset
+from lab.labels.targets import encode, label_file, sha256, write_meta
+from lab.study import digest, trial
+from oracle import tokens
+from helpers import TINY
+from train import main
+
+
+SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
+             constraint_layers=[0, 1])
+
+
+tiny = functools.partial(helpers.tiny, std=0.3, **SMALL)
+
+
+def test_stopped_heads_send_no_gradient_into_the_trunk():
+    """Their own weights learn all the same; the language model's gradient goes the other ways."""
+    model, idx = tiny(constraint_stop=3), tokens(2, 9)
+    for step, stopped in ((0, True), (2, True), (3, False)):
+        model.at_step(step)
+        out = model(idx, idx, constraint_targets={"a": torch.ones(2, 9), "b": torch.zeros(2, 9)})
+        labelled = out.aux["constraint.a"] + out.aux["constraint.b"]
+        trunk, own = torch.autograd.grad(
+            labelled, [model.transformer.wte.weight, model.transformer.h[0].attn.constraint.c_attn.weight],
+            allow_unused=True, retain_graph=True)
+        assert (trunk is None or not trunk.any()) == stopped and own.any()
+        assert torch.autograd.grad(out.loss, model.transformer.wte.weight)[0].any()
+
+
+@pytest.fixture(scope="module")
+def labelled(bytes_data):
+    """Labels of the sums: "digit" is 1 on a digit; "even" knows digits alone, 1 on an even one."""
+    dataset = Dataset(bytes_data)
+    folder = dataset.dir / "labels" / "truth"
+    folder.mkdir(parents=True)
+    for split in ("train", "val"):
+        ids = np.asarray(dataset.tokens(split))
+        digit = (ids >= 48) & (ids < 58)
+        encode(digit).tofile(label_file(folder, "digit", split))
+        encode(np.where(digit, ids % 2 == 0, np.nan)).tofile(label_file(folder, "even", split))
+        encode(np.full(len(ids), np.nan)).tofile(label_file(folder, "nothing", split))
+    write_meta(folder, dataset, ["digit", "even", "nothing"], ["train", "val"], weak=True, note="made up")
+    return dataset.dir
+
+
+@pytest.fixture
+def run(labelled, tmp_path):
+    """run(name, key=value, ...) -> the rows of a training run's log that have a loss."""
+    def call(name, *flags, **keys):
+        keys = {**TINY, "dataset": labelled, "labels": "truth", "constraint_names": ["digit", "even"],
+                "constraint_layers": [0], "recipe": "modern", "out_dir": tmp_path / name, **keys}
+        main([f"--{key}={value}" for key, value in keys.items()] + list(flags))
+        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return [row for row in rows if "loss" in row]
+    return call
+
+
+@pytest.mark.slow
+def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
+    rows = run("a", max_iters=300, lr_decay_iters=300, eval_interval=300, constraint_coef=3.0, batch_size=8)
+    first, last = ({k: row[f"aux/constraint.{k}"] for k in ("digit", "even")} for row in (rows[0], rows[-1]))
+    assert first["digit"] == pytest.approx(3 * math.log(2) / 2, abs=0.1), "nats, of the mean of two names"
+    assert last["digit"] < 0.3 * first["digit"] and last["even"] < 0.5 * first["even"]
+    assert "weak labels" in (said := capsys.readouterr().out) and "not read: nothing" in said
+    data = Dataset(labelled)
+    model = checkpoint.build(checkpoint.read(tmp_path / "a"), tmp_path / "a", "cpu")
+    ids = torch.from_numpy(np.asarray(data.tokens("val"))[:1600].astype(np.int64)).view(100, 16)
+    scores = model(ids, traces=True).traces["blocks.0.constraint.digit"] > 0
+    digit = (ids >= 48) & (ids < 58)
+    assert (scores == digit).float().mean() > 0.95
+    later = (scores[:, :-1] == digit[:, 1:]).float().mean()
+    assert later < 0.9, "a control: it is about the token itself, not the next one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [dict(grad_accum=2), dict(constraint_warmup=6, constraint_stop=4)], ids=str)
+def test_a_resumed_run_is_the_same(run, tmp_path, keys):
+    once, _ = run("once", **keys), run("twice", **{**keys, "max_iters": 3})
+    twice = run("twice", "--resume", **keys)
+
+    def untimed(rows):
+        return [{k: v for k, v in row.items() if k not in ("elapsed_s", "tokens_per_s")} for row in rows]
+    assert untimed(once) == untimed(twice)
+    one, two = (checkpoint.read(tmp_path / name / "ckpt.pt")["model"] for name in ("once", "twice"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.slow
+def test_where_nothing_is_labelled_nothing_is_paid(run):
+    rows = run("a", constraint_names=["nothing"], constraint_coef=5.0)
+    assert all(row["aux/constraint.nothing"] == 0 and math.isfinite(row["grad_norm"]) for row in rows
+               if "grad_norm" in row)
+    assert all(row["aux/constraint.nothing"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kl", "huber"])
+def test_a_run_may_have_a_teacher(run, tmp_path, kind):
+    run("teacher", max_iters=20, constraint_coef=1.0)
+    rows = run("student", labels=None, teacher=tmp_path / "teacher", constraint_match=kind, seed=5,
+               max_iters=60, eval_interval=60, constraint_match_coef=5.0)
+    assert rows[-1]["aux/constraint_match"] < 0.5 * max(row["aux/constraint_match"] for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["kl", "huber"])
+def test_a_run_may_have_a_function_as_its_teacher(run, tmp_path, kind):
+    """Features of a kind that heads can learn: whether a token is a digit, and something that is constant."""
+    (tmp_path / "mine.py").write_text("""
+import torch
+def features(ids):
+    digit = ((ids >= 48) & (ids < 58)).float()
+    return torch.stack((4 * digit - 2, 0 * digit), -1)
+""")
+    keys = dict(labels=None, teacher=tmp_path / "mine.py", constraint_match=kind, constraint_features=2,
+                max_iters=60, eval_interval=30, constraint_match_coef=5.0)
+    rows = run("student", **keys)
+    assert rows[-1]["aux/constraint_match"] < 0.5 * rows[0]["aux/constraint_match"]
+    run("parts", **{**keys, "max_iters": 30, "lr_decay_iters": 100})
+    assert run("parts", "--resume", **{**keys, "lr_decay_iters": 100})[-1]["step"] == 60
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "must have a function features"), ("features = 3", "must have a function features"),
+    ("def features(ids):\n    return ids", "gives [4, 16] for ids [4, 16], and must give [4, 16, 2]"),
+    ("def features(ids):\n    return [1]", "gives list for ids"),
+    ("def features(ids):\n    return ids / nothing", "mine.py, line 2: NameError"),
+    ("import torch\nfeatures = torch.nothing", "mine.py, line 2: AttributeError"),
+    (None, "no such file")])
+def test_a_function_that_is_no_teacher_is_one_line(run, tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(SystemExit) as e:
+        run("no", labels=None, teacher=tmp_path / "mine.py", constraint_match="kl", constraint_features=2)
+    assert words in str(e.value.code) and "\n" not in str(e.value.code)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_path):
+    run("alone")
+    run("pupil", teacher=tmp_path / "alone", constraint_match="kl")
+
+    def tuned(name):
+        main([f"--{key}={TINY[key]}" for key in ("max_iters", "eval_tokens", "lr_decay_iters", "device")]
+             + [f"--dataset={labelled}", f"--init_from={tmp_path / name}", f"--teacher={tmp_path / 'alone'}",
+                f"--out_dir={tmp_path / name}_on"])
+
+    tuned("pupil")
+    with pytest.raises(SystemExit, match="teacher"):
+        tuned("alone")
+    assert not (tmp_path / "alone_on").exists()
+
+
+@pytest.mark.slow
+def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
+    """Other labels are another run; a run of none keeps its folder."""
+    data = Dataset(labelled)
+    bare = trial.data_of(data)
+    assert set(bare) == {"train", "val", "test", "meta"}
+    with_labels = trial.data_of(data, "truth")
+    assert {"labels digit.train", "labels even.val"} < set(with_labels) and bare.items() < with_labels.items()
+    run("teacher", max_iters=3)
+    one = trial.data_of(data, "truth", tmp_path / "teacher")["teacher"]
+    assert one == sha256(tmp_path / "teacher" / "best.pt") != with_labels["labels digit.train"]
+    assert not {"labels", "teacher"} & set(digest.own_training(TrainConfig()))
+    assert digest.own_training(TrainConfig(labels="truth"))["labels"] == "truth"

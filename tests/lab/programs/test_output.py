@@ -1,0 +1,173 @@
+"""What programs print: output that cannot be written ends each in one line and with an error's status, what
+an encoding cannot show is a question mark, and names do not steer the terminal.
+"""
+import io
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY
+from helpers import ROOT
+from lab_helpers import MOVED
+
+import bench
+import compare
+import evaluate
+from lab import export_hf
+import plot_curves
+from lab import probe, prune
+import sample
+import train
+from data import prepare_text
+from nanoheads.corpus import run
+from lab.study import trial
+
+full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", *MOVED)),
+            *(f"lab.{name}" for name in MOVED)]
+
+
+def said_when_full(*command):
+    """What a program whose standard output is a full disk says on stderr; its status is an error's."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, *map(str, command)], stdout=full, stderr=subprocess.PIPE,
+                              text=True, cwd=ROOT)
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@full_disk
+@pytest.mark.parametrize("program", ["train", "compare"])
+def test_help_on_a_full_disk_is_one_line(program):
+    """The other programs' --help is argparse's, which takes a full disk for written."""
+    said = said_when_full(f"{program}.py", "--help")
+    assert said == f"{program}: input or output: No space left on device\n"
+
+
+@pytest.mark.slow
+@full_disk
+def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
+    keys = [f"--{key}={value}" for key, value in TINY.items()]
+    train.main([*keys, f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}"])
+    for command in (["train.py", *keys, f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'other'}"],
+                    ["evaluate.py", "--ckpt", tmp_path / "run", "--device=cpu"],
+                    ["-m", "lab.prune", "--ckpt", tmp_path / "run", "--device=cpu", "--to=0.5", "--by=random",
+                     "--rounds=0"],
+                    ["-m", "lab.export_hf", "--ckpt", tmp_path / "run", "--out", tmp_path / "hf"],
+                    ["plot_curves.py", tmp_path / "run"],
+                    ["sample.py", "--ckpt", tmp_path / "run", "--device=cpu", "--max_new_tokens=3"]):
+        lines = [line for line in said_when_full(*command).splitlines() if "\r" not in line]
+        program = command[1].removeprefix("lab.") if command[0] == "-m" else command[0].removesuffix(".py")
+        assert lines == [f"{program}: input or output: No space left on device"]
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_error():
+    done = subprocess.run(f"{sys.executable} evaluate.py --help | head -1", shell=True, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stdout.startswith("usage") and done.stderr == ""
+
+
+# ---- encodings that lack some characters ----
+
+def strict(monkeypatch, encoding):
+    """A standard output that refuses what its encoding lacks; returns a function: what was printed so far."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="strict"))
+
+    def shown():
+        sys.stdout.flush()
+        return raw.getvalue().decode(encoding)
+    return shown
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_shown_whatever_the_encoding(program, monkeypatch):
+    shown = strict(monkeypatch, "ascii")
+    with pytest.raises(SystemExit) as e:
+        import_module(program).main(["--help"])
+    print("…")
+    called = f"-m {program}" if program.startswith("lab.") else f"{program}.py"
+    assert not e.value.code and f"python {called}" in shown() and shown().endswith("\n?\n")
+
+
+def test_all_else_that_runs_prints_in_the_same_way():
+    """What runs a study's trial, and every script of data/."""
+    assert hasattr(trial.main, "__wrapped__")
+    for path in ROOT.glob("data/**/*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "__main__" not in text or text.endswith('if __name__ == "__main__":\n    run(main)\n')
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_tables_lose_no_more_than_a_character(encoding, args, tmp_path, monkeypatch):
+    """A dash for steps that are not known, ± behind a mean, and a multiplication sign, each a column wide."""
+    shown = strict(monkeypatch, encoding)
+    train.main(args(max_iters=3))
+    state = torch.load(tmp_path / "run/best.pt", weights_only=True)
+    del state["step"]
+    torch.save(state, tmp_path / "other.pt")
+    ckpts = ["--ckpt", str(tmp_path / "run"), "--ckpt", str(tmp_path / "other.pt")]
+    import_module("evaluate").main(ckpts)
+    assert re.search(r"run +\d.* 3 .*\n.*other.pt +\d.* \? ", shown())
+    import_module("lab.probe").main(["late", *ckpts, "--tokens=64"])
+    assert re.search(r"other.pt .*[+-]0.0000 [?±]0.0000", shown())
+    (tmp_path / "scores.csv").write_text("variant,seed,score,tokens\n" + "".join(
+        f"{variant},{seed},{3 + 0.01 * seed},{tokens}\n"
+        for variant, tokens in (("plain", 10), ("wider", 20)) for seed in range(3)))
+    monkeypatch.chdir(tmp_path)
+    import_module("compare").main([f"--scores={tmp_path / 'scores.csv'}"])
+    assert re.search(r"trained on 2.00 [?×] the tokens", shown())
+
+
+# ---- names ----
+
+@pytest.fixture
+def printed(capsys):
+    """printed(main, argv...) -> what a program says on both streams; it may end with an error."""
+    def call(main, *argv):
+        try:
+            main([str(arg) for arg in argv])
+        except SystemExit as e:
+            print(e.code or "")
+        shown = capsys.readouterr()
+        return shown.out + shown.err
+    return call
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file has such a name there")
+def test_escapes_in_names_are_shown_by_every_program(bytes_data, tmp_path, monkeypatch, printed, plain):
+    """Names of datasets, runs, variants, files: from one's own command line, or from somebody's archive."""
+    red = "\x1b[31mred"
+    data, out = tmp_path / f"{red}-data", tmp_path / f"{red}-run"
+    shutil.copytree(bytes_data, data)
+    keys = [*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={data}"]
+    csv = tmp_path / f"{red}.csv"
+    csv.write_text(f"variant,seed,score\n{red},1,1\n{red},2,2\nb,1,3\nb,2,4\n")
+    ckpt = ["--ckpt", out, "--ckpt", out / "ckpt.pt", "--device=cpu"]
+    for main, *argv in (
+            (train.main, *keys, f"--out_dir={out}"), (train.main, *keys, f"--out_dir={out}"),
+            (train.main, *keys, f"--out_dir={out}", "--resume"), (train.main, f"--dataset={red}"),
+            (train.main, f"--{red}=1"), (train.main, f"{red}.py"), (sample.main, f"--{red}"),
+            (prune.main, "--ckpt", out, f"--to={red}"), (plot_curves.main, f"--x={red}"),
+            (probe.main, "late", "--ckpt", out, f"--{red}"), (probe.main, "constraints", red),
+            (probe.main, "look", f"--{red}", "--ckpt", out, "--start=a"), (bench.main, f"--what={red}"),
+            (lambda argv: run(lambda: prepare_text.main(argv)), f"--encoding={red}"),
+            (sample.main, *ckpt, "--max_new_tokens=3"), (sample.main, "--ckpt", out, f"--set={red}=1"),
+            (evaluate.main, *ckpt, f"--json={out}.json"), (evaluate.main, "--ckpt", red),
+            (prune.main, *ckpt[2:], "--to=0.5", "--by=random", "--rounds=0", f"--out_dir={out}-half"),
+            (export_hf.main, "--ckpt", out, "--out", f"{out}-hf"), (plot_curves.main, red),
+            (plot_curves.main, out), (probe.main, "late", *ckpt, f"--json={out}.json"), (probe.main, red),
+            (compare.main, f"--scores={csv}", f"--out_dir={out}-report"), (compare.main, f"--recheck={csv}"),
+            (compare.main, "--base", plain, "--device=cpu", f"--variants={{{red!r}: {{'n_head': 1}}}}",
+             "--dry_run"),
+            (lambda argv: run(lambda: prepare_text.main(argv)), f"--source={csv}", f"--out={data}-2"),
+            (lambda argv: run(lambda: prepare_text.main(argv)), f"--source={red}", f"--out={data}-3")):
+        said = printed(main, *argv)
+        assert "\x1b" not in said and ("�[31mred" in said or r"\x1b[31mred" in said), argv

@@ -1,0 +1,616 @@
+"""What studies, probes, pruning, labels and controllers refuse: rows as in test_refusals.py."""
+
+import gzip
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from helpers import TINY, write_dataset
+from helpers import check_refusal, make_checkpoint, make_model, save_model, under
+from lab_helpers import SMALL, write_labels
+from model import GPT, GPTConfig, MECHANISMS
+from nanoheads.dataset import Dataset
+from lab.labels.targets import encode, label_file, write_meta
+from lab.probe import PROBES
+from lab.study.variants import StudyConfig
+
+# ---- the folder in which the commands are typed ----
+
+ALL = dict(agency=True, sentinel="sigmoid", unet="concat", routing="moh", routing_top_k=2,
+           constraint_names=["a", "b"])
+HEADS = dict(recipe="modern", block_size=32, vocab_size=256, n_layer=3, n_head=2, n_embd=32)
+SCORERS = dict(constraint_names=["digit", "noise"], constraint_hidden=16)
+FUNCTIONS = """import torch
+table = torch.eye(37)
+def causal(ids):
+    return table[ids].cumsum(1)
+def late(ids):
+    return causal(ids)
+def flat(ids):
+    return table[ids].sum(-1)
+def nan(ids):
+    return causal(ids) / (causal(ids) * 0)
+def whole(ids):
+    return ids
+def noisy(ids):
+    return causal(ids) + torch.randn(*ids.shape, 37)
+def fails(ids):
+    return table[ids + 37]
+number = 3
+"""
+NO_RESULTS = {  # files that are no results of a study, and what is said of them
+    "empty": (b"", "is not JSON"), "two_bytes": (b"\x1f\x8b", "is not JSON"),
+    "cut_short": (gzip.compress(b"{}", mtime=0)[:-9], "is not JSON"),
+    "damaged": (gzip.compress(b"{}" * 50, mtime=0)[:12] + bytes(40), "damaged"),
+    "binary": (bytes(range(256)), "is not JSON"), "deep": (b"[" * 100_000, "is not JSON"),
+    "list": (b"[3]", "it holds [3], not a dict"), "null": (b"null", "it holds None"),
+    "no_keys": (b"{}", "name is missing")}
+RULES = [
+    ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
+    ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
+ITEM = '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n\n'
+ITEMS = [  # lines that are no items of probe.py fewshot
+    ("{", "line 3"), ("[1]", "line 3"), ('{"prompt": "a", "choices": ["b", "c"]}', "answer"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer"),
+    ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "texts"),
+    ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
+    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
+    ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")]
+# tables of another program's scores: the first line, one that is wrong, and what is said of it
+SCORES = [("variant,seed,score", line, f"line 5: {words}") for line, words in (
+    ("a,9", "2 cells, where the first line has 3"), ("a,9,1,1", "4 cells, where the first line has 3"),
+    (",9,1", "no variant"), ("a,,1", "no seed"), (",,1", "no variant and no seed"), ("a,9,", "no score"),
+    ("a,9,nan", "score 'nan' is not a finite number"), ("a,9,inf", "score 'inf' is not a finite number"),
+    ("a,9,two", "score 'two' is not a finite number"), ("a,9,1e400", "score '1e400' is not a finite number"),
+    ("a,9,1e308", "score '1e308' is not a finite number up to 1e+30, nor 'failed'"),
+    ("a,9,-1e308", "score '-1e308' is not"), ("a,9,1.0001e30", "score '1.0001e30' is not"),
+    *((f"a,{seed},1.5", "a with seed 2 is on line 4 already") for seed in ("2", "02", "2.0", "002.00")))]
+SCORES += [(f"variant,seed,score,{column}", f"a,9,2.0,{value}",
+            f"line 5: {column} '{value}' is not a number above 0")
+           for column in ("tokens", "bytes", "cost") for value in ("0", "-1", "many", "nan", "1e308")]
+NO_SCORES = [
+    ("", "line 1: no column variant, seed, score; it must name variant, seed and score, and has nothing"),
+    ("variant,score\na,1\n", "line 1: no column seed"),
+    ("variant,seed,score,score\n", "score is there twice"), ("variant,seed,score\n", "has no runs"),
+    ("x" * 200_000, "line 1: field larger than field limit")]
+
+
+def gpt(**flags):
+    return GPT(GPTConfig(**flags))
+
+
+def filled(model, name, value):
+    """The model, all of the weight of this name this value."""
+    with torch.no_grad():
+        model.get_parameter(name).fill_(value)
+    return model
+
+
+def label_truth(data):
+    """Labels `truth` of a byte dataset: digit, even, nothing."""
+    folder = data.dir / "labels" / "truth"
+    folder.mkdir(parents=True)
+    for split in ("train", "val"):
+        ids = np.asarray(data.tokens(split))
+        for name in ("digit", "even", "nothing"):
+            encode(np.zeros(len(ids))).tofile(label_file(folder, name, split))
+    write_meta(folder, data, ["digit", "even", "nothing"], ["train", "val"], weak=True, note="made up")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, bytes_data, chars_data):
+    """Data sets, labels, checkpoints, runs and files: what the rows below name."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as typed:
+        typed.chdir(home)
+        furnish(home, bytes_data, chars_data)
+    return home
+
+
+def furnish(home, bytes_data, chars_data):
+    shutil.copytree(bytes_data, "sums", ignore=shutil.ignore_patterns("labels"))
+    shutil.copytree(chars_data, "letters")
+    sums, letters = Dataset("sums"), Dataset("letters")
+    text = {split: bytes(sums.tokens(split)) for split in ("train", "val", "test")}
+    turned, decoded = ({split: change(part) for split, part in text.items()}
+                       for change in (lambda part: part[::-1], bytes.decode))
+    backwards = Dataset(write_dataset(home / "backwards", turned))
+    chars = Dataset(write_dataset(home / "chars", decoded, "char", sorted(set("0123456789 plusi.\n"))))
+    label_truth(sums)
+    write_labels(home / "weak", sums)
+    write_labels(home / "foreign", backwards)
+    write_labels(home / "half", sums, splits=("train", "val"))
+    write_labels(home / "same", sums, digit=1.0)
+    keys = dict(TINY, dataset="sums", recipe="modern", n_head=4, n_embd=32, n_layer=2, block_size=32,
+                controller_log=True, controller_interval=2, controller_tokens=320, controller_heldout=320,
+                out_dir="run")
+    train.main([f"--{key}={value}" for key, value in keys.items()])
+
+    # ---- checkpoints ----
+    save_model("plain.pt", make_model(), sums)
+    save_model("all.pt", make_model(**ALL), sums)
+    save_model("rope.pt", make_model(recipe="modern"), sums)
+    save_model("backwards.pt", make_model(recipe="modern"), backwards)
+    save_model("letters.pt", make_model(recipe="modern", vocab_size=letters.vocab_size), letters)
+    save_model("chars.pt", make_model(vocab_size=chars.vocab_size), chars)
+    save_model("nan.pt", filled(make_model(recipe="modern"), "lm_head.weight", torch.nan), sums)
+    save_model("large.pt", filled(make_model(), "transformer.wte.weight", 3e38), sums)
+    save_model("context24.pt", gpt(**{**HEADS, "block_size": 24}), sums)
+    # of constraint heads
+    save_model("heads.pt", gpt(**HEADS, **SCORERS), sums)
+    save_model("base.pt", gpt(**HEADS), sums)
+    save_model("wide.pt", gpt(**{**HEADS, "n_embd": 64}), sums)
+    save_model("shallow.pt", gpt(**{**HEADS, "n_layer": 2}), sums)
+    save_model("base_backwards.pt", gpt(**HEADS), backwards)
+    save_model("heads2.pt", gpt(**HEADS, **SCORERS, constraint_heads=2), sums)
+    save_model("named.pt", gpt(**HEADS, **{**SCORERS, "constraint_names": ["truth"]}), sums)
+    save_model("broken.pt", filled(gpt(**HEADS, **SCORERS), "transformer.h.2.attn.constraint.b2", torch.nan),
+               sums)
+    small = dict(block_size=16, vocab_size=256, n_layer=1, n_head=2, n_embd=16, recipe="modern")
+    save_model("two_heads.pt", gpt(**small, constraint_names=["digit", "even"], constraint_heads=2), sums)
+    save_model("one_name.pt", gpt(**small, constraint_names=["even"]), sums)
+    # for pruning
+    save_model("larger.pt", gpt(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32), sums)
+    save_model("unet.pt", gpt(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32,
+                              **MECHANISMS["unet_add"]), sums)
+    state = torch.load("run/ckpt.pt", weights_only=False)
+    state.pop("train")
+    torch.save(state, "untold.pt")
+    # for a look at constraint heads
+    for name, encoding in (("fair.pt", "char"), ("fair_bytes.pt", "byte")):
+        make_checkpoint(name, encoding, constraint_names=["fair", "clear"])
+        state = torch.load(name)
+        state["model"]["transformer.h.0.attn.constraint.b2"] += 0.01  # as labels have moved it
+        torch.save(state, name)
+    state = torch.load("fair.pt")
+    state["model"]["transformer.h.0.attn.constraint.w2"].fill_(3e38)
+    torch.save(state, "fair_large.pt")
+    torch.save([1, 2], "list.pt")
+    (home / "short.pt").write_bytes((home / "list.pt").read_bytes()[:-100])
+    (home / "no_torch.pt").write_bytes(b"PK broken")
+    for name in ("best.pt", "ckpt.pt", "pruned.pt"):
+        (home / "with" / name).mkdir(parents=True)
+        (home / "with" / name / name).write_text("here")
+
+    # ---- texts, studies, functions ----
+    (home / "t.txt").write_text("abc\n")
+    (home / "empty.txt").write_text("")
+    (home / "latin1.txt").write_bytes(b"caf\xe9")
+    (home / "other.txt").write_text("abcZ")
+    (home / "folder.html").mkdir()
+    (home / "linked.html").symlink_to(home / "t.txt")
+    (home / "blank.txt").write_text("\n\n")
+    (home / "utf16.txt").write_bytes(b"\xff\xfe")
+    (home / "prompts.txt").write_text("1 plus\n12 é", encoding="utf-8")
+    (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
+    (home / "no_span.jsonl").write_text("")
+    (home / "plain.py").write_text(f"{SMALL}dataset = 'sums'\n")
+    (home / "theirs.py").write_text(FUNCTIONS)
+    for i, (text, _) in enumerate(RULES):
+        (home / f"rules{i}.json").write_text(text)
+    for i, (line, _) in enumerate(ITEMS):
+        (home / f"items{i}.jsonl").write_text(ITEM + line)
+    for i, (head, line, _) in enumerate(SCORES):
+        more = "," * (head.count(",") - 2)
+        before = "".join(f"{row}{more}\n" for row in ("plain,1,2.0", "plain,2,2.1", "a,2,1.9"))
+        (home / f"scores{i}.csv").write_text(f"{head}\n{before}{line}\n")
+    for i, (text, _) in enumerate(NO_SCORES):
+        (home / f"no_scores{i}.csv").write_text(text)
+    for name, (content, _) in NO_RESULTS.items():
+        (home / f"{name}.json.gz").write_bytes(content)
+    (home / "figures_taken").mkdir()
+    shutil.copytree("run", "figures_taken/file")
+    (home / "figures_taken/file/figures").write_text("a file")
+    shutil.copytree("run", "figures_taken/link")
+    (home / "figures_taken/link/figures").symlink_to(home / "folder.html")
+
+
+# ---- the config of a study ----
+
+STUDIES = [
+    *((dict(mechanisms=["xsa"], variants={name: dict(pos="learned")}),
+       f"^variants: the name {name!r} is taken$")
+      for name in ("plain", "plain x 2", "plain, MLP 260", "xsa, candidate 0", "xsa, adamw_lr x 2")),
+    (dict(variants={"settings": dict(block_size=64)}), "settings: block_size cannot be set here"),
+]
+
+
+@pytest.mark.parametrize("flags, words", [(flags, words) for flags, *words in STUDIES])
+def test_a_study_that_cannot_be_is_one_line(flags, words):
+    problem, = StudyConfig(**flags).problems()
+    assert "\n" not in problem and all(word in f"^{problem}$" for word in words), problem
+
+
+# ---- command lines ----
+
+TRAIN = " ".join(["train.py", *(f"--{key}={value}" for key, value in TINY.items()), "--dataset=sums"])
+MLPS = "--policy --agency --agency_scope=mlp"
+
+COMMANDS = [
+    # ---- train.py: controllers, policies, growth ----
+    *under(f"{TRAIN} --out_dir=new",
+        ("--controller=rules", "controller='rules' needs gates: set sentinel"),
+        ("--controller=ruls", "ruls"),
+        ("--prune_gate=0.1", "prune_gate=0.1 needs gates"),
+        ("--prune_gate=0.1 --sentinel=sigmoid --prune_floor=9", "prune_floor=9 is above n_head=2"),
+        ("--policy", "policy needs states: set agency"),
+        ("--policy --agency --policy_budget=0", "policy_budget=0.0 must be above 0"),
+        ("--policy --agency --policy_no_consent=[5.1]", "must be layer.head"),
+        ("--policy --agency --policy_no_consent=0.7", "block 0 has no head 7"),
+        ("--policy --agency --policy_rules=nowhere.json", "cannot read nowhere.json"),
+        *((f"--policy --agency --policy_rules=rules{i}.json", words) for i, (_, words) in enumerate(RULES)),
+        ("--policy --agency --policy_no_consent=1", "must be layer.head"),
+        (f"{MLPS} --policy_no_consent=0.1", "'0.1' must be a layer, with agency_scope='mlp'"),
+        (f"{MLPS} --policy_no_consent=9", "'9' must be a layer, with"),
+        (f"{MLPS} --policy_unit=layer", "policy_unit='layer' is of heads"),
+        (f"{MLPS} --policy_entropy=0.5", "policy_entropy=0.5 is of heads"),
+        ("--agency_scope=mlp", "agency_scope='mlp' means nothing while agency is off"),
+        ("--agency --agency_scope=layer", "agency_scope='layer' is not head, mlp or block"),
+        ("--agency --agency_learned", "agency_learned predicts from what is measured"),
+        ("--agency --agency_learned --policy", "both move the states"),
+        ("--grow_heads=1", "all 2 heads are there from the start"),
+        ("--grow_heads=1 --grow_from=5", "grow_from=5 must be from 1 to n_head=2"),
+        ("--controller_log --controller_interval=0", "controller_interval=0 must be at least 1"),
+        ("--controller_step=3.0", "controller_step=3.0 means nothing"),
+        ("--grow_stack --n_layer=2 --unet=add", "grow_stack doubles equal blocks"),
+        ("--sparsity_warmup=5", "sparsity_warmup=5 needs gates"),
+        ("--controller_log --controller_tokens=10000000", "measuring heads takes")),
+
+    # ---- train.py: labels and teachers ----
+    *under(f"{TRAIN} --out_dir=new --recipe=modern",
+        ("--labels=truth --constraint_names=digit,truth", "truth"),
+        ("--labels=lies --constraint_names=digit,even", "'lies'"),
+        ("--labels=truth", "labels='truth'"),
+        ("--constraint_names=digit,even --constraint_focal=2.0", "constraint_focal=2.0"),
+        ("--constraint_names=digit,even --constraint_warmup=3", "constraint_warmup=3"),
+        ("--labels=truth --constraint_names=digit,even --constraint_match=kl", "constraint_match"),
+        ("--labels=truth --constraint_names=digit,even --teacher=folder.html", "teacher"),
+        ("--labels=truth --constraint_names=digit,even --teacher=two_heads.pt --constraint_match=huber",
+         "two_heads.pt"),
+        ("--labels=truth --constraint_names=digit,even --teacher=one_name.pt --constraint_match=kl",
+         "constraint_names"),
+        ("--constraint_names=digit,even --teacher=mine.py --constraint_match=kl", "constraint_features=None"),
+        ("--constraint_names=digit,even --teacher=one_name.pt --constraint_match=kl --constraint_features=2",
+         "constraint_features=2"),
+        ("--labels=truth --constraint_names=digit,even --constraint_features=2", "needs constraint_match"),
+        ("--labels=truth --constraint_names=digit,even --documents=8", "documents=8")),
+
+    # ---- plot_curves.py --heads ----
+    *under("plot_curves.py --heads",
+        ("figures_taken/file", "cannot make the folder figures_taken/file/figures (File exists)"),
+        ("figures_taken/link", "figures is a link to")),
+
+    # ---- sample.py --audit ----
+    *under("sample.py --ckpt=fair.pt",
+        ("--audit=s.jsonl --ckpt=fair.pt", "^sample: --audit takes one checkpoint"),
+        ("--audit=no/such/s.jsonl", "^sample: --audit: cannot write into"),
+        ("--audit=s.html", "^sample: --audit: s.html is the name of the page"),
+        ("--audit=.", "is not a file"),
+        ("--audit=/proc/x.jsonl", "--audit: cannot write into /proc"),
+        ("--audit=linked.jsonl --max_new_tokens=3", "linked.html is a link to")),
+
+    # ---- probe.py ----
+    *under("lab/probe.py",
+        *((f"{word} --ckpt x", f"^probe: no probe {word!r}; did you mean {meant}?$") for word, meant in (
+            ("neddle", "needle"), ("constraint", "constraints"), ("few-shot", "fewshot"), ("Keys", "keys"))),
+        ("xyz", *PROBES)),
+
+    # ---- probe.py inspect ----
+    *under("lab/probe.py inspect --device=cpu --ckpt=all.pt",
+        ("--tokens=-1", "tokens=-1"), ("--ckpt=b", "one at a time, not 2"), ("--split=dev", "no split"),
+        ("--set=gate.0.7=0", "block 0 has no head 7; it has 0, 1, 2"),
+        ("--set=gate.0.1=high", "'high' is not float"),
+        ("--set=state.0.1=tired", "must be one of active, overloaded, misaligned, withdrawn"),
+        ("--prune 0,1", "--prune: '0,1' is no head; write block.number, as in 0.3"),
+        ("--prune 0.0 0.9", "--prune: block 0 has no head 9; it has 0, 1, 2"),
+        ("--prune 5.0", "--prune: there is no block 5; they go from 0 to 1"),
+        ("--prune 1.3", "--prune: 1.3 is a constraint head, which stays for its scores; --set gate.1.3=0"),
+        ("--save=/proc/none/x", "/proc/none"), ("--json=no/such/file.json", "--json: cannot write into")),
+    *under("lab/probe.py inspect --device=cpu",
+        ("--ckpt=plain.pt --set=state.0.1=active", "trained with agency off"),
+        ("--ckpt=plain.pt --set=state.1=active", "name a head"),
+        ("--ckpt=plain.pt --set=gate.0.1=1e38", "the change makes nan bits/byte"),
+        ("--ckpt=plain.pt --save=", "--save is empty"),
+        ("--ckpt=plain.pt --save=with/best.pt", "best.pt is there already"),
+        ("--ckpt=plain.pt --save=with/ckpt.pt", "ckpt.pt is there already"),
+        ("--ckpt=large.pt", "nan bits/byte on val"),
+        ("--ckpt=nowhere.pt", "nowhere.pt"), ("--ckpt=short.pt", "short.pt"),
+        ("--ckpt=no_torch.pt", "no_torch.pt"), ("--ckpt=list.pt", "list.pt")),
+
+    # ---- probe.py look ----
+    *under("lab/probe.py look --ckpt=fair.pt",
+        ("--text=nowhere.txt", "^probe.py look: --text: nowhere.txt cannot be read: No such file"),
+        ("--text=.", "--text: . cannot be read: Is a directory"),
+        ("--text=empty.txt", "--text: empty.txt is empty"),
+        ("--text=latin1.txt", "--text: latin1.txt is not UTF-8 text: unexpected end of data at byte 3"),
+        ("--text=other.txt", "other.txt: 'Z' (U+005A) at position 3 is not among the 13 symbols"),
+        ("--start=Z", "^probe.py look: --start, for fair.pt: 'Z' (U+005A) at position 0"),
+        ("--start=FILE:no", "^probe.py look: --start: no cannot be read"),
+        ("--text=t.txt --out=no/such/folder.jsonl", "--out: cannot write into"),
+        ("--text=t.txt --out=.", "--out: "),
+        ("--text=t.txt --out=folder.jsonl", "folder.html is not a file"),
+        ("--text=t.txt --out=o.html",
+         "o.html is the name of the page; the JSON lines need another, such as o.jsonl"),
+        ("--text=t.txt --out=t.txt", "--out: t.txt is the text itself, and would be lost"),
+        ("--text=t.html --out=t.jsonl", "--out: t.html is the text itself, and would be lost"),
+        ("--text=t.txt --json=look.html", "--json: look.html is the text, the JSON lines or the page"),
+        ("--text=t.txt --json=t.txt", "--json: t.txt is the text, the JSON lines or the page"),
+        ("--text=t.txt --json=no/such.json", "--json: cannot write into"),
+        ("--text=t.txt --ckpt=fair.pt --ckpt=fair.pt", "--ckpt: one, or two side by side, not 3"),
+        ("--text=t.txt --ckpt=fair_bytes.pt", "fair.pt and fair_bytes.pt have different vocabularies")),
+    *under("lab/probe.py look --text=t.txt",
+        ("--ckpt=fair_large.pt", "fair_large.pt: its scores are not numbers: its weights are damaged")),
+
+    # ---- probe.py constraints ----
+    *under("lab/probe.py constraints",
+        ("score --ckpt=base.pt --labels=weak", "has no constraint heads"),
+        ("explain --ckpt=base.pt", "has no constraint heads"),
+        ("score --ckpt=heads.pt --labels=none", "no labels 'none'"),
+        ("score --ckpt=heads.pt --labels=./foreign", "made for another"),
+        ("adjudicate --ckpt=heads.pt --labels=./half", "labels no split 'test'"),
+        ("score --ckpt=named.pt --labels=./weak", "heads for truth, and"),
+        *((f"{command} --ckpt=heads.pt --labels=./same", "digit", "train is of one class only")
+          for command in ("score", "adjudicate --passage=32")),
+        ("adjudicate --ckpt=heads.pt --labels=./weak --task=cited", "is about testifiability"),
+        ("adjudicate --ckpt=heads.pt --labels=./weak --passage=3200", "no passage of 3,200 tokens"),
+        ("explain --ckpt=heads.pt --k=16", "--k 16: highest and lowest"),
+        ("skip --ckpt=heads.pt --below 0.5 nan", "--below=0.5 nan must be"),
+        ("score --ckpt=broken.pt --labels=./weak",
+         "transformer.h.2.attn.constraint.b2 holds NaN or infinities"),
+        ("explain --ckpt=broken.pt", "its weights are damaged")),
+    *under("lab/probe.py constraints score --ckpt=heads.pt --labels=./weak",
+        ("--plain=heads.pt", "has constraint heads itself"),
+        ("--plain=wide.pt", "reads block 2 of 32"), ("--plain=shallow.pt", "reads block 2 of 32"),
+        ("--plain=base_backwards.pt", "trained on different data"),
+        ("--plain=base.pt --plain=base.pt", "2 --plain for 1 --ckpt"),
+        ("--ckpt=heads2.pt", "other constraint heads"),
+        ("--split=train", "--split train"), ("--split=dev", "no split 'dev'"),
+        ("--tokens=-1", "--tokens=-1 must not be negative"), ("--picture=folder.html", "--picture:")),
+
+    # ---- probe.py detectors, engagement ----
+    *under("lab/probe.py detectors --device=cpu",
+        ("--ckpt=plain.pt --length=16", "more than a context of 32"),
+        ("--ckpt=plain.pt --split=dev", "no split 'dev'"),
+        ("--ckpt=plain.pt --seed=-1", "must not be negative"), ("--ckpt=nan.pt", "damaged")),
+    *under("lab/probe.py engagement --device=cpu",
+        ("--ckpt=context24.pt --samples=1", "must be at least 2"),
+        ("--ckpt=context24.pt --context=8", "at least 16"),
+        ("--ckpt=context24.pt --samples=99", "are more than val"),
+        ("--ckpt=context24.pt --split=dev", "no split 'dev'"),
+        ("--ckpt=context24.pt --period=13 --samples=6", "at most 12, half of"),
+        ("--ckpt=nan.pt --samples=6", "damaged")),
+
+    # ---- probe.py leak ----
+    *under("lab/probe.py leak --vocab=37",
+        ("--module=theirs.py:none", "has no function none; it has causal, late,"),
+        ("--module=theirs.py:number", "has no function number"),
+        ("--module=theirs.py:flat", "returns [3, 32] for ids of [3, 32], which must be [B, T, V]"),
+        ("--module=theirs.py:nan", "the logits are NaN at row 0, position 0"),
+        ("--module=theirs.py:whole", "is no tensor of logits"),
+        ("--module=theirs.py:noisy", "turn dropout and sampling off"),
+        ("--module=theirs.py:fails", "fails on ids of [3, 32]: IndexError"),
+        ("--module=theirs.py:causal --vocab=1", "at least 2")),
+    *under("lab/probe.py leak",
+        ("--module=none.py:f", "there is no file"),
+        ("--module=model.py", "name a file and a function")),
+
+    # ---- probe.py late, needle, heads, keys, states ----
+    *under("lab/probe.py",
+        ("late --ckpt=none", "no checkpoint"),
+        ("late --ckpt=rope.pt --context=99999", "a context of 99,999 is longer than the test split"),
+        *((f"{more} --ckpt=plain.pt", "learned positions, which end at 32") for more in (
+            "late --context=64", "needle --contexts 64 128", "heads --context=33", "keys --context=64")),
+        ("late --ckpt=rope.pt --ckpt=backwards.pt", "trained on different data"),
+        ("late --ckpt=rope.pt --split=dev", "no split 'dev'"),
+        ("late --ckpt=rope.pt --json=folder.html", "is not a file"),
+        ("late --ckpt=nan.pt", "its weights are damaged"),
+        ("needle --ckpt=letters.pt --contexts 64", "not byte"),
+        ("needle --ckpt=rope.pt --contexts 32", "too short for a fact"),
+        ("needle --ckpt=rope.pt --depths 0.5 1.5", "must be from 0 (the beginning) to 1"),
+        ("keys --ckpt=rope.pt --seed=-1", "--seed=-1 must not be negative"),
+        ("keys --ckpt=rope.pt --nearest=20", "leaves 5 keys to remove 8 of"),
+        ("states --ckpt=rope.pt --pieces=2", "--pieces 2 (at least 3)")),
+
+    # ---- probe.py text ----
+    *under("lab/probe.py text --ckpt=plain.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
+        ("--samples=0", "samples=0 must be at least 1"),
+        ("--tokens=0", "tokens=0 must be at least 1"),
+        ("--num_prompts=1", "num_prompts=1 must be at least 2"),
+        ("--prompt_tokens=0", "prompt_tokens=0 must be at least 1"),
+        ("--seed=-1", "seed=-1 must be from 0"),
+        ("--temperature=nan", "temperature=nan must be"),
+        ("--temperature=-1", "temperature=-1.0 must be"),
+        ("--top_k=0", "top_k=0 must be at least 1"),
+        ("--top_p=2", "top_p=2.0 must be in (0, 1]"),
+        ("--repetition_penalty=inf", "repetition_penalty=inf must be positive"),
+        ("--num_prompts=90", "90 prompts of 6 tokens, each with the 24 after it, need 2,700 tokens; the test "
+                             "split of "),
+        ("--split=dev", "no split 'dev'"),
+        ("--judge=nowhere.pt", "no checkpoint nowhere.pt"),
+        ("--judge=chars.pt", "its 18 characters cannot spell all that "),
+        ("--judge=large.pt", "--judge large.pt gives nan nats"),
+        ("--ckpt=letters.pt", "prompt 1, for letters.pt: 'p' (U+0070) at position 1 is not among the 10"),
+        ("--json=no/such/folder.json", "cannot write into")),
+    *under("lab/probe.py text",
+        ("--ckpt=large.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
+         "large.pt: the probabilities are not numbers"),
+        ("--ckpt=plain.pt --prompts=p.txt --num_prompts=4", "--num_prompts means nothing with --prompts")),
+    *under("lab/probe.py text --ckpt=chars.pt",
+        ("--prompts=nowhere.txt", "cannot be read: No such file or directory"),
+        ("--prompts=blank.txt", "holds no prompt; it takes one a line"),
+        ("--prompts=utf16.txt", "cannot be read: it is not UTF-8 text"),
+        ("--prompts=prompts.txt",
+         "prompts.txt, line 2: 'é' (U+00E9) at position 3 is not among the 18 symbols")),
+
+    # ---- probe.py fewshot ----
+    *under("lab/probe.py fewshot --ckpt=plain.pt --device=cpu",
+        ("--file=x --split=val", "--split val"), ("--shots -1", "--shots -1"), ("--file=x", "x"),
+        ("--file=blank.txt", "blank.txt holds no item"), ("--file=nowhere", "nowhere"),
+        *((f"--file=items{i}.jsonl", f"items{i}.jsonl, line 3", words)
+          for i, (_, words) in enumerate(ITEMS))),
+
+    # ---- prune.py ----
+    *under("lab/prune.py --ckpt=run",
+        ("--to 0.5 --by importanse", "importance?"),
+        ("--to 0.5 --by charm", "random, gate"),
+        ("--to 0 --by random", "--to 0 "),
+        ("--to 0.5 1.5 --by random", "--to 1.5"),
+        ("--to nan --by random", "--to nan"),
+        ("--to 0.5 --by gate", "gate"),
+        ("--to 0.5 --by blocks", "block")),
+    *under("lab/prune.py --to=0.5 --by=random --ckpt=run",
+        ("--floor=5", "--floor 5"), ("--floor=-1", "--floor -1"), ("--floor=3", "--floor 3"),
+        ("--recover=5", "--out_dir"), ("--split=dev", "'dev'"), ("--json=/nowhere/x.json", "/nowhere"),
+        ("--text=900000", "20,000 tokens of train"),
+        ("--text=0", "--text 0 must be at least 1"), ("--text=-5", "--text -5 must be at least 1"),
+        (f"--seed={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
+        (f"--recover={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
+        ("--out_dir=/proc/x", "--out_dir: cannot write into /proc; name another folder"),
+        ("--out_dir=t.txt", "is a file, not a folder; name another one"),
+        ("--out_dir=t.txt/x", "is a file, not a folder; name another one"),
+        ("--json=/proc/x", "--json: cannot write into /proc"),
+        ("--device=meta", "device=meta cannot be used"),
+        *((f"--out_dir=with/{name}", f"with/{name}") for name in ("best.pt", "ckpt.pt", "pruned.pt")),
+        ("--ckpt=larger.pt", "larger.pt and run")),
+    *under("lab/prune.py --to=0.5",
+        ("--ckpt=untold.pt --by=random --recover=5 --out_dir=y", "untold.pt"),
+        ("--ckpt=unet.pt --by=blocks", "unet.pt has U-Net"),
+        ("--ckpt=nowhere.pt --by=random", "nowhere.pt"), ("--ckpt=short.pt --by=random", "short.pt"),
+        ("--ckpt=no_torch.pt --by=random", "no_torch.pt"), ("--ckpt=list.pt --by=random", "list.pt")),
+
+    # ---- bench.py ----
+    *under("bench.py",
+        ("--nanogpt=folder.html", "--nanogpt must name a nanoGPT checkout"),
+        ("--race", "--nanogpt must name"),
+        ("--mechanisms=routng", "no routng"), ("--heads_off=1", "below 1"), ("--contexts=0", "positive"),
+        ("--mechanisms=all --heads_off=0", "one at a time"), ("--rounds=0", "--rounds=0 must be")),
+    *under("bench.py --rounds=1",
+        ("--vocab_size=-1", "--vocab_size=-1 must be at least 1"),
+        ("--vocab_size=0", "--vocab_size=0 must be at least 1"),
+        ("--vocab_size=99999999999", "must be at most 2,147,483,647"),
+        ("--batch_size=0", "--batch_size=0 must be at least 1"),
+        ("--batch_size=-3", "--batch_size=-3 must be at least 1"),
+        ("--n_layer=0", "--n_layer=0 must be at least 1"),
+        ("--threads=99999999999999999999", "must be at most"),
+        ("--contexts=99999999999", "--contexts positive numbers up to"),
+        ("--device=meta", "device=meta cannot be used"),
+        ("--device=cuda:99", "device=cuda:99"),
+        ("--json=/proc/x", "--json: cannot write into /proc"),
+        ("--json=.", "is not a file"),
+        ("--json=/nowhere/x", "--json"),
+        ("--block_size=1", "--block_size=1"), ("--n_head=3", "n_embd=128")),
+
+    # ---- data/label.py ----
+    *under("data/label.py --dataset=sums",
+        ("--by=weak --noise=0.1", "--noise is for --by=synthetic, not for --by=weak"),
+        ("--by=synthetic --from=start", "--from is for --by=weak"),
+        ("--by=weak --names truth", "no weak labeller 'truth'; there are reciprocity"),
+        ("--by=synthetic --names a=x", "no synthetic task 'x'; there are comma"),
+        ("--by=synthetic --names a.b", "'a.b' is no name"),
+        ("--by=synthetic --noise=0.7", "must be from 0 to 0.5"),
+        ("--by=weak --splits dev", "has no split 'dev'"),
+        ("--by=spans --split=val", "several such pairs"),
+        ("--by=spans --split=val --split=val --file=a --file=b", "several such pairs"),
+        ("--by=spans --file=span.jsonl --split=val --names x", "nothing about 'x'; there is truth"),
+        ("--by=spans --file=no_span.jsonl --split=val", "holds no label")),
+
+    # ---- compare.py: what is wrong with a study ----
+    *under("compare.py --base=plain.py --device=cpu --mechanisms=output_gate",
+        ("--jobs_per_gpu=0", "jobs_per_gpu=0 must be at least 1"),
+        ("--rescore=-1", "rescore=-1 must not be negative"),
+        ("--jobs_per_gpu=-2", "jobs_per_gpu=-2 must be at least 1"),
+        ("--jobs_per_gpu=2", "jobs_per_gpu=2 means nothing on device=cpu"),
+        ("--jobs_per_gpu=2 --dry_run", "jobs_per_gpu=2 means nothing on"),
+        ("--mechanisms=output_gat", "unknown 'output_gat'; did you mean output_gate?"),
+        ("--scale=huge", "scale='huge' is not tiny, nano, mid, small or paper"),
+        ("--scale=small", "scale='small' means nothing beside base="),
+        ("--seeds=1,1", "seeds=[1, 1] must be different numbers"),
+        ("--seeds=[1e30]", "is beyond 64 bits"),
+        ("--plain_seeds=100000000", "plain_seeds=100000000 must be at most 1,000"),
+        ("--screen --seeds=101,3", "none in both"),
+        ("--size=3M", "size='3M' must be one of 0.1M"),
+        ("--mechanism=output_gate --mechanisms=xsa", "mechanism='output_gate' is a study of its own"),
+        ("--contrasts=\"[['output_gate', 'sink']]\"", "must be two of this study's"),
+        ("--contrasts=\"[['output_gate', 'output_gate']]\"", "must be two of this"),
+        ("--contrasts=\"[[{}, 'output_gate']]\"", "must be two of this study's"),
+        ("--mechanisms=output_gate,xsa --contrasts=\"[['xsa', ['output_gate']]]\"",
+         "must be two of this study's"),
+        ("--mechanisms=output_gate,xsa --contrasts=\"[[['xsa'], ['output_gate']]]\"", "must be two of this"),
+        ("--budgets=1,2", "must be different, positive, and not 1"),
+        ("--budgets=[1e300]", "must be at most 1,000 times the plain GPT's own"),
+        ("--tokens_per_param=1e300", "tokens_per_param=1e+300 must be positive, and"),
+        ("--settings=\"{'dataset': 'nowhere'}\"", "no dataset nowhere"),
+        ("--settings=\"{'init_from': 'x', 'seed': 3}\"", "settings: init_from, seed cannot be set here"),
+        ("--settings='{3: 4}'", "settings: the flag 3 must be a name in quotes"),
+        ("--settings=\"{'patience': 3}\"", "plain: patience=3 would end runs at different steps"),
+        ("--split=tset", "split='tset' must be test or val"),
+        ("--split=val --tune_lr", "since val chooses"),
+        ("--submit=slurm", "submit=slurm: "),
+        ("--out_dir=/proc/none", "--out_dir: cannot write into /proc"),
+        ("--device=meta", "device=meta cannot be used"),
+        ("--sizes=0.1M,1M --at=\"{'1M': {'seeds': 4}}\"", "at 1M: seeds=4 is not list"),
+        ("--sizes=0.1M,1M --at=\"{'1M': {'budgets': ['x']}}\"", "at 1M: budgets=['x']"),
+        ("--sizes=0.1M,0.33M --at=\"{'0.33M': {'seeds': [], 'mechanisms': ['nope']}}\"",
+         "at 0.33M: seeds=[] must be", "unknown 'nope'"),
+        ("--sizes=0.1M,0.33M --at=\"{'0.33M': {'variants': {'x': {'n_head': 5}}}}\"", "n_head=5")),
+    *under("compare.py --base=plain.py --device=cpu",
+        ("", "name at least one variant"),
+        ("--mechanism=qqqq", "unknown 'qqqq'; model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"),
+        ("--tune_lr --screen_seeds=1,7", "screen_seeds=[1, 7] choose"),
+        ("--recheck=nowhere.json.gz", "cannot read nowhere.json.gz"),
+        ("--variants=\"{'x': {'output_gatee': 1}}\"",
+         "x: variant with {'output_gatee': 1}: unknown key output_gatee; did you mean output_gate?"),
+        ("--variants=\"{'x': {'block_size': 8}}\"", "x: block_size cannot be set here"),
+        ("--variants=\"{'x': {'agency': True, 'agency_learned': True}}\"",
+         "x: agency_learned predicts from what is measured of the heads: set controller_log"),
+        ("--variants=\"{'x': {'dataset': 'needle'}}\"", "x: dataset cannot be set here"),
+        ("--variants=\"{'early': {'patience': 2}}\"", "early: patience=2 would end runs", "leave it out"),
+        ("--variants=\"{3: {'xsa': True}}\"", "variants: the name 3 must be text in quotes"),
+        ("--variants=\"{'': {'xsa': True}}\"", "variants: the name '' must be text in quotes"),
+        ("--variants='{(1, 2): {}}'", "variants: the name (1, 2) must be text in quotes"),
+        ("--variants=\"{'a': {3: True}}\"", "a: the flag 3 must be a name in quotes")),
+    *under("compare.py --dry_run --device=cpu --settings=\"{'dataset': 'sums'}\" --variants=\"{'taught': "
+           "{'constraint_names': ['a'], 'teacher': 'out/teacher', 'constraint_match': 'kl'}}\"",
+        ("--first=\"{'out/teacher': 'python train.py x.py --out_dir=out/teacher'}\"",
+         "^compare: taught: teacher=out/teacher is not there yet; first run: python train.py x.py "
+         "--out_dir=out/teacher$"),
+        ("--first={}", "^compare: taught: teacher=out/teacher is not there yet; train it first$")),
+
+    # ---- compare.py: texts, two looks, scores of others, files of results ----
+    *under("compare.py --mechanisms=sink",
+        *((f"{texts}", "must be two datasets or more") for texts in (
+            "--texts=\"['a']\"", "--texts=\"['a', 'a']\"", "--texts=\"['a', 'b']\" --sizes=0.1M,1M",
+            "--texts=\"['a', 'b']\" --settings=\"{'dataset': 'c'}\""))),
+    *under("compare.py --base=plain.py --device=cpu --mechanisms=sink --texts=\"['sums', 'not_there']\"",
+        ("", "no dataset not_there"), ("--dry_run", "no dataset not_there")),
+    *under("compare.py --base=plain.py --device=cpu --mechanisms=sink --looks=2",
+        ("--seeds=1,2", "looks=2 needs 3 seeds or more, two of them for the first look: seeds=[1, 2]"),
+        ("--looks=3", "looks='3' is not 1 or 2"),
+        ("--texts=\"['a', 'b']\"",
+         "looks=2 is for a study that trains its runs, on one text: leave it out with texts"),
+        ("--scores=x.csv", "on one text: leave it out with a file of results or scores"),
+        ("--looks=1 --spending=pocock",
+         "spending='pocock' is how the error is spent on two looks: add --looks=2"),
+        ("--spending=pocok", "spending='pocok' is not obrien_fleming or pocock; did you mean pocock?")),
+    *under("compare.py",
+        ("--scores=none.csv", "compare: cannot read none.csv: No such file"),
+        ("--scores=utf16.txt", "cannot read utf16.txt: not UTF-8 text"),
+        *((f"--scores=scores{i}.csv", f"^compare: scores{i}.csv, {words}")
+          for i, (*_, words) in enumerate(SCORES)),
+        *((f"--scores=no_scores{i}.csv", words) for i, (_, words) in enumerate(NO_SCORES)),
+        ("--baseline=plain --higher_is_better --mechanisms=xsa", "baseline, higher_is_better: these go"),
+        *((f"{key}={name}.json.gz{more}", words) for name, (_, words) in NO_RESULTS.items()
+          for key, more in (("--from_results", ""), ("--recheck", ""),
+                            ("--reuse", " --mechanisms=xsa --device=cpu")))),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command, words", COMMANDS)
+def test_a_command_that_cannot_be_is_one_line(command, words, home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    check_refusal(command, words, home, capsys)
