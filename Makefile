@@ -1,10 +1,10 @@
-# make demo · make test · make test-all · make lint · make compare · make bench · make plots · make notebook · make gpu-check · make clean
+# make demo · make test · make test-lab · make test-all · make lint · make compare · make bench · make plots · make notebook · make gpu-check · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
 STUDY ?= config/studies/controls.py
 GPU_VENV ?= .venv-gpu
 
-.PHONY: demo test test-all lint compare bench plots notebook gpu-check gpu-bytes clean
+.PHONY: demo test test-lab test-all lint compare bench plots notebook gpu-check gpu-bytes clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -21,10 +21,14 @@ demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
 	$(PY) compare.py config/studies/demo.py
 
-# what a change usually breaks, in 111 s of CPU, measured on two cores: all but the tests marked slow
-# (a process per core, each with one thread: threads that wait for each other spin)
+# the core's tests, but for those marked slow: a process per core, each with one thread (threads that wait for
+# each other spin)
 test: .venv/ready-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/core
+
+# the lab's, but for those marked slow
+test-lab: .venv/ready-test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/lab
 
 # every test, as continuous integration runs them
 test-all: .venv/ready-test
@@ -46,7 +50,7 @@ plots: .venv/ready
 
 # run the notebooks of docs/ in a fresh copy of the repository and store their outputs
 notebook: .venv/ready-test
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/lab/docs/refresh_notebook.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/lab $(PY) tests/lab/docs/refresh_notebook.py
 
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time
