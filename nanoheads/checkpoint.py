@@ -172,7 +172,7 @@ def read(path, device="cpu", trust_code=False):
     checkpoint's folder is run, and a line says so. Raises UserError.
     """
     if not file_of(path).is_file():  # no file of ours: a folder of transformers', or a name on the hub
-        what = f"{path} is no checkpoint of train.py: reading what else it may be"
+        what = f"no checkpoint {file_of(path)}; a folder or a name of Hugging Face's"
         hf = from_lab("lab.hub.huggingface", what)
         if hf.is_folder(path):
             return hf.read(path, trust_code)

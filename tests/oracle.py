@@ -763,8 +763,8 @@ def plain(model, idx):
     D = c.n_embd // c.n_head
     half = D // 2
 
-    def rms(x):  # in the order of a CPU's own kernel, since bits are compared
-        return x * (torch.linalg.vector_norm(x, dim=-1, keepdim=True)**2 / x.size(-1) + 1e-6).rsqrt()
+    def rms(x):
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
 
     def norm(x, name):
         if gpt2:

@@ -121,7 +121,7 @@ def test_a_mechanism_of_ones_own_trains_and_is_looked_into_first(core):
     ("a study", ["compare.py", "--mechanisms=sink"]),
     ("--audit", ["sample.py", "--ckpt=out/plain", "--audit=x.jsonl", "--device=cpu"]),
     ("--heads", ["plot_curves.py", "--heads", "out/plain"]),
-    ("nowhere is no checkpoint of train.py: reading what else it may be", ["evaluate.py", "--ckpt=nowhere"]),
+    ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"]),
     ("labelling a text", ["data/label.py", "--dataset=x", "--by=weak"]),
     ("a text with planted facts", ["data/needle/prepare.py"])], ids=lambda each: str(each)[:20])
 def test_what_is_the_labs_says_so_in_a_line(core, what, command):

@@ -535,12 +535,10 @@ def test_a_finished_run_with_fewer_steps_asked_for_says_so(args, capsys, tmp_pat
     assert f"{tmp_path}/run is finished: 6 of 3 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [dict(loss_chunks=3), dict(loss_chunks=3, mechanism="a2c_temperature"),
-                                   dict(loss_chunks=3, mechanism="sentinel", controller="rules",
-                                        controller_interval=2, controller_tokens=256,
-                                        controller_heldout=256)], ids=str)
+@pytest.mark.parametrize("flags", [dict(loss_chunks=3), dict(loss_chunks=3, mechanism="a2c_temperature")],
+                         ids=str)
 def test_portions_of_the_loss_need_divide_nothing(args, flags, rows, tmp_path):
-    """Neither a step's 64 tokens, nor what a critic or a controller reads."""
+    """Neither a step's 64 tokens, nor what a critic reads."""
     main(args(**flags))
     main(args("whole", **{**flags, "loss_chunks": 1}))
     some, whole = (rows(tmp_path / out)[0] for out in ("run", "whole"))
@@ -778,24 +776,18 @@ def test_a_full_disk_under_the_log_is_one_line(args, fails, rows, tmp_path, at_s
 
 # ---- a folder that somebody else made ----
 
-MEASURED = dict(block_size=8, agency=True, controller_log=True, controller_interval=2, controller_tokens=64,
-                controller_heldout=64, max_iters=6)
-
-
 @pytest.fixture(scope="module")
 def downloaded(bytes_data, tmp_path_factory):
     """A run with all files that a run writes."""
     folder = tmp_path_factory.mktemp("downloaded") / "run"
-    keys = {"dataset": bytes_data, **TINY, **MEASURED, "out_dir": folder}
+    keys = {"dataset": bytes_data, **TINY, "out_dir": folder}
     main([f"--{key}={value}" for key, value in keys.items()])
-    (folder / "violations.jsonl").touch()
     return folder
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
 @pytest.mark.parametrize("name", [
-    "lock", "config.json", "config.json.part", "ckpt.pt.part", "best.pt.part", "log.jsonl", "log.jsonl.part",
-    "heads.jsonl", "heads.jsonl.part", "violations.jsonl", "violations.jsonl.part"])
+    "lock", "config.json", "config.json.part", "ckpt.pt.part", "best.pt.part", "log.jsonl", "log.jsonl.part"])
 def test_no_link_in_a_runs_folder_is_written_through(name, there, downloaded, args, tmp_path):
     shutil.copytree(downloaded, tmp_path / "run")
     path, victim = tmp_path / "run" / name, tmp_path / "victim"
@@ -803,7 +795,7 @@ def test_no_link_in_a_runs_folder_is_written_through(name, there, downloaded, ar
         victim.write_text("mine")
     path.unlink(missing_ok=True)
     path.symlink_to(victim)
-    argv = [*args(**{**MEASURED, "max_iters": 8}), "--resume"]
+    argv = [*args(max_iters=8), "--resume"]
     if name == "lock":
         with pytest.raises(SystemExit) as e:
             main(argv)
@@ -818,7 +810,7 @@ def test_a_checkpoint_that_is_a_link_is_read_and_then_replaced(downloaded, args,
     shutil.copytree(downloaded, tmp_path / "run")
     before = (tmp_path / "run/ckpt.pt").rename(tmp_path / "kept.pt").read_bytes()
     (tmp_path / "run/ckpt.pt").symlink_to(tmp_path / "kept.pt")
-    main([*args(**{**MEASURED, "max_iters": 8}), "--resume"])
+    main([*args(max_iters=8), "--resume"])
     assert (tmp_path / "kept.pt").read_bytes() == before
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
 

@@ -29,7 +29,7 @@ from helpers import byte_pairs
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 NAMES = ["pystdlib", "shakespeare_char", "shakespeare", "enwik8", "enwik8_char", "wikitext2", "wikitext103",
-         "openwebtext", "enwiki15", "needle"]
+         "openwebtext", "enwiki15"]
 SCRIPTS = {name: importlib.import_module(f"data.{name}.prepare") for name in NAMES}
 
 

@@ -130,7 +130,7 @@ def test_a_run_folder_means_its_best_checkpoint(state, saved):
 
 def test_a_missing_checkpoint_is_one_line(tmp_path):
     assert str(tmp_path / "no.pt") in line(checkpoint.read, tmp_path / "no.pt")
-    assert line(checkpoint.read, tmp_path).endswith("ckpt.pt")
+    assert "ckpt.pt" in line(checkpoint.read, tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, -1])

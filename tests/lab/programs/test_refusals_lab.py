@@ -505,6 +505,9 @@ COMMANDS = [
         ("--block_size=1", "--block_size=1"), ("--n_head=3", "n_embd=128")),
 
     # ---- data/label.py ----
+    *under("data/needle/prepare.py --out=mine",
+        ("--source=chars", "is char, not byte"), ("--source=sums --per-kib=0", "--per-kib=0"),
+        ("--source=none", "no dataset")),
     *under("data/label.py --dataset=sums",
         ("--by=weak --noise=0.1", "--noise is for --by=synthetic, not for --by=weak"),
         ("--by=synthetic --from=start", "--from is for --by=weak"),
