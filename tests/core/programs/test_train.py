@@ -852,6 +852,12 @@ def test_running_out_of_memory_is_one_line(args, fails, at_step, error):
                              "model that is too large itself needs a lower n_embd, n_layer or vocab_size"]
 
 
+@pytest.mark.parametrize("key", ["batch_size", "grad_accum"])
+def test_a_batch_beyond_all_memory_is_one_line(args, fails, key):
+    said, = fails(args(**{key: 10**15}))
+    assert said.startswith("out of memory; ")
+
+
 def test_other_errors_are_not_hidden(args, at_step):
     at_step(2, lambda out: exec("raise RuntimeError('a bug')"))
     with pytest.raises(RuntimeError, match="a bug"):

@@ -1,8 +1,8 @@
 """controller.py: what moves, prunes and grows heads between steps; exact resumes; nothing where it is off."""
 import json
-import shutil
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
