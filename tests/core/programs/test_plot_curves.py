@@ -168,6 +168,7 @@ def test_colour_follows_the_order_given_and_a_skipped_run_keeps_its_place(home, 
     assert printed.err == "out/b: log.jsonl has no rows to plot, skipped\n"
 
 
+@pytest.mark.slow
 def test_another_comparison_is_another_file(home, capsys):
     for name in "abc":
         write(home / "out" / name, rows(4, 2))

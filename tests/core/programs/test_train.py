@@ -206,6 +206,7 @@ def test_ranks_that_begin_apart_are_refused(args, key):
         train.check_ranks_agree(run)
 
 
+@pytest.mark.slow
 def test_the_rank_that_fails_alone_says_why(args, tmp_path):
     """The first rank knows nothing of it, and would leave without a reason."""
     code = ("import sys, train\n"
@@ -512,6 +513,7 @@ def test_a_resumed_run_has_as_much_patience_left(stopped, args, rows, tmp_path, 
     assert rows(tmp_path / "run")[1][-1]["step"] == 16
 
 
+@pytest.mark.slow
 def test_all_ranks_end_in_the_same_step_by_patience(args, rows, tmp_path):
     """At this rate the loss rises from the first evaluation on."""
     done = torchrun(args(patience=2, eval_interval=1, max_iters=30, adamw_lr=30.0, min_lr=30.0,

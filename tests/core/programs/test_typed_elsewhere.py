@@ -242,6 +242,7 @@ def test_the_routing_pair_is_trained_evaluated_plotted_and_sampled(here, chars_d
                  "--num_samples", "2", "--max_new_tokens", "4", "--temperature", "1.2", "--top_k", "100"])
 
 
+@pytest.mark.slow
 def test_the_routing_write_ups_commands_without_arguments(here, chars_data, capsys):
     """They find its two runs, with as many samples as it prints; the baseline is what is compared with."""
     small = [each for each in SMALL if not each.startswith("--n_head")] + ["--n_head=4", "--dropout=0"]
