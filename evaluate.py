@@ -19,7 +19,7 @@ or tokens in a step are unequal, a line says so, since the difference includes t
 different texts are not compared, and a line says what differs. A router's load is measured on a part of the
 split.
 
-What models write, and what their heads do, are questions for probe.py: text, look.
+What models write, and what their heads do, are questions for lab/probe.py: text, look.
 """
 
 import argparse
