@@ -13,7 +13,7 @@
 #   mechanisms   8  the training step of each beside the plain GPT's at 12/12/768; MECHS names others
 #   test         8  the test suite on a machine with CUDA (torch 2.11 to 2.15)
 #   train        6  both recipes on the same bytes, same tokens, scored on the whole test split, with curves
-#   long         8  peak memory at context 16,384; routing packed, dense and plain at 1,024 and 16,384;
+#   long         8  peak memory at context 16,384; routing and plain at 1,024 and 16,384;
 #                   decoding with routing; pruned heads
 #
 # Figures go to $OUT (out/gpu), a few files a part, written row by row: what is stopped keeps its rows.
