@@ -476,7 +476,7 @@ def preset_settings(by_hand, mechanisms):
     turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
     if scale:
         file = f"config/{scale}.py"
-        values = read_file(ROOT / file)
+        values = read_file(str(ROOT / file))
         # a scale's rates were tuned for its own recipe: with another one they mean nothing
         other = "recipe" in by_hand and by_hand["recipe"].value != values.get("recipe")
         settings = [Setting(file, key, value) for key, value in values.items()

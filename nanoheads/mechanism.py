@@ -151,7 +151,7 @@ class Mechanism(nn.Module):
     detach = False           # no gradient goes into those statistics
     needs_positions = False  # it reads Heads.positions or Heads.n_keys
     scores_added_heads = False  # its score_mod() acts on constraint heads, too
-    # Its tensors.
+    # Its tensors. GPT.init_weights() overwrites what __init__ puts into them.
     starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
     # What it means for pruning and growing.

@@ -317,8 +317,11 @@ def problems_of_modes(cls, before):
     if not isinstance(cls.neutral, dict) or not all(isinstance(each, dict) for each in cls.neutral.values()):
         yield f"neutral={cls.neutral!r} must be a dict of dicts, {{mode: {{flag or parameter: value}}}}"
         return
-    if not cls.modes or any(cls.flag not in flags for flags in cls.modes.values()):
+    if not cls.modes:
         yield f"modes must name at least one mode, {form}"
+    for mode, flags in cls.modes.items():
+        if cls.flag not in flags:
+            yield f"modes: {mode!r} does not set {cls.flag}, the flag that turns the class on: {form}"
     types = {**{key: t for key, (t, _, _) in keys_of((model.GPTConfig,)).items()}, **hints}
     for mode, flags in cls.modes.items():
         if not (isinstance(mode, str) and re.fullmatch(r"\w+", mode)):

@@ -206,7 +206,11 @@ def neutral(model, plain):
     with_same = plain.state_dict()
     model.load_state_dict({**model.state_dict(), **with_same})
     if (off := far(model(idx).logits, plain(idx).logits)) > 1e-9:
-        return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's"
+        unset = sorted({name for m in model.modules() if isinstance(m, Mechanism)
+                        for name, _ in m.named_parameters(recurse=False) if name not in m.initial_values()})
+        why = (f"; what __init__ puts into {', '.join(unset)} is overwritten, unless `starts` or "
+               "initial_values() gives it") if unset else ""
+        return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's{why}"
 
 
 def runs(model, plain):

@@ -531,7 +531,7 @@ def rates_in_words(found, rates):
             at = f"{flag}={rate:g}, {'as given' if given else 'the default'}"
             names.setdefault(at, []).append(label_of(found, name))
     learns = [f"what {listed(own)} add{'s' * (len(own) == 1)} learns at {at}" for at, own in names.items()]
-    return "; ".join(learns) or "no variant adds weights, and all learn at the plain GPT's rates"
+    return "; ".join(learns) or "no mechanism adds weights, and all learn at the plain GPT's rates"
 
 
 MOST_LOOKS = 4  # of other reports, that are named one by one

@@ -786,6 +786,11 @@ def test_two_files_of_one_name_are_one_line(two, tmp_path):
             "modes=['forget'] must be a dict of dicts",
         ),
         ('modes = {"forget": dict(forget=True)}', "modes = 3", "modes=3 must be a dict of dicts"),
+        (
+            'modes = {"forget": dict(forget=True)}',
+            'modes = {"forget": dict(forget_init=-2.0)}',
+            "modes: 'forget' does not set forget, the flag that turns the class on",
+        ),
         ('modes = {"forget": dict(forget=True)}', 'modes = {"forget": True}', "must be a dict of dicts"),
         ("dict(forget=True)}", "dict(forget=True, forget_init='x')}", "forget_init='x' is not float"),
         (

@@ -240,7 +240,7 @@ def test_an_untuned_rate_is_named_as_what_it_is(plain, here):
     assert ("what xsa and output_gate add learns at mechanism_lr=0.004, the default; "
             "what fast adds learns at mechanism_lr=0.05, as given. ") in said(found)
     found = untuned(plain, here, mechanisms=["window"])
-    assert "no variant adds weights, and all learn at the plain GPT's rates. " in said(found)
+    assert "no mechanism adds weights, and all learn at the plain GPT's rates. " in said(found)
     # a study in so many minutes may have no time for it
     found = untuned(plain, here, "python compare.py --mechanism=mine.py --minutes=8")
     found["config"]["minutes"] = 8.0
