@@ -580,8 +580,9 @@ class GPT(HeadControl, nn.Module):
     def init_weights(self):
         """Set GPT-2's initial values, or those that a mechanism's `starts` or initial_values() gives.
 
-        What a constructor put into a parameter is overwritten, and nothing says so: without such a value a
-        vector starts at 1, or at 0 if its name ends in "bias".
+        What a constructor put into a parameter is overwritten: without such a value a vector starts at 1, or
+        at 0 if its name ends in "bias". Of a mechanism in a file of one's own a constant that would be lost
+        is refused.
 
         Each parameter has a generator of its own, keyed by the seed and its name. So two models start
         bit-identical in every parameter that they share, whatever else they have.

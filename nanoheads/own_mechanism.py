@@ -27,6 +27,7 @@ from collections import Counter
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -187,7 +188,7 @@ def add(path):
             ADDED[cls] = file
         choices.cache_clear()
         for cls in classes_of(file):
-            if problem := next(problems_of_names(cls), None):
+            if problem := next(chain(problems_of_names(cls), problems_of_starts(cls)), None):
                 remove(classes_of(file))
                 raise UserError(f"{file.path}: {cls.__name__}: {problem}")
     return [name for cls in classes_of(file) for name in cls.modes]
@@ -340,17 +341,54 @@ def problems_of_modes(cls, before):
         yield f"neutral: there is no mode {name}{meant(name, cls.modes)}"
 
 
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)
+
+
+class AsConstructed(model.GPT):
+    """A GPT that also keeps what constructors put into its parameters, before init_weights() sets them."""
+
+    def init_weights(self):
+        self.constructed = {name: p.detach().clone() for name, p in self.named_parameters()}
+        super().init_weights()
+
+
+def problems_of_starts(cls):
+    """Yield which constant in a parameter of its own is overwritten before training, sentence by sentence.
+
+    A small model of each mode shows it. Where memory is not set, as by torch.empty(), it is NaN meanwhile, so
+    that what happens to stand there is no constant.
+    """
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    for mode, flags in cls.modes.items():
+        try:
+            torch.use_deterministic_algorithms(True)
+            with torch.random.fork_rng(devices=[]):
+                gpt = AsConstructed(model.GPTConfig(**SMALL, **flags))
+        except Exception:  # left to the run that builds it, as in problems_of_names()
+            continue
+        finally:
+            torch.use_deterministic_algorithms(strict, warn_only=warns)
+        for path, layer in gpt.named_modules():
+            for name, p in layer.named_parameters(recurse=False) if isinstance(layer, cls) else ():
+                if name in layer.initial_values():
+                    continue
+                value = gpt.constructed[f"{path}.{name}"].flatten()
+                if len(value) and (value == value[0]).all() and not torch.equal(value, p.flatten()):
+                    yield (f"{mode}: __init__ fills {name} with {value[0]:g}, and the model would start with "
+                           f"{p.flatten()[0]:.3g}; say it in `starts`: {{{name!r}: {value[0]:g}}}")
+
+
 def problems_of_names(cls):
     """Yield what in initial_values() and in `neutral` names no parameter and no flag, sentence by sentence.
 
     Which parameters there are is seen from small models of its modes. A mode that cannot be built so small is
     left to the run that builds it.
     """
-    sizes = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)
     for mode, flags in cls.modes.items():
         try:
             with torch.device("meta"):
-                gpt = model.GPT(model.GPTConfig(**sizes, **flags))
+                gpt = model.GPT(model.GPTConfig(**SMALL, **flags))
             layer = next(m for m in gpt.modules() if isinstance(m, cls))
             starts = [*layer.initial_values()]
         except Exception:  # a mechanism of one's own may raise anything

@@ -6,9 +6,9 @@ import numpy as np
 
 import train
 from compare import Study
+from nanoheads import causality
 from lab.labels.targets import encode, label_file, write_meta
 from lab.study import costs, digest, queue, results, trial
-from nanoheads import causality
 from lab.study.variants import StudyConfig
 
 MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names at the root say where they are

@@ -296,6 +296,25 @@ def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
     assert all(cls.flag != "forget" for cls in model.MECHANISM_CLASSES)
 
 
+def test_a_constant_that_would_be_overwritten_is_refused(mine):
+    """Unless the class says what the parameter starts with; memory that nobody set is no constant."""
+    path = mine("return {\"slope\": self.start}", "return {}")
+    assert own.add(path) == ["forget"]
+    path = mine("torch.empty(attn.n_head)", "torch.full((attn.n_head,), 0.5)", "filled.py")
+    own.remove([*own.ADDED])
+    assert own.add(path) == ["forget"]
+    own.remove([*own.ADDED])
+    path.write_text(path.read_text().replace("return {\"slope\": self.start}", "return {}"))
+    with pytest.raises(UserError) as e:
+        own.add(path)
+    assert str(e.value).endswith("forget: __init__ fills slope with 0.5, and the model would start with 1; "
+                                 "say it in `starts`: {'slope': 0.5}")
+
+
+def test_no_constant_of_the_repositorys_mechanisms_is_overwritten():
+    assert [problem for cls in model.MECHANISM_CLASSES for problem in own.problems_of_starts(cls)] == []
+
+
 def test_flags_of_the_repository_are_not_taken_over(mine):
     path = mine()
     path.write_text(CODE.replace("forget", "sink"))
