@@ -61,7 +61,7 @@ part() {
   compiled)
     each "$PY" -m tests.lab.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
   mechanisms)
-    ALL=acag,routing_moh,routing_packed,sink,constraint_a,window,acag_detach,all_on,output_gate,unet_concat
+    ALL=acag,routing_moh,sink,constraint_a,window,acag_detach,all_on,output_gate,unet_concat
     ALL=$ALL,a2c_temperature,roles,xsa,key_offset,sentinel,agency
     bench mechanisms --mechanisms "${MECHS:-$ALL}" --rounds 7 --steps 5 ;;
   test)
@@ -83,7 +83,7 @@ part() {
     each bench memory --what memory $ONE --block_size 16384 --mechanisms "${MECHS:-$ALL}"
     for context in 1024 16384; do
       each bench routing-$context --what train $ONE --block_size $context $TIMES \
-        --mechanisms routing_moh,routing_packed
+        --mechanisms routing_moh
     done
     each bench contexts --contexts 1024 4096 16384 --batch_size 1 $TIMES --no-compile
     each bench pruned --heads_off 0 .25 .5 .75 $TIMES ;;
