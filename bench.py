@@ -54,16 +54,12 @@ from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
 from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
-from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
+from nanoheads.timing import mfu, on_cuda, peak_memory, progress_bar, take_turns, time_rows, timed
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
 LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
-
-
-# beside model.MECHANISMS: everything together, and routing that computes the selected queries alone (on cuda)
-MORE = {"all_on": ALL_ON}
 
 
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
@@ -117,16 +113,20 @@ def nanogpt(path, args):
     return build
 
 
+def mechanisms():
+    """{name: flags} that --mechanisms takes: those of model.MECHANISMS, and everything together."""
+    return {**MECHANISMS, "all_on": ALL_ON}
+
+
 def contestants_of(args):
     """{name: build}; the first one is what the ratios are to."""
     recipe = args.recipes[0]
     if args.heads_off:
         return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
     if args.mechanisms:
-        flags = {**MECHANISMS, **MORE}
-        names = []
+        flags, names = mechanisms(), []
         for name in args.mechanisms.split(","):
-            names += [*MECHANISMS, "all_on"] if name == "all" else [name]
+            names += flags if name == "all" else [name]
         return {recipe: ours(recipe, args), **{name: ours(recipe, args, flags[name]) for name in names}}
     first = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
     return {**first, **{recipe: ours(recipe, args) for recipe in args.recipes}}
@@ -152,20 +152,13 @@ def matmul_rate(args, n=8192):
     return 2 * n**3 / statistics.median(seconds) / 1e12
 
 
-# ---- peak memory ----
-
 def peak_memory_cpu(name, args):
-    """Peak resident bytes that building and three steps add, in a process of its own; None without /proc."""
+    """Resident bytes that building and three steps add at most, in a process of its own; None: not known."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(memory_worker, (name, args))
 
 
 def memory_worker(name, args):
-    def peak():
-        try:
-            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-        except OSError:
-            return None
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     for path in (vars(args).get("own_mechanism") or "").split(","):
@@ -175,45 +168,14 @@ def memory_worker(name, args):
     tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16,
                                  "batch_size": 1})
     contestants_of(tiny)[name]()[1](*batch(tiny))
-    before = peak()
+    before = peak_memory(args.device)
     _, step, _ = contestants_of(args)[name]()
     for _ in range(3):
         step(*batch(args))
-    return None if before is None else peak() - before
+    return None if before is None else peak_memory(args.device) - before
 
 
-def step_peak_cuda(step, x, y):
-    """Peak bytes of a step beyond the weights and optimizer states of all contestants."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(x, y)
-    return torch.cuda.max_memory_allocated() - before
-
-
-def build_peak_cuda(build, x, y):
-    """Peak bytes of a model built, trained for two steps and thrown away again."""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    _, step, _ = build()
-    step(x, y)
-    torch.cuda.reset_peak_memory_stats()
-    step(x, y)
-    return torch.cuda.max_memory_allocated() - before
-
-
-def memory_rows(args):
-    """Yield the peak memory of each contestant alone."""
-    for name, build in progress_bar(contestants_of(args).items(), "memory"):
-        try:
-            peak = build_peak_cuda(build, *batch(args)) if on_cuda(args) else peak_memory_cpu(name, args)
-            row = dict(what="memory", name=name, peak_bytes=peak)
-        except Exception as e:
-            row = failure("memory", name, e)
-        yield row
-        free_memory(args)
-
-
-# ---- training steps and decoding ----
+# ---- training steps, decoding and memory of all contestants ----
 
 class Contest:
     """Contestants side by side: built and dropped by name, and timed taking turns; rate: matmul_rate()."""
@@ -236,7 +198,9 @@ class Contest:
 
     def drop(self, name):
         self.built.pop(name, None)
-        free_memory(self.args)
+        gc.collect()  # its optimizers and its compiled code form cycles
+        if on_cuda(self.args):
+            torch.cuda.empty_cache()
 
     def train(self, name):
         _, step, _ = self.built[name]
@@ -266,13 +230,23 @@ class Contest:
                     self.measured.add((what, row["name"]))
                     yield row
 
+    def peak_bytes(self, name):
+        """Peak memory: on cuda what one that is built holds and a step adds, else in a process of its own."""
+        if not on_cuda(self.args):
+            return peak_memory_cpu(name, self.args)
+        _, step, _ = self.built[name]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(self.x, self.y)
+        return self.own_bytes[name] + peak_memory(self.args.device) - before
+
     def more_of(self, row):
         """What else is known of a training step: its share of the device's rate, its memory."""
         args, name = self.args, row["name"]
+        found = {"peak_bytes": self.peak_bytes(name)} if on_cuda(args) or args.memory else {}
         if not on_cuda(args):
-            return {"peak_bytes": peak_memory_cpu(name, args)} if args.memory else {}
-        model, step, _ = self.built[name]
-        found = {"peak_bytes": self.own_bytes[name] + step_peak_cuda(step, self.x, self.y)}
+            return found
+        model, _, _ = self.built[name]
         if name == "nanogpt":  # which is recipe=gpt2, counted by our formula
             model, _, _ = self.built.get("gpt2", (None, None, None))
         if model is not None:
@@ -304,17 +278,23 @@ def pair_rows(args, rate):
         contest.drop(name)
 
 
+def memory_rows(args):
+    """Yield the peak memory of each contestant alone."""
+    contest = Contest(args, None)
+    for name in progress_bar(contest.builders, "memory"):
+        try:
+            if on_cuda(args):
+                contest.build(name)
+            yield dict(what="memory", name=name, peak_bytes=contest.peak_bytes(name))
+        except Exception as e:
+            yield failure("memory", name, e)
+        contest.drop(name)
+
+
 def failure(what, name, e):
     """The row of a contestant that an exception ended."""
     text = explain(e) or f"{type(e).__name__}: {' '.join(str(e).split())}"
     return dict(what=what, name=name, error=text.splitlines()[0][:300])
-
-
-def free_memory(args):
-    """Give back what a contestant that is gone has held: its optimizers and its compiled code form cycles."""
-    gc.collect()
-    if on_cuda(args):
-        torch.cuda.empty_cache()
 
 
 def decode_rows(args):
@@ -351,23 +331,17 @@ def whole_again(context, args):
 
 def cached(context, flags, args):
     """action(token): our logits after a cache that holds `context` tokens, and this one."""
-    model, cache = filled_cache(context, flags, args)
+    model = GPT(gpt_config(args, context + 1, **flags)).to(args.device).eval()
+    cache = KVCache(model.config)
+    shape = (2, args.batch_size, args.n_head, context, model.config.head_size)
+    for layer in range(args.n_layer):  # what the keys hold does not change the time
+        cache.append(layer, *torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)))
+    cache.length = context
 
     def action(token):
         model.head(model.hidden(token, cache))
         cache.length = context
     return action
-
-
-def filled_cache(context, flags, args):
-    """(model, cache that holds `context` tokens): what the keys hold does not change the time."""
-    model = GPT(gpt_config(args, context + 1, **flags)).to(args.device).eval()
-    cache = KVCache(model.config)
-    shape = (2, args.batch_size, args.n_head, context, model.config.head_size)
-    for layer in range(args.n_layer):
-        cache.append(layer, *torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)))
-    cache.length = context
-    return model, cache
 
 
 # ---- the race: how soon is the result that nanoGPT's README names reached? ----
@@ -553,9 +527,9 @@ def check(args):
             raise UserError(f"--{name}={getattr(args, name)} must be at most {LARGEST:,}")
     args.what = args.what or ("train" if args.mechanisms else "train,decode")
     if args.mechanisms:
-        if unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE}):
-            known = ", ".join(["all", *MECHANISMS, *MORE])
-            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {known}")
+        known = ["all", *mechanisms()]
+        if unknown := sorted({*args.mechanisms.split(",")} - {*known}):
+            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {', '.join(known)}")
     if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
         raise UserError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: "
                         "one at a time")

@@ -244,6 +244,8 @@ class AttentionCore(nn.Module):
 
     group = 1  # how many heads share a key and a value
     unit = 1   # how many neighbouring heads are pruned together
+    trace_axes = {"gate": ("head", "token", "size"), "entropy": ("row", "head", "token"),
+                  "concentration": ("row", "head", "token"), "map": ("row", "head", "token", "key")}
 
     def add_mechanisms(self, config):
         """Build the mechanisms that are on in this layer; those that are off are None.
@@ -1031,6 +1033,8 @@ class Routing(Mechanism):
                "router.shared.weight": 0.0}
     neutral = {"routing_moh": uniform, "routing_sigmoid": uniform, "moh": uniform}
     averages = ("routing_coef",)
+    trace_axes = {"routing_weights": ("row", "token", "base"), "selected": ("row", "token", "base"),
+                  "routing_logits": ("row", "token", "routed")}
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1227,6 +1231,7 @@ class Agency(Mechanism):
     no_effect_because = "all heads are active at first; between steps the controller changes their states"
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
+    trace_axes = dict.fromkeys(("agency", "agency_utilisation", "agency_last_signal"), ("head",))
     # how many numbers are measured of a head: those of Measurements.features() without the depth; a piece has
     # no entropy, so one number less
     METRICS = 6
@@ -1235,6 +1240,8 @@ class Agency(Mechanism):
         """attn: the layer whose heads have states; None: the MLP or the block has one."""
         super().__init__()
         n, metrics = (attn.n_total, self.METRICS) if attn is not None else (1, self.METRICS - 1)
+        if attn is None:
+            self.trace_axes = dict.fromkeys(self.trace_axes, ("piece",))
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
         self.learned, self.scope = config.agency_learned, config.agency_scope
         self.skipped = False  # whether pack(), in nanoheads/pruning.py, has removed the withdrawn MLP
@@ -1331,6 +1338,7 @@ class A2C(Mechanism):
     modes = {"a2c_published": dict(a2c="published"), "a2c_temperature": dict(a2c="temperature"),
              "a2c_key_bias": dict(a2c="key_bias")}
     neutral = {"a2c_temperature": {}, "a2c_key_bias": {}}  # as they start
+    trace_axes = {"advantage": ("row", "token", "own")}
     MAX = 8.0  # temperature: a is held below it, since exp(a) overflows at 88 in float32 and at 11 in float16
 
     def __init__(self, config, attn):
@@ -1391,6 +1399,8 @@ class A2CValue(nn.Linear):
     The return G_s discounts the log-probabilities of the tokens to come. It is a target and never an input.
     The value reads the last hidden state, into which its error sends no gradient.
     """
+
+    trace_axes = dict.fromkeys(("a2c.return", "a2c.value", "a2c.advantage"), ("row", "token"))
 
     def __init__(self, config):
         super().__init__(config.n_embd, 1)
@@ -1527,6 +1537,7 @@ class ConstraintHeads(Mechanism):
     SMALLEST_GATE = 1e-30  # in its logarithm: below it a gate is as good as 0, and gets no gradient
     starts = {"b1": 0.0, "b2": 0.0}
     averages = ("constraint_sparsity_coef", "constraint_entropy_coef")
+    trace_axes = {"router_gates": ("row", "token", "added"), "head_scores": ("row", "added", "token")}
 
     @classmethod
     def on(cls, config, layer):
@@ -1556,6 +1567,8 @@ class ConstraintHeads(Mechanism):
         super().__init__()
         n, C, D = attn.n_extra, config.n_embd, attn.head_size
         self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
+        self.trace_axes = {**self.trace_axes,
+                           **{f"constraint.{name}": ("row", "token") for name in self.names}}
         self.published, self.gate = config.constraint_mode == "published", config.constraint_gate
         self.hard = config.constraint_router == "hard_concrete"
         self.of_first = config.constraint_router_input == "first"

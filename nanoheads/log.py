@@ -3,12 +3,10 @@
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -124,31 +122,6 @@ def write_whole(file, data):
     """
     while data:
         data = data[file.write(data):]
-
-
-def processor(device):
-    """The name of the GPU or the CPU that a device is."""
-    if device.startswith("cuda"):
-        import torch
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError, TypeError):  # Linux alone, and not on every processor
-        return re.search(r"model name\s*: *(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))[1]
-    return platform.processor() or platform.machine()
-
-
-def peak_memory():
-    """Peak memory of this process so far, MiB: allocated on the GPU, else resident; None where not known."""
-    import torch
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    with suppress(OSError, TypeError):  # Linux, where getrusage begins with the parent's peak
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 2**10
-    try:
-        import resource  # not on every system
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 class Log:

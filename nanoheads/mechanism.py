@@ -154,6 +154,7 @@ class Mechanism(nn.Module):
     # Its tensors. GPT.init_weights() overwrites what __init__ puts into them.
     starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
+    trace_axes = {}          # trace -> its axes, where they are not those of a gate: see nanoheads/traces.py
     # What it means for pruning and growing.
     in_pairs = False         # heads 0 and 1 belong together, 2 and 3, ...: they are pruned together
     joins_blocks = False     # its part differs from block to block: none can be put in or taken out

@@ -369,6 +369,7 @@ class FoX(Mechanism):
     modes = {"fox": dict(fox=True)}
     neutral = {"fox": {"fox.proj.weight": 0.0, "fox.proj.bias": 50.0}}
     needs_positions = True
+    trace_axes = {"log_forget": ("row", "token", "own")}
 
     def __init__(self, config, attn):
         super().__init__()

@@ -28,10 +28,15 @@ def wait_briefly():
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
-def processor():
-    """The processor by name, and on Linux by family and model, which tell generations of one name apart."""
+def processor(device="cpu"):
+    """A GPU by its name; else the processor, on Linux with the family and model, which tell generations of
+    one name apart.
+    """
+    if device.startswith("cuda"):
+        import torch  # not before wait_briefly() has been called
+        return torch.cuda.get_device_name(device)
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             first = file.read().split("\n\n")[0]
     except OSError:
         first = ""
@@ -45,7 +50,7 @@ def processor():
 
 def on_processor():
     """The threads that torch has, and of what: "2 threads of AMD EPYC 9R14 (family 25, model 17)"."""
-    import torch  # not before wait_briefly() has been called
+    import torch  # late, as above
     threads = torch.get_num_threads()
     return f"{threads} thread{'s' * (threads != 1)} of {processor()}"
 

@@ -1,10 +1,13 @@
-"""Timing: actions that take turns, the ratios of their times, and a bar that shows how far it is."""
+"""Measuring: actions that take turns, the ratios of their times, peak memory, a bar of how far it is."""
 
 import math
+import re
 import statistics
 import sys
 import time
+from contextlib import suppress
 from io import StringIO
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -83,6 +86,20 @@ def time_rows(what, seconds, reference, tokens, repeats):
                          time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
                          reference=reference, rounds=len(each)))
     return rows
+
+
+def peak_memory(device):
+    """Peak bytes of this process so far: allocated on a cuda device, else resident; None where not known."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, TypeError):  # Linux, where getrusage begins with the parent's peak
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return 2**10 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
 
 
 # Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first counts.

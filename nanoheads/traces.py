@@ -1,5 +1,29 @@
-"""What a model's traces say in short: constraint scores in words, what a router and a critic do."""
+"""What a model's traces say: along which axes they go, constraint scores in words, what a router does."""
 
+# ---- axes ----
+
+# Of a trace that no trace_axes names: a factor that broadcasts over the outputs [B, H, T, D], as add_gate()
+# takes it. Readers know "token" and the axes of head_numbers(); any other name stands for itself.
+GATE = ("row", "head", "token", "size")
+
+
+def head_numbers(attn):
+    """{axis: numbers of the heads along it} in a layer. The router's, base and routed, know of no pruning."""
+    every, shared = attn.all_head_ids(), attn.router.n_shared if attn.router else 0
+    return {"head": every, "own": every[:attn.n_head], "added": every[attn.n_head:],
+            "base": [*range(attn.n_base)], "routed": [*range(shared, attn.n_base)]}
+
+
+def declared_axes(model):
+    """{trace: its axes} of what the parts of a GPT name in trace_axes; those of any other trace are GATE."""
+    parts = [(f"blocks.{i}.", part) for i, block in enumerate(model.transformer.h)
+             for part in (block.attn, *block.attn.mechanisms(), block.agency)]
+    parts.append(("", getattr(model, "value", None)))
+    return {prefix + name: axes for prefix, part in parts if part is not None
+            for name, axes in part.trace_axes.items()}
+
+
+# ---- in short ----
 
 def explain(traces, tokens, name, k=5, row=0):
     """One line a block: the k tokens of a sequence with the highest scores for a constraint.

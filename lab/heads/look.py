@@ -51,7 +51,7 @@ from nanoheads.common import (ArgumentParser, UserError, in_float64, last_words,
                               read_whole, say, writable, write_atomic, write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 from nanoheads.tokenizer import char_sizes
-from nanoheads.traces import explain
+from nanoheads.traces import GATE, declared_axes, explain, head_numbers
 from lab.heads.measuring import attentions
 
 PROGRAM = "probe.py look"
@@ -172,28 +172,6 @@ class Series(NamedTuple):
     heads: Optional[list]
 
 
-class Axes(NamedTuple):
-    """Axes of a trace, None: it has no such one. heads: numbers of those along `head`, None: left out."""
-    token: Optional[int]
-    head: Optional[int]
-    heads: Optional[list]
-
-
-def head_axis(name, shape, token, attn):
-    """(axis, numbers of the heads along it) of a trace of a layer: (None, None) where it has none."""
-    n, own = attn.n_base, set(attn.head_ids)
-    if name in ("routing_weights", "selected", "routing_logits"):  # the router knows of no pruning
-        return 2, [i if i in own else None for i in range(n - shape[2], n)]
-    every = attn.all_head_ids()
-    first = 0 if token is None else 1  # of a trace for each token the first axis is the batch
-    axes = [1] if len(shape) == 4 else [axis for axis in range(first, len(shape)) if axis != token]
-    for heads in (every, every[:attn.n_head], every[attn.n_head:]):
-        for axis in axes:
-            if heads and shape[axis] == len(heads):
-                return axis, heads
-    return None, None
-
-
 class Viewer:
     """Reads a text with one checkpoint, window after window."""
 
@@ -201,7 +179,8 @@ class Viewer:
         self.model, self.path, self.settings = model, path, list(settings)
         self.layers = attentions(model)
         self.names = model.config.constraint_names or []
-        self.axes = self.axes_of_traces()
+        self.axes = declared_axes(model)
+        self.undeclared = set()  # traces that have neither such axes nor a gate's
 
     @torch.no_grad()
     def read(self, ids, take, maps=True):
@@ -215,42 +194,37 @@ class Viewer:
             output = self.model(idx, targets=targets, traces="maps" if maps else True, logits=True)
         return output.logits[0], output.traces
 
-    def axes_of_traces(self):
-        """{trace: Axes}: along the axis that grows with the text are its tokens."""
-        lengths = [1, min(2, self.model.config.block_size)]
-        short, long = ({key: tuple(value.shape) for key, value in self.read([0] * n, skip_map)[1].items()}
-                       for n in lengths)
-        found = {}
-        for key, shape in long.items():
-            block, name = parted(key)
-            if 0 in shape:
-                continue  # a layer whose heads are all pruned
-            grows = [axis for axis, (a, b) in enumerate(zip(short[key], shape)) if a != b]
-            token = grows[0] if grows else None
-            head = (None, None) if block is None else head_axis(name, shape, token, self.layers[block])
-            if head[1] and set(head[1]) == {None}:
-                continue
-            # agency's may be of an MLP, or a block
-            known = grows or head[0] is not None or name.startswith("agency")
-            if len(grows) < 2 and (known or lengths[1] == 1):
-                found[key] = Axes(token, *head)
-        return found
-
     def series(self, traces):
-        """{trace: Series} of a pass, in the order of KINDS."""
-        found = {}
-        for key, axes in self.axes.items():
-            x = traces[key].detach().cpu().double()
-            moved = [axis for axis in (axes.head, axes.token) if axis is not None]
-            x = x.movedim(moved, list(range(len(moved))))
+        """{trace: Series} of a pass, in the order of KINDS: means over what is neither a token nor a head.
+
+        Raises UserError for axes that are not as trace_axes has them.
+        """
+        found, T = {}, traces["blocks.0.entropy"].size(-1)
+        for key, x in traces.items():
+            axes, (block, name) = self.axes.get(key, GATE), parted(key)
+            if len(axes) != x.dim():
+                self.undeclared.add(name)
+                continue
+            if not x.numel():  # a layer whose heads are all pruned
+                continue
+            numbers = {} if block is None else head_numbers(self.layers[block])
+            heads = next((numbers[axis] for axis in axes if axis in numbers), None)
+            moved = [axes.index(axis) for axis in (*numbers, "token") if axis in axes]
+            shape, x = [*x.shape], x.detach().cpu().double().movedim(moved, list(range(len(moved))))
             x = x.reshape(*x.shape[:len(moved)], -1).mean(-1)
-            if axes.token is None:
-                n = 1 if axes.head is not None else traces["blocks.0.entropy"].size(-1)
-                x = x[..., None].expand(*x.shape, n)
-            heads = axes.heads
-            if heads:
-                x = x[[row for row, head in enumerate(heads) if head is not None]]
-                heads = [head for head in heads if head is not None]
+            if heads is not None and len(x) == 1 != len(heads):  # one number for all heads
+                x, heads = x[0], None
+            x = x if "token" in axes else x[..., None]
+            if x.size(-1) not in (1, T) or heads is not None and len(x) != len(heads):
+                raise UserError(f"{self.path}: the trace {name} of shape {shape} does not have the axes "
+                                f"{', '.join(axes)}: trace_axes of its mechanism says which it has")
+            if heads is None:
+                x = x.expand(T)
+            else:
+                left = [row for row, head in enumerate(heads) if head in numbers["head"]]
+                x, heads = x[left], [heads[row] for row in left]
+                if not left:
+                    continue
             values = x.numpy()
             if key.endswith(".sink_gate"):
                 key, values = key.replace("sink_gate", "sink_mass"), 1 - values
@@ -259,10 +233,6 @@ class Viewer:
             found[key] = Series(values, heads)
         rank = {name: number for number, name in enumerate(KINDS)}
         return dict(sorted(found.items(), key=lambda item: rank.get(parted(item[0])[1], -1)))
-
-
-def skip_map(block, p):
-    """A taker of maps that takes none."""
 
 
 def parted(key):
@@ -572,6 +542,8 @@ class Page:
         notes = list(self.notes)
         if self.tokens < self.seen:
             notes.append(f"The first {self.tokens:,} of {self.seen:,} tokens; {out.name} has them all.")
+        if missing := sorted({name for viewer in self.viewers for name in viewer.undeclared}):
+            notes.append(f"Not shown, since trace_axes does not name their axes: {', '.join(missing)}.")
         here = sum(len(pane["maps"]) for line in self.lines for pane in line["panes"])
         layers = sum(attn.n_total > 0 for viewer in self.viewers for attn in viewer.layers)
         every = len(self.lines) * layers
@@ -608,7 +580,7 @@ def notes_of(viewers):
     found = []
     for viewer in viewers:
         own = untrained(viewer.model)
-        if viewer.model.config.routing and not any(key.endswith("routing_weights") for key in viewer.axes):
+        if viewer.model.config.routing and not any(attn.router.in_eval for attn in viewer.layers):
             own.append("The router acts in training alone: it chooses nothing here.")
         found += own if len(viewers) == 1 else [f"{printable(viewer.path)}: {note}" for note in own]
     return found

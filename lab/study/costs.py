@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import (DataDependentOutputException, Dynamic
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from model import GPT, CausalMask, Window
-from nanoheads.log import processor
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
+from nanoheads.threads import processor
 from nanoheads.timing import median_interval, timed
 
 # ---- FLOPs ----

@@ -17,7 +17,7 @@ from nanoheads import checkpoint, replaced
 from nanoheads.common import UserError, json_safe, pick_device, write_atomic
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import digests_of
-from nanoheads.log import processor
+from nanoheads.threads import processor
 from lab.labels.targets import sha256
 from lab.study import costs, queue, trial
 from lab.study.variants import BOOKKEEPING

@@ -31,7 +31,7 @@ from nanoheads.common import (UserError, from_json, git_commit, json_safe, numbe
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import bits, windows_of
 from nanoheads.timing import median_interval
-from nanoheads.traces import summaries
+from nanoheads.traces import GATE, declared_axes, summaries
 from lab.study import costs, dynamic, effects, queue, rescoring, shape, trial
 from lab.study.variants import StudyConfig, all_flags
 
@@ -276,11 +276,10 @@ def curve_of(folder, result):
 
 PROMPT, SAMPLE_TOKENS = "\n", 300  # what samples continue, and for how long
 NOT_INSPECTED = dict(heads=None, sample=None)
-# traces of the heads that the report shows -> the dimensions over which their mean is taken
-HEAD_TRACES = dict(
-    entropy=(0, 2), concentration=(0, 2), gate=(1, 2), output_gate=(0, 2, 3), acag_gate=(0, 2, 3),
-    router_gates=(0, 1), advantage=(0, 1), advantage_correlation=None, routing_load=None, dead_heads=None,
-    effective_heads=None, token_entropy=None, batch_entropy=None)
+# what the report shows of heads: means of traces, and summaries of them
+HEAD_TRACES = ("entropy", "concentration", "gate", "output_gate", "acag_gate", "router_gates", "advantage",
+               "advantage_correlation", "routing_load", "dead_heads", "effective_heads", "token_entropy",
+               "batch_entropy")
 
 
 def inspected(folder, nothing_runs=True):
@@ -322,16 +321,18 @@ def inspect(folder):
 
 def heads_of(model, x):
     """{name of a trace: a row for each layer} of the heads on the tokens x [B, T + 1], to 4 digits."""
-    traces, found = model(x[:, :-1], x[:, 1:], traces=True).traces, {}
-    traces.update(summaries(traces, x[:, 1:]))
-    for key, value in traces.items():
+    traces, axes, found = model(x[:, :-1], x[:, 1:], traces=True).traces, declared_axes(model), {}
+    short = summaries(traces, x[:, 1:])
+    for key, value in {**traces, **short}.items():
         name = key.split(".", 2)[-1]
         if key.startswith("blocks.") and name in HEAD_TRACES and value.numel():
-            over = HEAD_TRACES[name]
-            value = value.float() if over is None else value.float().mean(over)
+            value = value.float()
+            if key in traces:
+                value = value.mean([i for i, axis in enumerate(axes.get(key, GATE))
+                                    if axis in ("row", "token", "size")])
             found.setdefault(name, []).append(rounded(value.tolist()))
-    if "a2c.explained_variance" in traces:
-        found["critic's explained variance"] = rounded(float(traces["a2c.explained_variance"]))
+    if "a2c.explained_variance" in short:
+        found["critic's explained variance"] = rounded(float(short["a2c.explained_variance"]))
     return found
 
 

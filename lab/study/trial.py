@@ -36,8 +36,10 @@ from nanoheads.common import (LESS, UserError, explain, in_place, no_link, outpu
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import only_writer, stamp
-from nanoheads.log import peak_memory, processor, read_json, read_rows, set_aside, stamps
+from nanoheads.log import read_json, read_rows, set_aside, stamps
 from nanoheads.scoring import BLOCK, bits, score_windows
+from nanoheads.threads import processor
+from nanoheads.timing import peak_memory
 from lab.heads import controller
 from lab.labels.targets import Targets, sha256
 from lab.study.digest import code_digest
@@ -156,13 +158,13 @@ def run(folder, train):
     # a best.pt alone, left where the disk was full or the result damaged, is nothing to go on from
     if not (folder / "ckpt.pt").is_file():
         (folder / "best.pt").unlink(missing_ok=True)
-    libraries = peak_memory()
     config = TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
     device = pick_device(config.device)
+    libraries = peak_memory(device)
     if not config.own_mechanism:  # with one, train() looks itself
         refuse_leak(GPTConfig(**spec["model"]), config, device)
     last = train(GPTConfig(**spec["model"]), config)
-    memory = None if libraries is None else peak_memory() - libraries
+    memory = None if libraries is None else (peak_memory(device) - libraries) / 2**20
 
     state, model, per_window, scored = score_of(folder, spec, device)
     replaced.refuse()  # a mechanism's code ran until here

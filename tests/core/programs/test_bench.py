@@ -5,10 +5,11 @@ import json
 import math
 
 import pytest
+import torch
 
 import bench
 from model import MECHANISMS
-from nanoheads.timing import median_interval
+from nanoheads.timing import median_interval, peak_memory
 
 STAND_IN = '''
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
     large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
     # weights and two moments, in float32
     assert small is None or small < 8 << 20 and large > 3 * 4 * 12 * 4 * 512**2
+
+
+def test_a_run_on_the_cpu_has_resident_memory_whatever_gpu_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *args: 0)
+    assert peak_memory("cpu") != 0 and peak_memory("cuda") == 0
 
 
 def test_every_mechanism_is_a_contestant_against_the_plain_gpt():

@@ -369,28 +369,62 @@ def test_heads_keep_their_numbers_when_others_are_pruned():
     assert shared["heads"]["blocks.0.routing_logits"] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("n", [4, 9])
-def test_traces_of_a_mechanism_of_ones_own_are_shown_by_name(monkeypatch, n):
-    """In any of the layouts that docs/add-a-mechanism.md names; what has no number per token is passed over.
-    """
-    own = {"by_head": lambda y, x: y.mean(-1), "by_token": lambda y, x: y.mean((1, 3)),
-           "last": lambda y, x: y.mean(-1).mT, "wide": lambda y, x: y[..., :5],
-           "pairs": lambda y, x: x @ x.mT, "one": lambda y, x: x.sum()}
+def test_constraint_heads_have_their_own_numbers_where_there_are_as_many_others(make):
+    """Two heads of the layer, and two of constraints."""
+    model, tokenizer = model_and_tokenizer(make(n_head=2), "cpu")
+    viewer, text = look.Viewer(model, "a"), look.spell(tokenizer, list(b"some text"))
+    series = look.look(viewer, text, "b").series
+    for name in ("head_scores", "router_gates"):
+        assert series[f"blocks.0.{name}"].heads == [2, 3]
 
+
+def test_an_mlp_with_a_state_is_no_head_where_there_is_one_head():
+    _, line = read_by(tiny(n_head=1, agency=True, agency_scope="mlp"), list(random_text(9)))
+    assert "blocks.0.agency" in line["series"] and "blocks.0.agency" not in line["heads"]
+
+
+def own_traces(monkeypatch, kept, own, axes):
+    """Have HeadNorm trace own, {name: function of y and x}, with these trace_axes; kept gets each y."""
     def after(self, attn, heads):
         heads.traces.update({name: make(heads.y, heads.x) for name, make in own.items()})
         kept.append(heads.y[0])
 
-    kept = []
     monkeypatch.setattr(HeadNorm, "after_attention", after)
+    monkeypatch.setattr(HeadNorm, "trace_axes", axes)
+
+
+@pytest.mark.parametrize("n", [4, 9])
+def test_traces_of_a_mechanism_of_ones_own_are_shown_by_name(monkeypatch, n):
+    """With the axes that it names, or as a gate; what has neither is named on the page."""
+    own = {"by_head": lambda y, x: y.mean(-1), "by_token": lambda y, x: y.mean((1, 3)),
+           "last": lambda y, x: y.mean(-1).mT, "wide": lambda y, x: y[..., :5],
+           "for_all": lambda y, x: y[:, :1, :, :5],
+           "pairs": lambda y, x: x @ x.mT, "one": lambda y, x: x.sum()}
+    axes = {"by_head": ("row", "head", "token"), "by_token": ("row", "token"),
+            "last": ("row", "token", "own")}
+
+    kept = []
+    own_traces(monkeypatch, kept, own, axes)
     viewer, line = read_by(tiny(head_norm=True), list(random_text(n)))
     for block, y in enumerate(kept[-2:]):
         y, series = y.detach(), {key.split(".")[2]: rows for key, rows in line["series"].items()
                                  if key.startswith(f"blocks.{block}.")}
         assert same(series["by_head"], y.mean(-1)) and same(series["last"], y.mean(-1))
         assert same(series["by_token"], y.mean((0, 2))) and same(series["wide"], y[..., :5].mean(-1))
+        assert same(series["for_all"], y[0, :, :5].mean(-1))
         assert not {"pairs", "one"} & series.keys()
     assert look.kind_of("by_head").label == "by_head"
+
+
+def test_axes_that_are_not_there_are_refused_and_traces_without_are_named(monkeypatch, make, tmp_path):
+    path = make(constraint_names=None, head_norm=True)
+    own_traces(monkeypatch, [], {"one": lambda y, x: x.sum()}, {})
+    assert data_of(write_page(path, b"text", tmp_path))["notes"] == [
+        "Not shown, since trace_axes does not name their axes: one."]
+    own_traces(monkeypatch, [], {"sums": lambda y, x: y.sum(-1)}, {"sums": ("row", "token", "own")})
+    with pytest.raises(UserError, match=r"the trace sums of shape \[1, \d+, 4\] does not have the axes row, "
+                                        r"token, own: trace_axes of its mechanism says which it has"):
+        write_page(path, b"text", tmp_path)
 
 
 def unpacked(text, n):

@@ -26,6 +26,7 @@ from nanoheads import log as runlog
 from nanoheads.common import ROOT, UserError
 from nanoheads.dataset import Dataset
 from nanoheads.files import sha256
+from nanoheads.threads import processor
 from lab.study import digest, queue, trial
 
 
@@ -220,7 +221,7 @@ def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch)
     assert len(nats) == -(-1000 // 16) and nats.sum() == pytest.approx(found["nats"], rel=1e-12)
     assert found["block_nats"] == [round(float(nats[i:i + 4].sum()), 6) for i in range(0, len(nats), 4)]
     assert found == trial.result(folder) == json.loads((folder / "result.json").read_text())
-    assert found["torch"] == torch.__version__ and found["threads"] == 1 and found["processor"].strip()
+    assert found["torch"] == torch.__version__ and found["threads"] == 1 and found["processor"] == processor()
 
 
 @pytest.mark.slow
