@@ -50,9 +50,10 @@ def label_losses(scores, targets, coefs=None, focal=0.0, positive=1.0):
                          f"the heads are for {', '.join(scores)}")
     terms = {}
     for name, y in targets.items():
-        s, y = scores[name].float(), y.float()
+        s = scores[name].to(torch.promote_types(scores[name].dtype, torch.float32))
+        y = y.to(s.dtype)
         known, y = y >= 0, y.clamp_min(0)
-        weight = torch.tensor(positive, device=s.device)
+        weight = torch.tensor(positive, dtype=s.dtype, device=s.device)
         nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=weight)
         if focal:  # below an exponent of 1 the slope at 0 is infinite, and infinity times 0 is not a number
             nats = nats * (y - s.sigmoid()).abs().clamp_min(1e-12) ** focal

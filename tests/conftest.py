@@ -64,7 +64,7 @@ def refusal(request, capsys):
     The line begins with the program's name: the test module's PROGRAM, or the script's own.
     """
     script = request.module.main
-    program = getattr(request.module, "PROGRAM", script.__module__)
+    program = getattr(request.module, "PROGRAM", script.__module__.rpartition(".")[2])
 
     def call(args):
         with pytest.raises(SystemExit) as e:

@@ -2,7 +2,7 @@
 The classes of two write-ups as they print them, in plain PyTorch, to be held against the pages line by line.
 
     ConstraintConfig, MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint,
-    language_model_loss, constraint_loss, explain                    constraint heads
+    language_model_loss, constraint_loss                             constraint heads
     A2CAttention, ActorCritic                                        A2C attention
 
 Names, arguments, defaults and the keys of traces are the write-ups'. As printed, every token sees the whole
@@ -21,6 +21,8 @@ import warnings
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from nanoheads.logits import label_losses
 
 
 # ---- constraint heads: "Multi-Head Constraint Implementation for Precision and Scope" ----
@@ -70,21 +72,6 @@ def added_mask(attn_mask, x, causal):
         later = torch.full((T, T), -math.inf, dtype=x.dtype, device=x.device).triu(1)
         mask = later if mask is None else mask + later
     return mask
-
-
-@torch.no_grad()
-def explain(traces, tokens, constraint_name="reciprocity"):
-    """The five tokens of highest score of the first text of a batch, as one line of text.
-
-    tokens: the T tokens of that text, as strings.
-    """
-    if "constraint" not in traces or constraint_name not in traces["constraint"]:
-        return "No constraint trace."
-    ts = traces["constraint"][constraint_name]["token_scores"][0]  # [T], first in batch
-    k = min(5, len(tokens))
-    top_idx = torch.topk(ts, k=k).indices.tolist()
-    parts = [f"{tokens[i]}:{ts[i]:.2f}" for i in top_idx]
-    return f"{constraint_name} focus → " + ", ".join(parts)
 
 
 class MultiHeadAttentionWithConstraints(nn.Module):
@@ -238,7 +225,19 @@ class MultiHeadAttentionWithConstraints(nn.Module):
             traces["base_attn_maps"] = Pb
         return y, traces
 
-    explain = staticmethod(explain)  # a method there, which reads nothing of the layer
+    @torch.no_grad()
+    def explain(self, traces, tokens, constraint_name="reciprocity"):
+        """The five tokens of highest score of the first text of a batch, as one line of text.
+
+        tokens: the T tokens of that text, as strings.
+        """
+        if "constraint" not in traces or constraint_name not in traces["constraint"]:
+            return "No constraint trace."
+        ts = traces["constraint"][constraint_name]["token_scores"][0]  # [T], first in batch
+        k = min(5, len(tokens))
+        top_idx = torch.topk(ts, k=k).indices.tolist()
+        parts = [f"{tokens[i]}:{ts[i]:.2f}" for i in top_idx]
+        return f"{constraint_name} focus → " + ", ".join(parts)
 
 
 class TransformerBlockWithConstraint(nn.Module):
@@ -273,31 +272,20 @@ def language_model_loss(logits, targets_next_tokens):
 
 
 def constraint_loss(traces, targets, weights=None):
-    """Mean over the names of weight * BCEWithLogits(token_scores, targets), in nats.
+    """Mean over the names of weight * BCEWithLogits(token_scores, targets), in nats: label_losses() of a GPT.
 
-    targets: {name: [B, T]} from 0 to 1; a name that is left out does not count. Added here: a target below 0
-    is not known, the mean is over the known ones, and a name without any adds 0. weights: {name: weight}, as
-    loss_weights; None: 1 each. Without constraint heads it is 0.
+    targets: {name: [B, T]} from 0 to 1; a name that is left out does not count, and neither does a target
+    below 0. weights: {name: weight}, as loss_weights; None: 1 each. Without constraint heads it is 0.
     """
-    entries = {name: entry for name, entry in traces["constraint"].items() if isinstance(entry, dict)}
-    if not entries and not targets:
+    scores = {name: entry["token_scores"] for name, entry in traces["constraint"].items()
+              if isinstance(entry, dict)}
+    if not scores and not targets:
         return 0.0
-    unknown = [name for name in targets if name not in entries]
-    if unknown or not targets:
-        raise ValueError(f"targets are for {', '.join(map(str, unknown)) or 'nothing'}; the heads are for "
-                         f"{', '.join(entries) or 'nothing'}")
-    total = 0.0
     for name, y in targets.items():
-        scores = entries[name]["token_scores"]
-        y = y.to(scores.dtype)
         if not (y <= 1).all():
             raise ValueError(f"targets[{name!r}] holds a number above 1 or NaN: give 0 to 1, or less than 0 "
                              "where it is not known")
-        known = y >= 0
-        nats = F.binary_cross_entropy_with_logits(scores, y.clamp_min(0), reduction="none")
-        mean = (nats * known).sum() / known.sum().clamp_min(1)
-        total = total + (1.0 if weights is None else weights[name]) * mean
-    return total / len(targets)
+    return sum(label_losses(scores, targets, weights).values())
 
 
 # ---- A2C attention: "Inventing a new equation for attention (A2C-Attention)" ----
@@ -354,10 +342,6 @@ class ActorCritic(nn.Module):
         self.fc = nn.Linear(hidden_dim, output_dim)
 
     def forward(self, x):
-        if x.min() < 0 or x.max() >= self.embedding.num_embeddings:
-            raise ValueError(f"x holds tokens from {x.min()} to {x.max()}: they must be from 0 to "
-                             f"{self.embedding.num_embeddings - 1}, below input_dim")
-
         # query generation
         embedded = self.embedding(x)
         q, _ = self.actor(embedded)

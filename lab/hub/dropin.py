@@ -14,7 +14,6 @@ import it.
 import importlib
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintH
 from nanoheads.common import UserError
 from nanoheads.configurator import near
 from nanoheads.mechanism import HeadControl, Uniform
+from lab.hub.huggingface import check_loaded, config_of, sizes
 from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 
 
@@ -157,10 +157,7 @@ def gpt_config(model, mechanisms, flags):
     c = model.config
     if flags.get("routing"):
         flags = {"routing_top_k": c.num_attention_heads, **flags}
-    config = GPTConfig(block_size=c.max_position_embeddings, vocab_size=1, n_layer=c.num_hidden_layers,
-                       n_head=c.num_attention_heads, n_kv_head=getattr(c, "num_key_value_heads", None),
-                       head_dim=getattr(c, "head_dim", None), n_embd=c.hidden_size,
-                       bias=places(model)[-1].proj.bias is not None, **flags)
+    config = GPTConfig(**sizes(c), bias=places(model)[-1].proj.bias is not None, **flags)
     on = [cls for cls in MECHANISM_CLASSES if cls.is_on(config)]
     others = [cls.flag for cls in on if cls not in INSERTABLE]
     if others:
@@ -324,9 +321,11 @@ def load(folder, **options):
 
     options: of from_pretrained(), such as dtype. Raises UserError where something is missing or does not fit.
     """
-    transformers, safetensors, folder = needed("transformers"), needed("safetensors"), Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json: no folder that save_pretrained() wrote")
+    transformers, safetensors = needed("transformers"), needed("safetensors")
+    name = (config_of(folder).get("architectures") or ["none"])[0]
+    if not hasattr(transformers, name):
+        raise UserError(f"{folder}: transformers has no class {name!r}, which config.json names")
+    cls = getattr(transformers, name)
 
     def init(self, config, *args, **kwargs):
         flags = config.__dict__.pop("nanoheads", {})
@@ -340,19 +339,13 @@ def load(folder, **options):
         return new_of, (cls, *arguments), *state  # a copy, and what is pickled, is of transformers' own class
 
     try:
-        name = (transformers.AutoConfig.from_pretrained(folder).architectures or ["none"])[0]
-        if not hasattr(transformers, name):
-            raise UserError(f"transformers has no class {name!r}, which config.json names")
-        cls = getattr(transformers, name)
         as_saved = type(name, (cls,), {"__init__": init, "__reduce_ex__": reduce,
                                        "__module__": cls.__module__})
-        model, found = as_saved.from_pretrained(folder, output_loading_info=True,
+        model, info = as_saved.from_pretrained(folder, output_loading_info=True,
                                                 ignore_mismatched_sizes=True, **options)
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as e:
         raise UserError(f"{folder}: {' '.join(str(e).split())[:200]}") from None
-    wrong = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in found[f"{kind}_keys"]]
-    if wrong:
-        raise UserError(f"{folder}: its weights are not those of its config.json: {', '.join(wrong[:3])}")
+    check_loaded(info, folder, model.config.model_type)
     for gates in gates_of(model).values():
         gates.fill_buffers()
     return model

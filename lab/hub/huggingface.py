@@ -20,11 +20,12 @@ import re
 import shutil
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from model import MECHANISM_CLASSES, RECIPES
+from model import MECHANISM_CLASSES, RECIPES, PlainConfig
 from nanoheads import own_mechanism as own
 from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
 from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, keep
@@ -175,15 +176,20 @@ def read_theirs(folder, c):
     except Exception as e:  # its errors are many: a file is missing, cut short, or says what cannot be
         raise UserError(f"{folder}: transformers cannot read it as a {kind} model ({type(e).__name__}: "
                         f"{' '.join(str(e).split())[:200]})") from None
+    check_loaded(info, folder, kind)
+    try:
+        return READERS[kind](theirs.config, theirs.state_dict())
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from None
+
+
+def check_loaded(info, folder, kind):
+    """UserError where weights were not those of the config; info: what from_pretrained() says of loading."""
     for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for"),
                       ("mismatched_keys", "has another size of")):
         if found := sorted(each if isinstance(each, str) else each[0] for each in info[key]):
             raise UserError(f"{folder}: this {kind} model {what} the tensor {found[0]}: a half download, or "
                             "another model's config")
-    try:
-        return READERS[kind](theirs.config, theirs.state_dict())
-    except UserError as e:
-        raise UserError(f"{folder}: {e}") from None
 
 
 def must(c, **values):
@@ -200,12 +206,20 @@ def activation(name):
     return ACTIVATIONS[name]
 
 
+def sizes(c):
+    """{flag: value} of the sizes in a config of transformers, by the names that all families know."""
+    heads, width = c.num_attention_heads, getattr(c, "head_dim", None)
+    return dict(vocab_size=c.vocab_size, tied=c.tie_word_embeddings, block_size=c.max_position_embeddings,
+                n_layer=c.num_hidden_layers, n_head=heads,
+                n_kv_head=getattr(c, "num_key_value_heads", None), n_embd=c.hidden_size,
+                head_dim=None if width == c.hidden_size / heads else width)
+
+
 def read_gpt2(c, w):
     """GPT-2 and DistilGPT2: nanoGPT's names, with the matrices of Conv1D transposed."""
     must(c, layer_norm_epsilon=1e-5, add_cross_attention=False)
-    config = dict(recipe="gpt2", bias=True, act=activation(c.activation_function), tied=c.tie_word_embeddings,
-                  vocab_size=c.vocab_size, block_size=c.n_positions, n_layer=c.n_layer, n_head=c.n_head,
-                  n_embd=c.n_embd, n_inner=c.n_inner)
+    config = dict(sizes(c), recipe="gpt2", bias=True, act=activation(c.activation_function),
+                  n_inner=c.n_inner)
     conv = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
     weights = {name: t.T.contiguous() if conv.search(name) else t for name, t in w.items()}
     for i in range(c.n_layer):
@@ -219,9 +233,8 @@ def read_gpt2(c, w):
 def read_gpt_neo(c, w):
     """GPT-Neo: every other block sees a window, and its logits are not divided by sqrt(D): folded into q."""
     must(c, layer_norm_epsilon=1e-5)
-    config = dict(recipe="gpt2", bias=True, act=activation(c.activation_function), tied=c.tie_word_embeddings,
-                  vocab_size=c.vocab_size, block_size=c.max_position_embeddings, n_layer=c.num_layers,
-                  n_head=c.num_heads, n_embd=c.hidden_size, n_inner=c.intermediate_size)
+    config = dict(sizes(c), recipe="gpt2", bias=True, act=activation(c.activation_function),
+                  n_inner=c.intermediate_size)
     local = [i for i, kind in enumerate(c.attention_layers) if kind == "local"]
     if local:
         config.update(window=c.window_size, window_layers=local)
@@ -239,16 +252,9 @@ def read_llama(c, w):
     must(c, hidden_act="silu", mlp_bias=False, attention_bias=False, use_sliding_window=False)
     if c.model_type == "mistral":
         must(c, sliding_window=None)
-    H, K, C = c.num_attention_heads, c.num_key_value_heads, c.hidden_size
-    head_dim = getattr(c, "head_dim", None)
     qwen2, qwen3 = c.model_type == "qwen2", c.model_type == "qwen3"
-    config = dict(
-        RECIPES["llama"], recipe="llama", tied=c.tie_word_embeddings, norm_eps=c.rms_norm_eps,
-        **rope_flags(c),
-        qkv_bias=qwen2, qk_norm=qwen3, qk_scale=qwen3,
-        vocab_size=c.vocab_size, block_size=c.max_position_embeddings,
-        n_layer=c.num_hidden_layers, n_head=H, n_kv_head=None if K == H else K,
-        head_dim=None if head_dim == C / H else head_dim, n_embd=C, n_inner=c.intermediate_size)
+    config = {**RECIPES["llama"], **sizes(c), **rope_flags(c), "recipe": "llama", "norm_eps": c.rms_norm_eps,
+              "n_inner": c.intermediate_size, "qkv_bias": qwen2, "qk_norm": qwen3, "qk_scale": qwen3}
     weights = {"transformer.wte.weight": w["model.embed_tokens.weight"],
                "transformer.ln_f.weight": w["model.norm.weight"], "lm_head.weight": w["lm_head.weight"]}
     for i in range(c.num_hidden_layers):
@@ -287,6 +293,9 @@ LLAMA_NAMES = {
     "attn.qk_scale.0": ["self_attn.q_norm.weight"], "attn.qk_scale.1": ["self_attn.k_norm.weight"],
     "mlp.c_fc.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.c_proj.weight": ["mlp.down_proj.weight"]}
+NANOCHAT_NAMES = {
+    **{name: LLAMA_NAMES[name] for name in ("attn.c_attn.weight", "attn.c_proj.weight")},
+    "mlp.c_fc.weight": ["mlp.fc1.weight"], "mlp.c_proj.weight": ["mlp.fc2.weight"]}
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 READERS = dict(gpt2=read_gpt2, gpt_neo=read_gpt_neo,
                **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), read_llama))
@@ -376,6 +385,20 @@ def own_encoding(ids):
 
 # ---- out ----
 
+# what any family may have; a recipe is but a name for other flags
+FREE = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_inner", "tied", "rope_base", "recipe",
+        "dropout", "attn_dropout", "seed", "zero_init", "checkpoint_activations", "loss_chunks"}
+LLAMA = {"n_kv_head", "head_dim", "norm_eps", "rope_scaling"}
+# family: (its recipe, flags that may differ from it and from the defaults, {flag: the values it may have})
+OTHERS = dict(
+    gpt2=("gpt2", {"bias", "norm_scale", "rope_share"},  # the last two do nothing beside the others
+          dict(act=("gelu", "gelu_tanh", "relu2"), norm_eps=(None, 1e-5))),
+    nanochat=("modern", {"n_kv_head", "head_dim", "softcap"}, dict(norm_eps=(None, 1e-6))),
+    llama=("llama", LLAMA, {}),
+    qwen2=("llama", LLAMA, dict(qkv_bias=(True,))),
+    qwen3=("llama", LLAMA, dict(qk_norm=(True,), qk_scale=(True,))))
+
+
 def what_it_is(config):
     """(family, why not a plainer one): one of OTHERS, or nanoheads, which needs this repository's code."""
     on = [cls.flag for cls in MECHANISM_CLASSES if cls.is_on(config)]
@@ -383,31 +406,15 @@ def what_it_is(config):
         return "nanoheads", f"{', '.join(on)} {'is' if len(on) == 1 else 'are'} on"
     if config.head_ids is not None:
         return "nanoheads", "heads were pruned"
-    for family, flags in OTHERS.items():
-        differ = [f"{key}={getattr(config, key)!r}" for key, values in flags.items()
-                  if getattr(config, key) not in values]
+    for family, (recipe, free, may) in OTHERS.items():
+        plain = {**{f.name: f.default for f in fields(PlainConfig)}, **RECIPES[recipe]}
+        differ = [f"{key}={getattr(config, key)!r}" for key in plain
+                  if key not in FREE | free and getattr(config, key) not in may.get(key, [plain[key]])]
         if not differ:
             return family, ""
         if family == dict(gpt2="gpt2", modern="nanochat", llama="llama")[config.recipe]:
             why = f"{', '.join(differ)} has no counterpart there"
     return "nanoheads", why
-
-
-# what a config must be to have a counterpart in these families; block_size, sizes and dropout aside
-LLAMA = dict(pos=("rope",), norm=("rmsnorm",), norm_scale=(True,), act=("swiglu",), bias=(False,),
-             qkv_bias=(False,), qk_norm=(False,), embed_norm=(False,), softcap=(0, 0.0), parallel=(False,),
-             rope_share=(1.0, 1))
-GPT2 = dict(pos=("learned",), norm=("layernorm",), qk_norm=(False,), embed_norm=(False,), softcap=(0, 0.0),
-            parallel=(False,), n_kv_head=(None,), head_dim=(None,), norm_eps=(None, 1e-5), qkv_bias=(False,),
-            act=("gelu", "gelu_tanh", "relu2"))
-NANOCHAT = dict(pos=("rope",), norm=("rmsnorm",), act=("relu2",), bias=(False,), qk_norm=(True,),
-                qk_max=(None,), embed_norm=(True,), parallel=(False,), rope_share=(1.0, 1),
-                norm_scale=(False,), norm_eps=(None, 1e-6), qkv_bias=(False,), qk_scale=(False,),
-                rope_scaling=(None,))
-
-
-OTHERS = dict(gpt2=GPT2, nanochat=NANOCHAT, llama=LLAMA, qwen2={**LLAMA, "qkv_bias": (True,)},
-              qwen3={**LLAMA, "qk_norm": (True,), "qk_scale": (True,), "qk_max": (None,)})
 
 
 def write_gpt2(model):
@@ -432,66 +439,62 @@ def write_gpt2(model):
     return config, out
 
 
-def turned(w, n_head):
-    """Rows [H * D, C] of queries or keys with the second half of each head's negated: RoPE the other way."""
-    heads = w.unflatten(0, (n_head, 2, -1)).clone()
-    heads[:, 1] *= -1
-    return heads.flatten(0, 2)
+def in_their_names(model, names):
+    """{their name: tensor} of a GPT without positions of its own; names: as LLAMA_NAMES."""
+    c, w, n = model.config, model.state_dict(), model.config.n_kv_head or model.config.n_head
+    out = {"model.embed_tokens.weight": w["transformer.wte.weight"]}
+    if "transformer.ln_f.weight" in w:
+        out["model.norm.weight"] = w["transformer.ln_f.weight"]
+    if not c.tied:
+        out["lm_head.weight"] = w["lm_head.weight"]
+    qkv = [heads * c.head_size for heads in (c.n_head, n, n)]
+    for i in range(c.n_layer):
+        for ours, theirs in names.items():
+            if (t := w.get(f"transformer.h.{i}.{ours}")) is not None:
+                parts = t.split(qkv if ours.startswith("attn.c_attn") else len(t) // len(theirs))
+                out.update({f"model.layers.{i}.{name}": part for name, part in zip(theirs, parts)})
+    return out
+
+
+def their_config(model, kind, name, **more):
+    """The fields of config.json that Llama's families and nanochat share, and more."""
+    c = model.config
+    return dict(model_type=kind, architectures=[f"{name}ForCausalLM"], max_position_embeddings=c.block_size,
+                hidden_size=c.n_embd, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
+                num_key_value_heads=c.n_kv_head or c.n_head, head_dim=c.head_size,
+                intermediate_size=model.transformer.h[0].mlp.c_proj.in_features, attention_bias=False,
+                attention_dropout=c.weight_dropout, tie_word_embeddings=c.tied, **more)
 
 
 def write_nanochat(model):
     """(config.json, {name: tensor}) of NanoChatForCausalLM."""
-    c, w, n = model.config, model.state_dict(), model.config.n_kv_head or model.config.n_head
-    config = dict(model_type="nanochat", architectures=["NanoChatForCausalLM"], hidden_act="relu2",
-                  max_position_embeddings=c.block_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-                  num_attention_heads=c.n_head, num_key_value_heads=n, head_dim=c.head_size,
-                  intermediate_size=c.n_inner or 4 * c.n_embd, attention_dropout=c.weight_dropout,
-                  rms_norm_eps=1e-6, attention_bias=False, final_logit_softcapping=c.softcap or None,
-                  rope_parameters=dict(rope_type="default", rope_theta=c.rope_base),
-                  tie_word_embeddings=c.tied)
-    out = {"model.embed_tokens.weight": w["transformer.wte.weight"]}
-    if not c.tied:
-        out["lm_head.weight"] = w["lm_head.weight"]
-    for i in range(c.n_layer):
-        ours, theirs = f"transformer.h.{i}.", f"model.layers.{i}."
-        q, k, v = w[ours + "attn.c_attn.weight"].split([heads * c.head_size for heads in (c.n_head, n, n)])
-        out[theirs + "self_attn.q_proj.weight"] = turned(q, c.n_head)
-        out[theirs + "self_attn.k_proj.weight"] = turned(k, n)
-        out[theirs + "self_attn.v_proj.weight"] = v
-        out[theirs + "self_attn.o_proj.weight"] = w[ours + "attn.c_proj.weight"]
-        out[theirs + "mlp.fc1.weight"] = w[ours + "mlp.c_fc.weight"]
-        out[theirs + "mlp.fc2.weight"] = w[ours + "mlp.c_proj.weight"]
-    return config, out
+    c = model.config
+    config = their_config(model, "nanochat", "NanoChat", hidden_act="relu2", rms_norm_eps=1e-6,
+                          final_logit_softcapping=c.softcap or None,
+                          rope_parameters=dict(rope_type="default", rope_theta=c.rope_base))
+    return config, {name: turned(t, c.head_size) if ".q_proj." in name or ".k_proj." in name else t
+                    for name, t in in_their_names(model, NANOCHAT_NAMES).items()}
+
+
+def turned(w, head_size):
+    """Rows [H * D, C] of queries or keys with the second half of each head's negated: RoPE the other way."""
+    heads = w.unflatten(0, (-1, 2, head_size // 2)).clone()
+    heads[:, 1] *= -1
+    return heads.flatten(0, 2)
 
 
 def write_llama(model):
     """(config.json, {name: tensor}) of LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM."""
-    c, w = model.config, model.state_dict()
-    kind, n = "qwen3" if c.qk_scale else "qwen2" if c.qkv_bias else "llama", c.n_kv_head or c.n_head
-    stretched = None
+    c = model.config
+    kind, stretched = "qwen3" if c.qk_scale else "qwen2" if c.qkv_bias else "llama", None
     if c.rope_scaling:
         *factors, length = c.rope_scaling
         stretched = dict(rope_type="llama3", **dict(zip(LLAMA3, (*map(float, factors), int(length)))))
     rope = dict(rope_theta=float(c.rope_base), rope_scaling=stretched,  # as transformers 4 reads them, and 5
                 rope_parameters=dict(stretched or dict(rope_type="default"), rope_theta=float(c.rope_base)))
-    config = dict(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_act="silu",
-                  max_position_embeddings=c.block_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-                  num_attention_heads=c.n_head, num_key_value_heads=n, head_dim=c.head_size,
-                  intermediate_size=model.transformer.h[0].mlp.c_proj.in_features,
-                  rms_norm_eps=c.norm_eps or 1e-6, attention_dropout=c.weight_dropout, attention_bias=False,
-                  mlp_bias=False, tie_word_embeddings=c.tied, **rope)
-    out = {"model.embed_tokens.weight": w["transformer.wte.weight"],
-           "model.norm.weight": w["transformer.ln_f.weight"]}
-    if not c.tied:
-        out["lm_head.weight"] = w["lm_head.weight"]
-    sizes = {"attn.c_attn": [heads * c.head_size for heads in (c.n_head, n, n)],
-             "mlp.c_fc": [config["intermediate_size"]] * 2}
-    for i in range(c.n_layer):
-        for ours, theirs in LLAMA_NAMES.items():
-            if (t := w.get(f"transformer.h.{i}.{ours}")) is not None:
-                parts = t.split(sizes.get(ours.rpartition(".")[0], len(t)))
-                out.update({f"model.layers.{i}.{name}": part for name, part in zip(theirs, parts)})
-    return config, out
+    config = their_config(model, kind, kind.capitalize(), hidden_act="silu", mlp_bias=False,
+                          rms_norm_eps=c.norm_eps or 1e-6, **rope)
+    return config, in_their_names(model, LLAMA_NAMES)
 
 
 def write_nanoheads(model):

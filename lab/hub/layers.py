@@ -3,9 +3,8 @@ Attention layers of the write-ups for a model of one's own, [B, T, d_model] -> [
 
     AdaptiveContextualAttention(d_model=768, num_heads=12, max_len=2048)(x)   ACAG
     ConstraintAttention(d_model=768, num_heads=12)(x)                         constraint heads
-    A2CAttention(d_model=768, num_heads=12)(x)                                a critic on the logits
-    TransformerBlockWithConstraint(d_model=768, num_heads=12)(x)              norm, attention, norm, MLP
-    encoder_layer.self_attn = AsMultiheadAttention(layer)     one of the first three in a model of torch.nn
+    CriticAttention(d_model=768, num_heads=12)(x)                             A2C: a critic on the logits
+    encoder_layer.self_attn = AsMultiheadAttention(layer)                     one of these in torch.nn's block
 
 They add no positions. Masks are those of nn.MultiheadAttention: key_padding_mask [B, T] is True at padding,
 attn_mask [T, T] (or [B, T, T], [B, 1, T, T]) where a query must not look; both may be of 0 and -inf instead.
@@ -29,11 +28,6 @@ def hidden_by(mask, name):
     if not ((mask == 0) | (mask == -math.inf)).all():
         raise UserError(f"{name} must be boolean, True where nothing may be seen, or of 0 and -inf alone")
     return mask == -math.inf
-
-
-def hides_later(attn_mask):
-    """Whether a mask [..., T, T] lets no query look at later tokens."""
-    return not bool((~hidden_by(attn_mask, "attn_mask")).triu(1).any())
 
 
 class AttentionLayer(nn.Module):
@@ -63,7 +57,6 @@ class AttentionLayer(nn.Module):
         if T > self.max_len:
             raise UserError(f"{T} tokens are more than max_len={self.max_len}")
         dtype = torch.promote_types(x.dtype, torch.float32)
-        causal = self.causal or attn_mask is not None and hides_later(attn_mask)
         if self.causal and key_padding_mask is None and attn_mask is None:
             by_flex = self.attn.needs_row_stats is not None or self.attn.changes_scores or bool(traces)
             positions = torch.arange(T, device=device)
@@ -75,10 +68,15 @@ class AttentionLayer(nn.Module):
             if key_padding_mask is not None:
                 real = ~hidden_by(key_padding_mask, "key_padding_mask")
                 valid = real[..., None]
-            count = real.cumsum(-1) if causal else real.sum(-1, keepdim=True).expand(-1, T)
+            count = real.cumsum(-1) if self.is_causal(attn_mask) else real.sum(-1, keepdim=True).expand(-1, T)
             positions = (count - 1).clamp_min(0)  # [B, T]
         return self.attn(x, Heads(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
                                   wants_traces=traces, **wanted))
+
+    def is_causal(self, attn_mask):
+        """Whether no token sees later ones, by the layer's own rule or by a mask [..., T, T]."""
+        return self.causal or attn_mask is not None and not bool(
+            (~hidden_by(attn_mask, "attn_mask")).triu(1).any())
 
     def seen(self, x, key_padding_mask, attn_mask):
         """Who sees whom, bool [B or 1, 1, T, T]; a token that sees none sees itself: a softmax needs one."""
@@ -121,7 +119,7 @@ class AdaptiveContextualAttention(AttentionLayer):
 
 
 class ConstraintAttention(AttentionLayer):
-    """Constraint heads as a layer (the write-up's MultiHeadAttentionWithConstraints), causal or not.
+    """Constraint heads as a layer, causal or not.
 
     variant: A, a wider concatenation, or B, smaller heads. heads: per name. router: sigmoid or hard_concrete.
     flags: other constraint_ flags of GPTConfig, such as constraint_mode="published".
@@ -136,13 +134,27 @@ class ConstraintAttention(AttentionLayer):
     def forward(self, x, hint=None, traces=False, key_padding_mask=None, attn_mask=None, need_weights=False):
         """(y [B, T, C], {"blocks.0.constraint.<name>": a logit per token, [B, T]}), which explain() reads.
 
-        hint [B, C]: what the router reads instead of the running mean of x. traces: True or "maps" adds all
-        that a model's traces hold; need_weights: as "maps"; the weights [B, H + heads, T, T] are blocks.0.map
+        hint [B, C]: what the router reads instead of the mean of x, which is that of the tokens so far, or of
+        the whole text where tokens see later ones. traces: True or "maps" adds all that a model's traces
+        hold; need_weights: as "maps"; the weights [B, H + heads, T, T] are blocks.0.map
         """
+        if hint is None and not self.is_causal(attn_mask):
+            hint = self.pooled(x, key_padding_mask)
         y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else traces, hint=hint,
                               wants_scores=True)
         found = {**results["predictions"], **results["traces"]}
         return y, {f"blocks.0.{name}": t for name, t in found.items()}
+
+    def pooled(self, x, key_padding_mask):
+        """The mean of the tokens that are no padding, [B, C]; or the first of them, by the router's flag."""
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        if key_padding_mask is not None:
+            real = ~hidden_by(key_padding_mask, "key_padding_mask")
+        if self.config.constraint_router_input == "first":
+            real = real & (real.cumsum(-1) == 1)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # a sum over many tokens
+        total = (x.to(dtype) * real[..., None]).sum(1)
+        return total / real.sum(-1, keepdim=True).clamp_min(1)
 
     def losses(self, traces, labels, **how):
         """{name: its part of the cross-entropy, nats} of forward()'s traces beside labels {name: [B, T]}.
@@ -154,7 +166,7 @@ class ConstraintAttention(AttentionLayer):
         return label_losses(scores, labels, **how)
 
 
-class A2CAttention(AttentionLayer):
+class CriticAttention(AttentionLayer):
     """A2C attention as a layer: a critic's scalar of each token and head acts on the logits.
 
     mode: temperature, key_bias, or published, the write-up's formula, in which queries are keys and values
@@ -170,6 +182,9 @@ class A2CAttention(AttentionLayer):
         """(y, weights [B, H, T, T] or None, the critic's scalars [B, T, H])."""
         y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else False)
         return y, results["traces"].get("map"), results["predictions"]["advantage"]
+
+
+A2CAttention = CriticAttention  # its former name, which is that of the printed class in as_printed.py
 
 
 class NoFastPath(torch.Tensor):
@@ -238,25 +253,3 @@ class AsMultiheadAttention(nn.Module):
         maps = next(each for each in self.beside if each is not None)
         maps = (maps["blocks.0.map"] if isinstance(maps, dict) else maps)[:, :self.num_heads]
         return maps.mean(1) if average else maps
-
-
-class TransformerBlockWithConstraint(nn.Module):
-    """A block of the constraint write-up: x + attention(norm(x)), then x + MLP(norm(x)).
-
-    Its losses are those of its layer, a ConstraintAttention: block.attn.losses(traces, labels).
-    """
-
-    def __init__(self, d_model=768, num_heads=12, dropout=0.0, **how):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.attn = ConstraintAttention(d_model, num_heads, dropout=dropout, **how)
-        self.mlp = GPT(self.attn.config).transformer.h[0].mlp
-
-    def forward(self, x, **how):
-        """(x [B, T, C], traces) with what ConstraintAttention takes."""
-        y, traces = self.attn(self.ln_1(x), **how)
-        x = x + y
-        return x + self.mlp(self.ln_2(x)), traces
-
-
-MultiHeadAttentionWithConstraints = ConstraintAttention  # the write-up's name

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from model import GPT, CausalMask, GPTConfig, Heads
 from lab.hub.as_printed import (A2CAttention, ActorCritic, ConstraintConfig,
                                       MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint,
-                                      constraint_loss, explain, language_model_loss)
+                                      constraint_loss, language_model_loss)
+from lab.hub.layers import ConstraintAttention
 from helpers import ROOT
 from oracle import agree, close, normal
 
@@ -244,7 +245,8 @@ def test_arguments_and_defaults_are_those_printed():
         ("causal", False)]
     assert parameters_of(MultiHeadAttentionWithConstraints.forward)[1:] == [
         ("x", none), ("attn_mask", None), ("need_weights", False), ("router_hint", None)]
-    assert parameters_of(explain) == [("traces", none), ("tokens", none), ("constraint_name", "reciprocity")]
+    assert parameters_of(MultiHeadAttentionWithConstraints.explain)[1:] == [
+        ("traces", none), ("tokens", none), ("constraint_name", "reciprocity")]
     assert parameters_of(A2CAttention) == [("input_dim", none), ("d_k", none), ("causal", False)]
     assert parameters_of(ActorCritic) == [("input_dim", none), ("hidden_dim", none), ("output_dim", none),
                                           ("causal", False)]
@@ -511,8 +513,9 @@ def test_explain_names_the_five_highest_tokens_of_the_first_text():
     scores = torch.tensor([[.1, 3, -1, 2, .25, .5], [9, 0, 0, 0, 0, 0]], requires_grad=True)
     traces["constraint"]["reciprocity"]["token_scores"] = scores
     line = "reciprocity focus → b:3.00, d:2.00, f:0.50, e:0.25, a:0.10"
+    explain = attention().explain
     assert explain(traces, list("abcdef")) == line
-    assert attention().explain(traces, list("abcdef"), constraint_name="reciprocity") == line
+    assert explain(traces, list("abcdef"), constraint_name="reciprocity") == line
     assert explain(traces, list("abcde"), "testifiability").startswith("testifiability focus → ")
     assert explain({}, []) == explain(traces, list("abcde"), "truth") == "No constraint trace."
 
@@ -589,13 +592,9 @@ def attention_of_gpt(n_embd, n_head, **flags):
     return attn, counted
 
 
-@pytest.mark.parametrize("variant, width, heads", [("A", C, H), ("B", 88, 8)])
-def test_causal_constraint_heads_are_those_of_model_py_as_published(variant, width, heads):
-    names = [*NAMES, "decidability"]
-    attn, p = attention_of_gpt(width, heads, constraint_names=names, constraint_mode="published",
-                               constraint_variant=variant, constraint_layers=[0])
-    cfg = ConstraintConfig(names, trace_attn_maps=True, variant=variant)
-    layer = MultiHeadAttentionWithConstraints(width, heads, constraint=cfg, causal=True).double()
+def copied_from(attn, cfg, width, heads, causal):
+    """The printed layer with the weights of model.py's attention."""
+    layer = MultiHeadAttentionWithConstraints(width, heads, constraint=cfg, causal=causal).double()
     theirs = attn.constraint
     for kind, weight in (("base", attn.c_attn.weight), ("con", theirs.c_attn.weight)):
         for n, rows in zip("qkv", weight.data.chunk(3)):
@@ -605,17 +604,31 @@ def test_causal_constraint_heads_are_those_of_model_py_as_published(variant, wid
     for h, scorer in enumerate(layer.token_scorers):
         scorer[0].weight.data, scorer[0].bias.data = theirs.w1.data[h], theirs.b1.data[h]
         scorer[2].weight.data, scorer[2].bias.data = theirs.w2.data[h:h + 1], theirs.b2.data[h:h + 1]
+    return layer
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("variant, width, heads", [("A", C, H), ("B", 88, 8)])
+def test_the_printed_constraint_heads_are_those_of_model_py_as_published(variant, width, heads, causal):
+    """As printed, that is model.py's attention in the layer that lets tokens see later ones."""
+    names = [*NAMES, "decidability"]
+    ours = ConstraintAttention(width, heads, names, T, variant, causal=causal,
+                               constraint_mode="published").double()
+    for i, p in enumerate(ours.parameters()):
+        p.data = normal(*p.shape, seed=i) / 3
+    layer = copied_from(ours.attn, ConstraintConfig(names, trace_attn_maps=True, variant=variant), width,
+                        heads, causal)
     x = normal(B, T, width)
-    want, results = attn(x, p)
+    want, traced = ours(x, need_weights=True)
     y, traces = layer(x, need_weights=True)
     close(y, want, 1e-11)
     found = traces["constraint"]
-    close(found["router_gates"], results["traces"]["router_gates"].mT, 1e-12)
+    close(found["router_gates"].reshape(B, 3, -1), traced["blocks.0.router_gates"].mT, 1e-12)
     for name in names:
-        close(found[name]["token_scores"], results["traces"][f"constraint.{name}"], 1e-11)
+        close(found[name]["token_scores"], traced[f"blocks.0.constraint.{name}"], 1e-11)
     maps = torch.cat([traces["base_attn_maps"], *(found[name]["attn_maps"] for name in names)], 1)
-    close(maps, results["traces"]["map"].double(), 1e-6)  # in float32 there
-    layer.causal = False  # the control: as printed it is another function
+    close(maps, traced["blocks.0.map"].double(), 1e-6)  # in float32 there
+    layer.causal = False  # the control: with a mask alone it is another function
     assert (layer(x, CAUSAL)[0] - want).abs().max() > 1e-3
 
 
@@ -656,11 +669,10 @@ MISTAKES = [
     (read(attn_mask=torch.full((T, T), math.nan)), "attn_mask is added to the logits"),
     (read(attn_mask=torch.zeros(B, T, T)), r"attn_mask \[2, 5, 5\] must be broadcastable to \[2, 1, 5, 5\]"),
     (read(attn_mask=torch.zeros(B, 8, T, T)), "one for all heads"),
-    (judge({}), "targets are for nothing; the heads are for reciprocity, testifiability"),
-    (judge({"truth": torch.zeros(B, T)}), "targets are for truth; the heads are for"),
+    (judge({}), "targets for nothing; the heads are for reciprocity, testifiability"),
+    (judge({"truth": torch.zeros(B, T)}), r"targets for \['truth'\]; the heads are for"),
     (judge({"reciprocity": torch.full((B, T), 2)}), "a number above 1 or NaN: give 0 to 1"),
     (judge({"reciprocity": torch.full((B, T), math.nan)}), "a number above 1 or NaN"),
-    (lambda: ActorCritic(3, 2, 4)(torch.tensor([[0, 3]])), "x holds tokens from 0 to 3: .* from 0 to 2"),
 ]
 
 

@@ -563,7 +563,7 @@ def test_load_says_what_is_missing(hf, tmp_path):
         assert words in str(e.value) and "\n" not in str(e.value)
 
     (tmp_path / "config.json").write_text(json.dumps({**config, "nanoheads": {"acag": "elementwise"}}))
-    refused("acag.weight")
+    refused("another size of the tensor transformer.h.0.attn.nanoheads.acag.bias")
     (tmp_path / "config.json").write_text(json.dumps({**config, "nanoheads": {"xsa": True}}))
     refused("xsa.strength")
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -726,6 +726,8 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
             python, script, *args = shlex.split(line, comments=True)
             if python != "python":  # lm_eval, which is no program of this repository
                 continue
+            if script == "-m":
+                script, *args = args
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
             if script == "train.py":
                 monkeypatch.setattr(configurator, "read",

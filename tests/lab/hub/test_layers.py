@@ -13,8 +13,7 @@ from torch import nn
 from nanoheads import attention
 from nanoheads.common import UserError
 from lab.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention, AttentionLayer,
-                            ConstraintAttention, MultiHeadAttentionWithConstraints,
-                            TransformerBlockWithConstraint)
+                            ConstraintAttention, CriticAttention)
 from helpers import alive
 from oracle import agree, normal
 
@@ -28,7 +27,7 @@ def acag(**how):
 
 def a2c(**how):
     """A2C, its critic at 0."""
-    return A2CAttention(C, H, 16, bias=True, **how).double().eval()
+    return CriticAttention(C, H, 16, bias=True, **how).double().eval()
 
 
 def constraint(**how):
@@ -102,6 +101,8 @@ def test_with_neutral_gates_a_layer_is_multi_head_attention(make, causal, masks)
 
 
 @pytest.mark.parametrize("layer", [acag(), acag(causal=False), a2c(), a2c(mode="published"), constraint(),
+                                   constraint(causal=False),
+                                   constraint(causal=False, constraint_router_input="first"),
                                    AdaptiveContextualAttention(C, H, 16, "published").double().eval()],
                          ids=lambda layer: type(layer).__name__)
 def test_padding_is_as_if_it_were_not_there(layer):
@@ -227,26 +228,27 @@ def test_the_critics_scalars_have_a_gradient():
     assert layer.attn.a2c.critic.weight.grad.any()
 
 
-@pytest.mark.slow
-def test_the_block_of_the_write_up_trains_on_its_labels():
+def test_the_layers_former_name_is_still_read():
+    """Its page had it; the printed class of that name takes other arguments."""
+    assert A2CAttention is CriticAttention
+
+
+def test_a_block_of_torch_with_constraint_heads_trains_on_its_labels():
     torch.manual_seed(0)
-    block, x = TransformerBlockWithConstraint(C, H, names=["a", "b"], max_len=16), normal(4, T, C).float()
-    assert MultiHeadAttentionWithConstraints is type(block.attn) is ConstraintAttention
+    block = nn.TransformerEncoderLayer(C, H, 4 * C, 0.0, batch_first=True, norm_first=True)
+    block.self_attn = AsMultiheadAttention(ConstraintAttention(C, H, ["a", "b"], 16), batch_first=True)
+    x = normal(4, T, C).float()
     labels = {"a": (x[..., 0] > 0).float(), "b": torch.full((4, T), -1.0)}
     optimizer, losses = torch.optim.Adam(block.parameters(), lr=1e-2), []
-    for _ in range(60):
-        y, traces = block(x)
-        terms = block.attn.losses(traces, labels)
+    for _ in range(40):
+        y = block(x)
+        terms = block.self_attn.layer.losses(*block.self_attn.beside, labels)
         losses.append(terms["a"].item())
         assert y.shape == x.shape and terms["b"] == 0
         optimizer.zero_grad()
         sum(terms.values()).backward()
         optimizer.step()
     assert losses[-1] < losses[0] / 2
-    same = copy.deepcopy(block)
-    assert torch.equal(same(x)[0], block(x)[0])
-    want = x + block.attn(block.ln_1(x))[0]
-    assert torch.equal(block(x)[0], want + block.mlp(block.ln_2(want)))
 
 
 @pytest.mark.parametrize("masks, words", [
