@@ -62,11 +62,7 @@ part() {
     each "$PY" -m tests.lab.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
   mechanisms)
     ALL=acag,routing_moh,sink,constraint_a,window,acag_detach,all_on,output_gate,unet_concat
-<<<<<<< HEAD
     ALL=$ALL,a2c_temperature,roles,fox,relative_bias,xsa,key_offset,sentinel,agency
-=======
-    ALL=$ALL,a2c_temperature,roles,xsa,key_offset,sentinel,agency
->>>>>>> bce1f030818c6d5f2420139ee3da94512e734237
     bench mechanisms --mechanisms "${MECHS:-$ALL}" --rounds 7 --steps 5 ;;
   test)
     WORKERS=$("$PY" -c "import xdist" 2>/dev/null && echo "-n 4" || true)
