@@ -19,6 +19,7 @@ import argparse
 import importlib.util
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,16 +93,12 @@ class Leaks(Perturbation):
     """The checks of one function on one text and another that differs everywhere, [B, T] each."""
 
     def __init__(self, ask, ids, other, tolerance=None):
-        before = ask(ids)
-        finite = before[before.isfinite()]
-        size = finite.abs().max().item() if finite.numel() else 1.0
-        noise = max(apart(ask(ids, seed=seed), before).max().item() for seed in (1, 2))
-        if noise > 0.01 * size:
-            raise UserError(f"the same ids give logits that differ by {noise:.1e} (the largest is "
-                            f"{size:.1e}): turn dropout and sampling off")
-        rounding = min(32 * torch.finfo(before.dtype).eps, 0.01) * size
+        super().__init__(ask, ids, other)
+        rounding = min(32 * torch.finfo(self.before.dtype).eps, 0.01)
+        self.allow_for_noise(rounding, [ask, partial(ask, seed=2)], "turn dropout and sampling off")
         self.fixed = tolerance is not None
-        super().__init__(ask, ids, other, before, tolerance if self.fixed else max(4 * noise, rounding))
+        if self.fixed:
+            self.tolerance = tolerance
 
     def first_ahead(self):
         """The Ahead of the first position that reads a later token; None.
