@@ -59,17 +59,25 @@ class MaskWithout(nn.Module):
 
 
 @torch.no_grad()
-def nats_without(model, ids, target, removed):
-    """Nats of the token `target` after ids [T] without each set of keys: [sets] float64.
+def without_each(model, ids, removed, take):
+    """take(the same ids in several rows), [rows, ...], of ids [T] without each set of keys: [sets, ...].
 
     removed [sets, T], bool: True at the keys of a set.
     """
-    nats, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
+    found, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
     for sets in torch.from_numpy(removed).split(rows):
         with without_keys(model, sets.to(ids.device)):
-            logits = model.head(model.hidden(ids.expand(len(sets), -1))[:, -1:])
-        nats.append(nats_of(logits, target.expand(len(sets), 1))[:, 0])
-    return np.concatenate(nats)
+            found.append(take(ids.expand(len(sets), -1)))
+    return np.concatenate(found)
+
+
+def nats_without(model, ids, target, removed):
+    """Nats of the token `target` after ids [T] without each set of keys, see without_each(): [sets] float64.
+    """
+    def nats(rows):
+        logits = model.head(model.hidden(rows)[:, -1:])
+        return nats_of(logits, target.expand(len(rows), 1))[:, 0]
+    return without_each(model, ids, removed, nats)
 
 
 def rankings(model, ids, targets, queries):
