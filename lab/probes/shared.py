@@ -14,7 +14,8 @@ import torch
 
 from model import GPT
 from nanoheads import checkpoint
-from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
+from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
+                              write_json)
 from nanoheads.scoring import add_arguments, load, score, window_ids
 
 
@@ -108,6 +109,17 @@ def plus_minus(bounds, digits=4, sign=True):
         return "-"
     mean, low, high = bounds
     return f"{mean:{'+' if sign else ''}.{digits}f} ±{(high - low) / 2:.{digits}f}"
+
+
+OVER = "over the first"  # a column that shows where there is more than one checkpoint
+
+
+def run_table(ckpts, rows, columns, left=1):
+    """A line for each row of each checkpoint; columns: [(title, what writes the cell of a row)]."""
+    shown = [column for column in columns if len(ckpts) > 1 or column[0] != OVER]
+    cells = [(ckpt.name, *(write(row) for _, write in shown))
+             for ckpt, own_rows in zip(ckpts, rows) for row in own_rows]
+    return table(("run", *(title for title, _ in shown)), cells, left)
 
 
 def numbers_of(ckpts, data, args, rows):
