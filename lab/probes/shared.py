@@ -168,8 +168,9 @@ def ask(word, probe, split, argv, more=add_seed, **options):
     for flag, option in options.items():
         parser.add_argument(f"--{flag}", **(option if isinstance(option, dict) else typed(*option)))
     args = parser.parse_args(argv)
-    args.what = word.split()[-1]
-    with last_words(parser.prog):
+    words = word.split()
+    args.what = words[-1]
+    with last_words(f"probe.py {words[0]}"):
         for key in ("seed", "tokens", "singles"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
