@@ -61,13 +61,27 @@ class Ahead(NamedTuple):
 class Perturbation:
     """What ask(ids [B, T]) -> [B, T, C] computes of each token, before and after some ids are changed.
 
-    before: what was computed of `ids`. other [B, T]: what they are changed to. A difference of more than
-    `tolerance` is a change, and so is a NaN that was none; `most` is the largest difference that is none.
+    other [B, T]: what they are changed to. A difference of more than `tolerance` is a change, and so is a NaN
+    that was none; `most` is the largest difference that is none.
     """
 
-    def __init__(self, ask, ids, other, before, tolerance):
-        self.ask, self.ids, self.other, self.before = ask, ids, other, before
+    def __init__(self, ask, ids, other, tolerance=0.0):
+        self.ask, self.ids, self.other, self.before = ask, ids, other, ask(ids)
         self.tolerance, self.most = tolerance, 0.0
+
+    def allow_for_noise(self, rounding, again, remedy):
+        """Set the tolerance: four times what changes when the functions `again` read the same ids, or a part,
+        `rounding`, of the largest number, whichever is more.
+
+        UserError, which ends with the remedy, where 1 % of that number changes.
+        """
+        noise = max(apart(ask(self.ids), self.before).max().item() for ask in again)
+        size = self.before[~self.before.isinf()].abs()
+        size = size.max().item() if size.numel() else 1.0
+        if not noise <= 0.01 * size:  # nor where it is NaN
+            raise UserError(f"the same tokens give other results when they are read again: they differ by "
+                            f"{noise:.1e} (the largest is {size:.1e}); {remedy}")
+        self.tolerance = max(4 * noise, rounding * size)
 
     def changed(self, ids, stays):
         """Where what should stay does not with these ids, bool [B, T]. stays, bool [B, T]: what should."""
@@ -161,12 +175,12 @@ class HiddenStates:
         return x.detach().float()
 
 
-def tolerance_of(before, noise, dtype):
-    """What two results of the same may differ by, see above. dtype: of matrix products."""
-    eps = torch.finfo(torch.float32).eps * 32
-    if dtype != "float32" or before.is_cuda:  # there products in float32 are TF32's, of float16's digits
-        eps = 4 * torch.finfo(torch.float16 if dtype == "float32" else getattr(torch, dtype)).eps
-    return max(4 * noise, eps * before.abs().max().item())
+def rounding_of(dtype, device):
+    """The part of the largest number that rounding may change, see above. dtype: of matrix products."""
+    if dtype == "float32" and device.type != "cuda":
+        return 32 * torch.finfo(torch.float32).eps
+    # on a GPU products in float32 are TF32's, of float16's digits
+    return 4 * torch.finfo(torch.float16 if dtype == "float32" else getattr(torch, dtype)).eps
 
 
 def positions_of(T, rows, generator):
@@ -187,14 +201,11 @@ def perturbation_of(model, mode):
     ask, generator = HiddenStates(model, mode), torch.Generator().manual_seed(1)
     ids, other = two_texts(c.vocab_size, (mode.rows, c.block_size), generator)
     positions = positions_of(c.block_size, mode.rows, generator)
-    ids, other = ids.to(device), other.to(device)
-    before = ask(ids)
-    noise = (ask(ids) - before).abs().max().item()
-    if not noise <= 0.01 * before.abs().max().item():
-        raise UserError(f"the same tokens give other results when they are read again ({mode}): they "
-                        f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be "
-                        "kept from one batch for the next")
-    return Perturbation(ask, ids, other, before, tolerance_of(before, noise, mode.dtype)), positions
+    perturbation = Perturbation(ask, ids.to(device), other.to(device))
+    perturbation.allow_for_noise(
+        rounding_of(mode.dtype, device), [ask],
+        f"what is random must be PyTorch's, and nothing may be kept from one batch for the next ({mode})")
+    return perturbation, positions
 
 
 def wrong_in(perturbation, positions):

@@ -62,6 +62,16 @@ def all_heads(model):
 
 # ---- text to measure on ----
 
+def even_starts(tokens, n, length):
+    """First tokens [n] of pieces of a text, evenly spaced, each with one token behind it, its last target."""
+    return np.linspace(0, len(tokens) - length - 1, n).astype(np.int64)
+
+
+def ids_at(tokens, starts, length):
+    """The ids [n, length] that stand in a text from these starts on."""
+    return torch.from_numpy(np.stack([tokens[s:s + length] for s in starts]).astype(np.int64))
+
+
 def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
     """(x, y) [B, T] each, evenly spaced windows of a split, always the same; a rank gets its share.
 
@@ -72,8 +82,7 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
     if len(tokens) < n * block_size + 1 or block_size < 2:
         raise UserError(f"measuring heads takes {n} windows of {max(2, block_size)} tokens; "
                         f"{data.dir} has {len(tokens):,} tokens of {split}, block_size={block_size}")
-    starts = np.linspace(0, len(tokens) - block_size - 1, n).astype(np.int64)[rank::world]
-    ids = torch.from_numpy(np.stack([tokens[s:s + block_size + 1] for s in starts]).astype(np.int64))
+    ids = ids_at(tokens, even_starts(tokens, n, block_size)[rank::world], block_size + 1)
     return ids[:, :-1], ids[:, 1:]
 
 

@@ -7,28 +7,24 @@ The measures are repetition, diversity, loops, and bits per byte under a larger 
 of the text's own continuation (lab/probes/quality.py, docs/results/text-quality.md).
 """
 
-import argparse
 import math
-import sys
 import time
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
 from model import GPT
-from nanoheads import checkpoint, sampling
-from nanoheads.common import (ArgumentParser, UserError, last_folders, last_words, pick_device, say, table,
-                              text_of, unescaped, writable, write_json)
+from nanoheads import sampling
+from nanoheads.common import UserError, last_folders, say, table, text_of, unescaped
 from nanoheads.dataset import Dataset
 from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
 from nanoheads.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, stop_of, until_stop, write
-from nanoheads.scoring import add_arguments, bits, load, nats_after
+from nanoheads.scoring import bits, load, nats_after
+from nanoheads.timing import progress_bar
 from lab.probes import quality as textquality
+from lab.probes.shared import ask, finite
 
-PROGRAM = "probe.py text"
 TEXT = "the text itself"
 SHORT = 4  # words: fewer have no rep-4
 SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
@@ -83,19 +79,19 @@ def cut_prompts(args, data):
     return [cut[:args.prompt_tokens] for cut in cuts], [cut[args.prompt_tokens:] for cut in cuts]
 
 
-def open_writers(args, device):
+def open_writers(args):
     """([Writer], the judge or None, what follows the prompts [P] or None), after every check that needs no
     generation. Prompts and what follows are from the data of the first. UserError, ValueError.
     """
     for name, least in (("num_prompts", 2), ("prompt_tokens", 1), ("samples", 1), ("tokens", 1)):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
-    if not 0 <= args.seed < 1 << 62:
-        raise UserError(f"seed={args.seed} must be from 0 to 2^62 - 1")
+    if args.seed >= 1 << 62:
+        raise UserError(f"--seed={args.seed} must be at most 2^62 - 1")
     check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
 
     def opened(path, settings=()):
-        _, model, data = load(path, args.split, 0, device, args.dataset, settings)
+        _, model, data = load(path, args.split, 0, args.device, args.dataset, settings)
         return Writer(str(path).removesuffix("/best.pt"), model, data)
 
     writers = [opened(path, args.settings) for path in args.ckpt]
@@ -121,14 +117,14 @@ def open_writers(args, device):
     return writers, judge, real
 
 
-def continuations(writer, length, args, progress=False):
+def continuations(writer, length, args):
     """(the ids [P][S] that follow each prompt, tokens per second): args.samples continuations of each.
 
     Prompt i has the seed args.seed + i: what follows it does not depend on the other prompts.
     """
     device, tokenizer = next(writer.model.parameters()).device, writer.tokenizer
     settings, found, made, seconds = settings_of(args, tokenizer), [], 0, 0.0
-    for i, prompt in enumerate(tqdm(writer.prompts, writer.name, disable=not progress, leave=False)):
+    for i, prompt in enumerate(progress_bar(writer.prompts, writer.name)):
         idx = torch.tensor([prompt] * args.samples, device=device)
         began = time.perf_counter()
         try:
@@ -148,19 +144,17 @@ def bits_under(judge, writer, samples):
     for prompt, row in zip(writer.prompts, samples):
         prompt, *row = [reread(ids, writer.tokenizer, judge.tokenizer) for ids in (prompt, *row)]
         pairs += [(prompt, ids) for ids in row]
-    nats = nats_after(judge.model, judge.data.separator, pairs)
-    if not np.isfinite(nats).all():
-        raise UserError(f"--judge {judge.name} gives {nats[~np.isfinite(nats)][0]} nats: "
-                        "its weights are damaged, or its training diverged")
+    nats = finite(nats_after(judge.model, judge.data.separator, pairs),
+                  judge._replace(name=f"--judge {judge.name}"))
     return bits(nats, 1).reshape(len(samples), -1).tolist()
 
 
-def reports_of(args, device, progress=True):
+def reports_of(args):
     """Yield what is reported of each checkpoint's samples, a dict; the last is of the text itself.
 
     The first checkpoint is the baseline of the others. Raises UserError, ValueError.
     """
-    writers, judge, real = open_writers(args, device)
+    writers, judge, real = open_writers(args)
     first, baseline = writers[0], None
     about = text_line(args, writers, judge)
     for writer in writers:
@@ -168,7 +162,7 @@ def reports_of(args, device, progress=True):
         if not same_tokens(writer.tokenizer, first.tokenizer):  # as many as make the same number of bytes
             sizes = [one.data.bytes_per_token(args.split) for one in (first, writer)]
             length = max(1, round(length * sizes[0] / sizes[1]))
-        samples, speed = continuations(writer, length, args, progress)
+        samples, speed = continuations(writer, length, args)
         found, report = report_of(writer, samples, judge, baseline)
         baseline = baseline or found
         yield dict(name=writer.name, about=about, tokens=length, tokens_per_s=speed, set=args.settings,
@@ -235,45 +229,32 @@ def text_table(reports, width=120):
     return "\n".join([reports[0]["about"], table(head, rows, width=width, cut=last_folders), *notes])
 
 
-# ---- command line ----
+# ---- the probe ----
 
-def arguments(argv):
-    p = ArgumentParser(prog=PROGRAM, description=__doc__,
-                       formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(p, "test")
-    p.add_argument("--prompts", metavar="FILE",
-                   help="a prompt a line; \\n is a newline (default: from the split)")
-    p.add_argument("--num_prompts", type=int,
-                   help="or so many cut evenly from the split (default: 16)")
-    p.add_argument("--prompt_tokens", type=int, help="of so many tokens each (default: 64)")
-    p.add_argument("--samples", type=int, default=8, help="continuations of each prompt (default: 8)")
-    p.add_argument("--tokens", type=int, default=256,
-                   help="the length of each continuation (default: 256). A checkpoint whose vocabulary is "
-                        "not the first one's writes as many as make the same number of bytes")
-    sampling.add_arguments(p)
-    p.add_argument("--judge", metavar="CKPT",
-                   help="a larger model, for the bits per byte of the samples under it")
-    return p.parse_args(argv)
+def probe(args):
+    """What models write: repetition, diversity, loops, bits per byte."""
+    for flag, default in (("num_prompts", 16), ("prompt_tokens", 64)):
+        if getattr(args, flag) is None:
+            setattr(args, flag, default)
+        elif args.prompts:
+            raise UserError(f"--{flag} means nothing with --prompts")
+    reports = []
+    try:
+        for report in reports_of(args):
+            reports.append(report)
+    except KeyboardInterrupt:
+        if reports:
+            say(text_table(reports))
+        raise
+    return {"runs": reports}, [text_table(reports)]
 
 
-def main(argv=None):
-    args, reports = arguments(argv), []
-    with last_words(PROGRAM, "lower --samples or --tokens"):
-        try:
-            for flag, default in (("num_prompts", 16), ("prompt_tokens", 64)):
-                if getattr(args, flag) is None:
-                    setattr(args, flag, default)
-                elif args.prompts:
-                    raise UserError(f"--{flag} means nothing with --prompts")
-            device = pick_device(args.device)
-            out = writable(args.json) if args.json else None
-            checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
-            for report in reports_of(args, device, sys.stderr.isatty()):
-                reports.append(report)
-            if out:
-                write_json(out, {"runs": reports})
-            say(text_table(reports), *([args.json] if out else []))
-        except KeyboardInterrupt:
-            if reports:
-                say(text_table(reports))
-            raise
+def main(argv):
+    ask("text", probe, "test", argv, more=sampling.add_arguments,
+        prompts=dict(metavar="FILE", help="a prompt a line; \\n is a newline (default: from the split)"),
+        num_prompts=(int, None, "or so many cut evenly from the split (default: 16)"),
+        prompt_tokens=(int, None, "of so many tokens each (default: 64)"),
+        samples=(int, 8, "continuations of each prompt"),
+        tokens=(int, 256, "the length of each continuation; a checkpoint whose vocabulary is not the first "
+                "one's writes as many as make the same number of bytes"),
+        judge=dict(metavar="CKPT", help="a larger model, for the bits per byte of the samples under it"))

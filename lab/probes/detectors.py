@@ -73,7 +73,14 @@ def common_tokens(tokens, share=0.99):
 def repeats(alphabet, n, samples, separator, rng):
     """Token ids [samples, 1 + 2 n]: the corpus separator, n random tokens of an alphabet, the same again."""
     half = rng.choice(alphabet, (samples, n))
-    return np.concatenate((np.full((samples, 1), separator), half, half), 1).astype(np.int64)
+    return joined(separator, half, half)
+
+
+def joined(*parts):
+    """Token ids [B, ...] side by side, a single number for every row."""
+    samples = max(len(part) for part in parts if np.ndim(part))
+    return np.concatenate([part if np.ndim(part) else np.full((samples, 1), part) for part in parts],
+                          1).astype(np.int64)
 
 
 # ---- scores ----

@@ -34,8 +34,9 @@ from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import by_jackknife, t_interval
 from nanoheads.scoring import LOGITS_AT_ONCE, nats_of_last
 from nanoheads.timing import progress_bar
-from lab.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
-from lab.probes.detectors import common_tokens
+from lab.heads.measuring import (all_heads, attentions, closed, even_starts, ids_at, inputs_of,
+                                 out_projections)
+from lab.probes.detectors import common_tokens, joined
 from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                positive)
 
@@ -92,17 +93,9 @@ def needle_texts(text, alphabet, context, n, asked, samples, rng):
     return Kind(ids, n - asked, control)
 
 
-def joined(*parts):
-    """Token ids [B, ...] side by side, a single number for every row."""
-    samples = max(len(part) for part in parts if np.ndim(part))
-    return np.concatenate([part if np.ndim(part) else np.full((samples, 1), part) for part in parts],
-                          1).astype(np.int64)
-
-
 def window_texts(text, context, samples):
     """(late, natural): windows by turns, evenly spaced."""
-    starts = np.linspace(0, len(text) - context - 1, 2 * samples).astype(np.int64)
-    ids = np.stack([text[start:start + context + 1] for start in starts]).astype(np.int64)
+    ids = ids_at(text, even_starts(text, 2 * samples, context), context + 1).numpy()
     late, quarter = ids[1::2], context // 4
     return Kind(late, quarter, late[:, -1 - quarter:]), Kind(ids[::2], context)
 

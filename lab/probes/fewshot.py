@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoheads.common import UserError, from_json, plural, table, text_of, writable, write_atomic
+from nanoheads.common import UserError, from_json, plural, text_of, writable, write_atomic
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_after
 from nanoheads.timing import progress_bar
-from lab.probes.shared import about_text, ask, finite, numbers_of, open_checkpoints, plus_minus, positive
+from lab.probes.shared import (OVER, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
+                               positive, run_table)
 
 TASKS = {
     "copy": "the word again: river: river",
@@ -231,16 +232,17 @@ def rows_of(scored, first, items, args):
     return rows
 
 
-def accuracy_table(ckpts, rows):
-    """A line for each task and number of examples of each checkpoint."""
-    over = ["over the first"] * (len(ckpts) > 1)
-    head = ("run", "task", "shots", "read", "items", "chance", "accuracy", *over, "nats", *over)
-    cells = [(ckpt.name, r["task"], r["shots"], f"{r['read']:.1f}", r["items"], f"{r['chance']:.2f}",
-              plus_minus(r["accuracy"], 3, sign=False),
-              *[plus_minus(r["accuracy_over_first"], 3) for _ in over],
-              plus_minus(r["nats"], 3, sign=False), *[plus_minus(r["nats_over_first"], 3) for _ in over])
-             for ckpt, own_rows in zip(ckpts, rows) for r in own_rows]
-    return table(head, cells, left=2)
+COLUMNS = [  # of the table with a line for each task and number of examples, see run_table()
+    ("task", lambda r: r["task"]),
+    ("shots", lambda r: r["shots"]),
+    ("read", lambda r: f"{r['read']:.1f}"),
+    ("items", lambda r: r["items"]),
+    ("chance", lambda r: f"{r['chance']:.2f}"),
+    ("accuracy", lambda r: plus_minus(r["accuracy"], 3, sign=False)),
+    (OVER, lambda r: plus_minus(r["accuracy_over_first"], 3)),
+    ("nats", lambda r: plus_minus(r["nats"], 3, sign=False)),
+    (OVER, lambda r: plus_minus(r["nats_over_first"], 3)),
+]
 
 
 def probe(args):
@@ -260,7 +262,7 @@ def probe(args):
     source = args.file or f"made of the words of {about_text(data, args)}"
     what = (f"{plural(len(items), 'item')}, {source}; read: examples that fit into {context:,} tokens; "
             "nats: of the right choice among all")
-    return numbers_of(ckpts, data, args, rows), [what, accuracy_table(ckpts, rows)]
+    return numbers_of(ckpts, data, args, rows), [what, run_table(ckpts, rows, COLUMNS, left=2)]
 
 
 def main(argv):

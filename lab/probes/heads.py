@@ -6,13 +6,12 @@ import numpy as np
 import torch
 from scipy.stats import rankdata, spearmanr
 
-from nanoheads.common import table
 from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
 from nanoheads.timing import progress_bar
 from lab.heads.measuring import all_heads, attentions, closed, static_gates
 from lab.probes.shared import (CONTEXT, about_windows, ask, numbers_of, open_checkpoints, plus_minus,
-                               position_in_windows, token_nats, window_text)
+                               position_in_windows, run_table, token_nats, window_text)
 
 
 def head_metrics(model, data, split, cuts, progress=None):
@@ -80,15 +79,19 @@ def probe(args):
     steps = sum(len(cuts) + len(all_heads(ckpt.model)) for ckpt in ckpts)
     with progress_bar(steps, "heads") as progress:
         rows = [rows_of(ckpt, data, args, cuts, progress) for ckpt in ckpts]
-    head = ("run", "block", "head", "entropy, nats", "|d loss / d gate|", "loss change when off, nats")
-    cells = [(ckpt.name, r["layer"], r["head"], f"{r['entropy']:.3f}", f"{r['gate_gradient']:.2e}",
-              plus_minus(r["change"])) for ckpt, row in zip(ckpts, rows) for r in row["heads"]]
+    heads = run_table(ckpts, [row["heads"] for row in rows], [
+        ("block", lambda r: r["layer"]),
+        ("head", lambda r: r["head"]),
+        ("entropy, nats", lambda r: f"{r['entropy']:.3f}"),
+        ("|d loss / d gate|", lambda r: f"{r['gate_gradient']:.2e}"),
+        ("loss change when off, nats", lambda r: plus_minus(r["change"])),
+    ])
     above, below = [about_windows(data, args, cuts, context)], []
     for ckpt, row in zip(ckpts, rows):
         above.append(f"{ckpt.name}: {row['nats_per_token']:.4f} nats per token with all heads")
         below.append(f"{ckpt.name}, Spearman with the loss change, n = {row['n']} heads: "
                      f"{in_words(row['spearman'])}")
-    return numbers_of(ckpts, data, args, rows), [*above, table(head, cells), *below]
+    return numbers_of(ckpts, data, args, rows), [*above, heads, *below]
 
 
 def main(argv):

@@ -17,12 +17,12 @@ from torch import nn
 from scipy.stats import spearmanr
 from torch.nn import functional as F
 
-from nanoheads.common import plural, table
+from nanoheads.common import plural
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_of, windows_of
 from nanoheads.timing import progress_bar
 from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive, window_text)
+                               positive, run_table, window_text)
 
 
 @contextmanager
@@ -59,17 +59,25 @@ class MaskWithout(nn.Module):
 
 
 @torch.no_grad()
-def nats_without(model, ids, target, removed):
-    """Nats of the token `target` after ids [T] without each set of keys: [sets] float64.
+def without_each(model, ids, removed, take):
+    """take(the same ids in several rows), [rows, ...], of ids [T] without each set of keys: [sets, ...].
 
     removed [sets, T], bool: True at the keys of a set.
     """
-    nats, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
+    found, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
     for sets in torch.from_numpy(removed).split(rows):
         with without_keys(model, sets.to(ids.device)):
-            logits = model.head(model.hidden(ids.expand(len(sets), -1))[:, -1:])
-        nats.append(nats_of(logits, target.expand(len(sets), 1))[:, 0])
-    return np.concatenate(nats)
+            found.append(take(ids.expand(len(sets), -1)))
+    return np.concatenate(found)
+
+
+def nats_without(model, ids, target, removed):
+    """Nats of the token `target` after ids [T] without each set of keys, see without_each(): [sets] float64.
+    """
+    def nats(rows):
+        logits = model.head(model.hidden(rows)[:, -1:])
+        return nats_of(logits, target.expand(len(rows), 1))[:, 0]
+    return without_each(model, ids, removed, nats)
 
 
 def rankings(model, ids, targets, queries):
@@ -171,15 +179,13 @@ def ranking_rows(effects, args):
     return rows
 
 
-def ranking_table(ckpts, rows, args):
-    """A line for each ranking of each checkpoint."""
-    titles = [title for m in args.remove for title in (f"rise, {m} gone", "over random")]
-    cells = []
-    for ckpt, row in zip(ckpts, rows):
-        for r in row["rankings"]:
-            removed = [plus_minus(x[what]) for x in r["removed"] for what in ("rise", "over_random")]
-            cells.append((ckpt.name, r["ranking"], *removed, plus_minus(r["spearman"], 2)))
-    return table(("run", "ranking", *titles, "Spearman, one gone"), cells)
+def columns(args):
+    """Of the table with a line for each ranking, see run_table()."""
+    found = [("ranking", lambda r: r["ranking"])]
+    for i, m in enumerate(args.remove):
+        found += [(f"rise, {m} gone", lambda r, i=i: plus_minus(r["removed"][i]["rise"])),
+                  ("over random", lambda r, i=i: plus_minus(r["removed"][i]["over_random"]))]
+    return [*found, ("Spearman, one gone", lambda r: plus_minus(r["spearman"], 2))]
 
 
 def probe(args):
@@ -207,7 +213,8 @@ def probe(args):
             f"rise of the next token's nats; candidates: keys from {args.nearest} tokens back; "
             f"random: mean of {args.draws} draws",
             *(f"{ckpt.name}: {row['nats']:.4f} nats with all keys" for ckpt, row in zip(ckpts, rows))]
-    return numbers_of(ckpts, data, args, rows), [*what, ranking_table(ckpts, rows, args)]
+    rankings = run_table(ckpts, [row["rankings"] for row in rows], columns(args))
+    return numbers_of(ckpts, data, args, rows), [*what, rankings]
 
 
 def main(argv):

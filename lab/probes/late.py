@@ -9,11 +9,10 @@ import sys
 
 import numpy as np
 
-from nanoheads.common import table
 from nanoheads.intervals import over_windows
 from nanoheads.scoring import windows_of
-from lab.probes.shared import (CONTEXT, about_windows, ask, beyond, numbers_of, open_checkpoints, plus_minus,
-                               position_in_windows, token_nats)
+from lab.probes.shared import (CONTEXT, OVER, about_windows, ask, beyond, numbers_of, open_checkpoints,
+                               plus_minus, position_in_windows, run_table, token_nats)
 
 
 def rows_of(ckpt, nats, first, window, position, n_windows):
@@ -34,17 +33,16 @@ def rows_of(ckpt, nats, first, window, position, n_windows):
     return rows
 
 
-def position_table(ckpts, rows, unit):
-    """A line for each range of positions of each checkpoint."""
-    over = ["over the first"] * (len(ckpts) > 1)
-    cells = []
-    for ckpt, own_rows in zip(ckpts, rows):
-        for r in own_rows:
-            span = r["positions"]
-            span = span if span == "all" else "-".join(f"{x:,}" for x in sorted(set(span)))
-            cells.append((ckpt.name, span, f"{r['tokens']:,}", plus_minus(r["nats_per_token"], 4, sign=False),
-                          *[plus_minus(r["over_first"], 4) for _ in over], beyond(r)))
-    return table(("run", "positions", "tokens", f"nats/{unit}", *over, ""), cells)
+def columns(unit):
+    """Of the table with a line for each range of positions, see run_table()."""
+    def span(row):
+        ends = row["positions"]
+        return ends if ends == "all" else "-".join(f"{x:,}" for x in sorted(set(ends)))
+    return [("positions", span),
+            ("tokens", lambda r: f"{r['tokens']:,}"),
+            (f"nats/{unit}", lambda r: plus_minus(r["nats_per_token"], sign=False)),
+            (OVER, lambda r: plus_minus(r["over_first"])),
+            ("", beyond)]
 
 
 def probe(args):
@@ -56,7 +54,7 @@ def probe(args):
     rows = [rows_of(ckpt, each, None if ckpt is ckpts[0] else nats[0], window, position, len(cuts))
             for ckpt, each in zip(ckpts, nats)]
     unit = "byte" if data.meta["encoding"] == "byte" else "token"
-    lines = [about_windows(data, args, cuts, context), position_table(ckpts, rows, unit)]
+    lines = [about_windows(data, args, cuts, context), run_table(ckpts, rows, columns(unit))]
     return numbers_of(ckpts, data, args, rows), lines
 
 

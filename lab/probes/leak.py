@@ -15,18 +15,18 @@ other kernels: prefixes may differ by four times what a row alone differs from i
 Exits with 1 where it leaks. A leak that takes rare tokens, or is smaller than the tolerance, is not found.
 """
 
-import argparse
 import importlib.util
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from nanoheads.causality import Perturbation, apart, two_texts
-from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, writable, write_json
+from nanoheads.common import UserError, last_words, pick_device, writable, write_json
 from nanoheads.configurator import where_it_failed
-from lab.probes.shared import positive
+from lab.probes.shared import parser_of, positive
 
 
 def function_of(name):
@@ -92,16 +92,12 @@ class Leaks(Perturbation):
     """The checks of one function on one text and another that differs everywhere, [B, T] each."""
 
     def __init__(self, ask, ids, other, tolerance=None):
-        before = ask(ids)
-        finite = before[before.isfinite()]
-        size = finite.abs().max().item() if finite.numel() else 1.0
-        noise = max(apart(ask(ids, seed=seed), before).max().item() for seed in (1, 2))
-        if noise > 0.01 * size:
-            raise UserError(f"the same ids give logits that differ by {noise:.1e} (the largest is "
-                            f"{size:.1e}): turn dropout and sampling off")
-        rounding = min(32 * torch.finfo(before.dtype).eps, 0.01) * size
+        super().__init__(ask, ids, other)
+        rounding = min(32 * torch.finfo(self.before.dtype).eps, 0.01)
+        self.allow_for_noise(rounding, [ask, partial(ask, seed=2)], "turn dropout and sampling off")
         self.fixed = tolerance is not None
-        super().__init__(ask, ids, other, before, tolerance if self.fixed else max(4 * noise, rounding))
+        if self.fixed:
+            self.tolerance = tolerance
 
     def first_ahead(self):
         """The Ahead of the first position that reads a later token; None.
@@ -170,8 +166,7 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
 
 def main(argv):
     """python -m lab.probe leak: the first leak that is found; exits with 1 where there is one."""
-    parser = ArgumentParser(prog="probe.py leak", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("leak", __doc__)
     parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="what is probed")
     parser.add_argument("--vocab", type=positive, default=256, help="ids are below this (default: 256)")
     parser.add_argument("--length", type=positive, default=32, help="tokens in a row (default: 32)")
@@ -181,7 +176,7 @@ def main(argv):
     parser.add_argument("--tolerance", type=float, help="in place of the estimated one; 0: bit for bit")
     parser.add_argument("--json", help="write what was found to this file, a leak too")
     args = parser.parse_args(argv)
-    with last_words("probe"):
+    with last_words(parser.prog):
         out = writable(args.json) if args.json else None
         function, device = function_of(args.module), pick_device(args.device)
         leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,

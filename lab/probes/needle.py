@@ -13,13 +13,13 @@ import math
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, plural, table
+from nanoheads.common import UserError, plural
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_of
 from nanoheads.timing import progress_bar
 from lab.probes.facts import DIGITS, digits_of, fact, names, question
-from lab.probes.shared import (about_text, ask, beyond, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive)
+from lab.probes.shared import (OVER, about_text, ask, beyond, finite, numbers_of, open_checkpoints,
+                               plus_minus, positive, run_table)
 
 
 def haystacks(text, split, context, depths, samples, seed):
@@ -99,15 +99,16 @@ def rows_of(ckpts, ids, context, args, progress):
     return found
 
 
-def recall_table(ckpts, rows):
-    """A line for each context and depth of each checkpoint."""
-    over = ["over the first"] * (len(ckpts) > 1)
-    head = ("run", "context", "depth", "nats/byte", "exact", "control", "recall gain, bits", *over, "")
-    cells = [(ckpt.name, f"{r['context']:,}", f"{r['depth']:g}", f"{r['nats_per_byte']:.3f}",
-              f"{r['exact']:.0%}", f"{r['control_nats_per_byte']:.3f}", plus_minus(r["gain_bits"], 2),
-              *[plus_minus(r["over_first"], 2) for _ in over], beyond(r))
-             for ckpt, own_rows in zip(ckpts, rows) for r in own_rows]
-    return table(head, cells)
+COLUMNS = [  # of the table with a line for each context and depth, see run_table()
+    ("context", lambda r: f"{r['context']:,}"),
+    ("depth", lambda r: f"{r['depth']:g}"),
+    ("nats/byte", lambda r: f"{r['nats_per_byte']:.3f}"),
+    ("exact", lambda r: f"{r['exact']:.0%}"),
+    ("control", lambda r: f"{r['control_nats_per_byte']:.3f}"),
+    ("recall gain, bits", lambda r: plus_minus(r["gain_bits"], 2)),
+    (OVER, lambda r: plus_minus(r["over_first"], 2)),
+    ("", beyond),
+]
 
 
 def probe(args):
@@ -125,7 +126,7 @@ def probe(args):
                 own_rows += more
     what = (f"{about_text(data, args)}: {plural(args.samples, 'text')} a context, the same for all; "
             f"answers of {DIGITS} digits, teacher forced")
-    return numbers_of(ckpts, data, args, rows), [what, recall_table(ckpts, rows)]
+    return numbers_of(ckpts, data, args, rows), [what, run_table(ckpts, rows, COLUMNS)]
 
 
 def main(argv):

@@ -11,13 +11,14 @@ grouped   heads that share keys are heads with copies      dtypes   float32 as f
 neutral   where it says so, the logits of the plain GPT
 
 --check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
-scale, as lookahead.py does. compare.py tries all of them before a study of a mechanism of one's own, and
-refuses one that does not run, does not act or is not causal; each run of a study tries causal and rows at its
-own size.
+scale, as nanoheads/causality.py does. compare.py tries all of them before a study of a mechanism of one's
+own, and refuses one that does not run, does not act or is not causal; each run of a study tries causal and
+rows at its own size.
 """
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -69,9 +70,8 @@ def perturbations(model):
     idx = tokens(1, 2, T)
     for training in (False, True):
         model.train(training)
-        other, before = (idx + 5) % SIZES["vocab_size"], logits_of(model, idx)
         yield ("in training" if training else "when evaluated",
-               Perturbation(lambda ids: logits_of(model, ids), idx, other, before, 1e-9))
+               Perturbation(partial(logits_of, model), idx, (idx + 5) % SIZES["vocab_size"], 1e-9))
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ import torch
 
 from model import GPT
 from nanoheads import checkpoint
-from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
+from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
+                              write_json)
 from nanoheads.scoring import add_arguments, load, score, window_ids
 
 
@@ -72,12 +73,12 @@ def token_nats(ckpt, data, args, progress=False):
     return finite(nats.astype(np.float64), ckpt)
 
 
-def finite(nats, ckpt):
-    """The nats of a checkpoint. UserError where one is not finite."""
-    if not np.isfinite(nats).all():
-        raise UserError(f"{ckpt.name} gives {nats[~np.isfinite(nats)][0]} nats: "
+def finite(values, ckpt, what="nats"):
+    """The nats of a checkpoint, or what else it gives. UserError where one is not finite."""
+    if not np.isfinite(values).all():
+        raise UserError(f"{ckpt.name} gives {values[~np.isfinite(values)][0]} {what}: "
                         "its weights are damaged, or its training diverged")
-    return nats
+    return values
 
 
 def position_in_windows(cuts):
@@ -110,6 +111,17 @@ def plus_minus(bounds, digits=4, sign=True):
     return f"{mean:{'+' if sign else ''}.{digits}f} ±{(high - low) / 2:.{digits}f}"
 
 
+OVER = "over the first"  # a column that shows where there is more than one checkpoint
+
+
+def run_table(ckpts, rows, columns, left=1):
+    """A line for each row of each checkpoint; columns: [(title, what writes the cell of a row)]."""
+    shown = [column for column in columns if len(ckpts) > 1 or column[0] != OVER]
+    cells = [(ckpt.name, *(write(row) for _, write in shown))
+             for ckpt, own_rows in zip(ckpts, rows) for row in own_rows]
+    return table(("run", *(title for title, _ in shown)), cells, left)
+
+
 def numbers_of(ckpts, data, args, rows):
     """What --json writes: every number, intervals as [mean, low, high]."""
     own = ("ckpt", "json", "what", "settings")
@@ -132,37 +144,49 @@ def positive(text):
 CONTEXT = (positive, None, "tokens in a window (default: the shortest training length)")
 
 
-def ask(word, probe, split, argv, **options):
+def parser_of(word, about):
+    """The parser of `probe.py WORD`."""
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
+    return ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+
+
+def add_seed(parser):
+    parser.add_argument("--seed", type=int, default=1337,
+                        help="of texts, queries, random keys, probes and draws (default: 1337)")
+
+
+def ask(word, probe, split, argv, more=add_seed, **options):
     """`probe.py WORD`: print what the probe says of the checkpoints that the command line names.
 
-    split: the default one. options: {flag: (type, default, help)}; a list as default takes several.
+    Its numbers go to --json. split: the default one. more: adds --seed to the parser, and what else other
+    programs have too. options: {flag: (type, default, help)}, where a list as default takes several; or a
+    dict of what argparse takes.
     """
-    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
-    about = sys.modules[probe.__module__].__doc__
-    parser = ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+    parser = parser_of(word, sys.modules[probe.__module__].__doc__)
     add_arguments(parser, split)
-    parser.add_argument("--seed", type=int, default=1337,
-                        help="of texts, queries and random keys (default: 1337)")
-    for flag, (kind, default, words) in options.items():
-        several = isinstance(default, list)
-        if default is not None:
-            words += f" (default: {' '.join(map(str, default)) if several else default})"
-        parser.add_argument(f"--{flag}", type=kind, default=default, help=words,
-                            nargs="+" if several else None)
-    parser.set_defaults(what=word)
-    answer("probe", probe, parser.parse_args(argv))
-
-
-def answer(program, probe, args):
-    """Print what a probe says, and write its numbers to --json."""
-    with last_words(program):
+    more(parser)
+    for flag, option in options.items():
+        parser.add_argument(f"--{flag}", **(option if isinstance(option, dict) else typed(*option)))
+    args = parser.parse_args(argv)
+    words = word.split()
+    args.what = words[-1]
+    with last_words(f"probe.py {words[0]}"):
         for key in ("seed", "tokens", "singles"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
-        checkpoint.allow_code(args, *args.ckpt, *getattr(args, "plain", ()))
+        others = [*getattr(args, "plain", ()), getattr(args, "judge", None)]
+        checkpoint.allow_code(args, *args.ckpt, *filter(None, others))
         args.device = pick_device(args.device)
         out = writable(args.json) if args.json else None
         numbers, lines = probe(args)
         if out:
             write_json(out, numbers)
         say(*lines, *([args.json] if out else []))
+
+
+def typed(kind, default, words):
+    """What argparse takes of an option."""
+    several = isinstance(default, list)
+    if default is not None:
+        words += f" (default: {' '.join(map(str, default)) if several else default})"
+    return dict(type=kind, default=default, help=words, nargs="+" if several else None)

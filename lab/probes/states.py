@@ -11,7 +11,7 @@ from nanoheads.common import UserError, plural, table
 from nanoheads.config import ControllerConfig
 from nanoheads.intervals import t_interval
 from nanoheads.timing import progress_bar
-from lab.heads.measuring import measure, nats_on
+from lab.heads.measuring import even_starts, ids_at, measure, nats_on
 from lab.probes.heads import in_words, spearman_tests
 from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                positive)
@@ -43,22 +43,21 @@ def probe(args):
     if len(tokens) < args.pieces * size + 1 or args.windows < 2 or args.pieces < 3:
         raise UserError(f"--pieces {args.pieces} (at least 3) of {args.windows} windows (at least 2) of "
                         f"{context:,}: {args.split} has {len(tokens):,} tokens")
-    starts = np.linspace(0, len(tokens) - size - 1, args.pieces).astype(np.int64)
+    texts = ids_at(tokens, even_starts(tokens, args.pieces, size), size + 1).to(args.device)
     rows, cells, below = [], [], []
-    with progress_bar(len(ckpts) * len(starts), "states") as progress:
+    with progress_bar(len(ckpts) * len(texts), "states") as progress:
         for ckpt in ckpts:
             pieces = []
-            for start in starts:
-                ids = torch.from_numpy(tokens[start:start + size + 1].astype(np.int64)).to(args.device)
+            for ids in texts:
                 pieces.append(states_on(ckpt.model, ids[:-1].view(-1, context), ids[1:].view(-1, context)))
                 progress.update(1)
             by = {key: np.array([piece[key] for piece in pieces]) for key in pieces[0]}
             tests = spearman_tests(finite(by["nats"], ckpt), {key: by[key] for key in STATES})
             rows.append(dict(pieces=pieces, spearman=tests))
             cells += [(ckpt.name, *third) for third in thirds(by)]
-            n = plural(len(starts), "piece")
+            n = plural(len(texts), "piece")
             below.append(f"{ckpt.name}, Spearman with the loss, n = {n}: {in_words(tests)}")
-    above = [f"{about_text(data, args)}: {plural(len(starts), 'piece')} of {size:,} tokens"]
+    above = [f"{about_text(data, args)}: {plural(len(texts), 'piece')} of {size:,} tokens"]
     head = ("run", "pieces", "n", "nats", "largest share", "overloaded", "misaligned", "idle")
     return numbers_of(ckpts, data, args, rows), [*above, table(head, cells, left=2), *below]
 

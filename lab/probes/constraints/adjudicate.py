@@ -14,9 +14,10 @@ from nanoheads.intervals import by_draws
 from nanoheads.timing import progress_bar
 from lab.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
                                             over_documents)
-from lab.probes.constraints.setup import (about_setup, labels_of, layers_of, numbers_of_setup, open_setup,
-                                          outputs, two_classes)
+from lab.probes.constraints.setup import (COMPARED, about_setup, labels_of, layers_of, numbers_of_setup,
+                                          open_setup, outputs, two_classes)
 from lab.probes.constraints.token_probes import takers_of
+from lab.probes.shared import ask, positive
 
 STATE = "mean hidden state"
 STRENGTHS = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # C of a passage's logistic regression
@@ -167,3 +168,10 @@ def classes(labels, name, parts):
     y = [two_classes(mean[c] > high, f"passages by {name}", part)
          for mean, c, part in zip(means, chosen, parts)]
     return chosen, y, [float(low), float(high)]
+
+
+def main(argv):
+    ask("constraints adjudicate", probe, "test", argv, **COMPARED,
+        task=(str, "auto", f"{', '.join(TASKS)}, a name, or auto: all that is labelled"),
+        passage=(positive, 512, "tokens of one"),
+        passages=(positive, 4096, "of a split"))

@@ -4,14 +4,13 @@ probe.py keys, against those with the lowest, random ones, and their neighbours.
 """
 
 import numpy as np
-import torch
 
 from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import over_windows
 from nanoheads.timing import progress_bar
-from lab.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
-from lab.probes.keys import without_keys
-from lab.probes.shared import plus_minus
+from lab.probes.constraints.setup import names_of, numbers_of_setup, open_setup, read, windows_of_split
+from lab.probes.keys import without_each
+from lab.probes.shared import CONTEXT, about_text, ask, finite, plus_minus, positive
 
 SETS = ("highest", "lowest", "neighbours", "random")
 
@@ -37,11 +36,7 @@ def removal_sets(scores, k, draws, rng):
 
 def scores_without(model, ids, removed):
     """Scores [sets, T, names], float64, of ids [T] with the keys of each set hidden, removed [sets, T]."""
-    found, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
-    for sets in torch.from_numpy(removed).split(rows):
-        with without_keys(model, sets.to(ids.device)):
-            found.append(read(model, ids.expand(len(sets), -1), [])[1].cpu().double())
-    return torch.cat(found).numpy()
+    return without_each(model, ids, removed, lambda rows: read(model, rows, [])[1].cpu().double().numpy())
 
 
 def window_changes(model, ids, k, draws, rng):
@@ -66,20 +61,17 @@ def probe(args):
     setup = open_setup(args)
     if 2 * args.k >= setup.context:
         raise UserError(f"--k {args.k}: highest and lowest do not fit a passage of {setup.context:,} tokens")
-    part = Part(args.split, 0, len(setup.data.tokens(args.split)))
-    starts = starts_of(part, setup.context, args.windows * setup.context)
-    tokens, n = setup.data.tokens(args.split), np.arange(len(starts))
+    windows = windows_of_split(setup, args, args.windows)
+    n = np.arange(len(windows))
     columns = ("final", "mean", "|final|", "|mean|")
     rows, cells = [], []
     for ckpt in setup.ckpts:
-        device, found = next(ckpt.model.parameters()).device, []
-        for w, start in enumerate(progress_bar(starts, ckpt.name)):
-            ids = torch.from_numpy(tokens[start:start + setup.context].astype(np.int64)).to(device)
+        found = []
+        for w, ids in enumerate(progress_bar(windows, ckpt.name)):
             rng = np.random.default_rng([args.seed, w])
             found.append(window_changes(ckpt.model, ids, args.k, args.draws, rng))
         by = {key: np.stack([each[key] for each in found]) for key in found[0]}  # [windows, 4]
-        if not np.isfinite(np.concatenate(list(by.values()))).all():
-            raise UserError(f"{ckpt.name} gives scores that are not finite: its weights are damaged")
+        finite(np.concatenate(list(by.values())), ckpt, "as a score")
         for name in setup.names:
             what = {s: by[name, s] for s in SETS}
             what |= {f"highest less {s}": by[name, "highest"] - by[name, s] for s in SETS[1:]}
@@ -87,8 +79,15 @@ def probe(args):
                 row = {c: over_windows(values[:, i], n, len(n)) for i, c in enumerate(columns)}
                 rows.append(dict(run=ckpt.name, name=name, removed=s, **row))
                 cells.append((ckpt.name, name, s, *(plus_minus(row[c]) for c in columns)))
-    line = (f"{setup.data.meta['name']}, {args.split}: {plural(len(starts), 'passage')} of "
-            f"{setup.context:,} tokens, {args.k} hidden; change of the score in logits; "
-            f"random: mean of {args.draws} draws")
+    line = (f"{about_text(setup.data, args)}: {plural(len(windows), 'passage')} of {setup.context:,} tokens, "
+            f"{args.k} hidden; change of the score in logits; random: mean of {args.draws} draws")
     head = ("run", "name", "hidden", *columns)
     return numbers_of_setup(setup, args, dict(rows=rows)), [line, table(head, cells, left=3)]
+
+
+def main(argv):
+    ask("constraints explain", probe, "test", argv,
+        context=CONTEXT,
+        k=(positive, 5, "tokens to hide"),
+        windows=(positive, 128, "passages"),
+        draws=(positive, 8, "random sets of each"))

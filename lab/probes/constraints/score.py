@@ -16,10 +16,10 @@ from nanoheads.timing import progress_bar
 from lab.labels.targets import UNKNOWN
 from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, comparison_table,
                                             over_text, pooled, reliability, sigmoid)
-from lab.probes.constraints.setup import (HEADS, about_setup, branch_size, labels_of, numbers_of_setup,
-                                          open_setup, outputs, starts_of, two_classes)
+from lab.probes.constraints.setup import (COMPARED, HEADS, about_setup, branch_size, labels_of,
+                                          numbers_of_setup, open_setup, outputs, starts_of, two_classes)
 from lab.probes.constraints.token_probes import takers_of
-from lab.probes.shared import plus_minus
+from lab.probes.shared import ask, plus_minus
 
 PRIOR = "prior"
 
@@ -109,3 +109,9 @@ def bits_lines(setup, bpb):
         pairs = t_interval([bpb[a.name] - bpb[b.name] for a, b in zip(setup.ckpts, setup.plain)])
         lines.append(f"bits/byte less plain: {plus_minus(pairs)}")
     return lines
+
+
+def main(argv):
+    ask("constraints score", probe, "test", argv, **COMPARED,
+        tokens=(int, 262_144, "of each split, in evenly spaced windows; 0: all"),
+        picture=(str, None, "write a reliability picture, .png, to this file"))

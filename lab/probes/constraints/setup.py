@@ -14,11 +14,18 @@ from model import ConstraintHeads
 from nanoheads.common import ROOT, UserError
 from nanoheads.dataset import Dataset
 from nanoheads.timing import progress_bar
-from lab.heads.measuring import attentions, inputs_of
+from lab.heads.measuring import attentions, ids_at, inputs_of
 from lab.labels.targets import Targets, decode
-from lab.probes.shared import Checkpoint, open_checkpoints
+from lab.probes.shared import CONTEXT, Checkpoint, about_text, finite, open_checkpoints, positive
 
 HEADS = "constraint heads"  # as a scorer, beside prior and probes
+# the arguments of what compares the heads with probes of hidden states
+COMPARED = dict(
+    context=CONTEXT,
+    plain=dict(action="append", default=[], help="a plain GPT; may be repeated, as --ckpt"),
+    labels=dict(required=True, help="a set in <dataset>/labels, or its folder"),
+    fit=(positive, 200_000, "tokens to fit probes to, and as many to choose their weight decay on"),
+    own=dict(action="store_true", help="probes on the constraint models' states as well"))
 
 
 # ---- checkpoints, labels, text ----
@@ -114,6 +121,13 @@ def starts_of(part, length, tokens=0):
     return part.first + length * (np.arange(n) * count // n)
 
 
+def windows_of_split(setup, args, n):
+    """The ids [n, context] of at most n whole windows of the split, evenly spaced."""
+    tokens = setup.data.tokens(args.split)
+    starts = starts_of(Part(args.split, 0, len(tokens)), setup.context, n * setup.context)
+    return ids_at(tokens, starts, setup.context).to(args.device)
+
+
 def labels_of(setup, split, starts, length):
     """float32 [windows * length, names]: a value in [0, 1], -1: unknown."""
     found = [np.stack([setup.targets.codes(name, split)[s:s + length] for s in starts])
@@ -155,14 +169,13 @@ def outputs(ckpt, setup, split, starts, length, takers):
     rows = max(1, (4096 if device.type == "cpu" else 65536) // length)
     found = {name: [] for name in takers}
     for at in progress_bar(range(0, len(starts), rows), f"{ckpt.name}, {split}"):
-        ids = np.stack([tokens[s:s + length] for s in starts[at:at + rows]]).astype(np.int64)
-        states, scores = read(ckpt.model, torch.from_numpy(ids).to(device), setup.layers)
+        ids = ids_at(tokens, starts[at:at + rows], length).to(device)
+        states, scores = read(ckpt.model, ids, setup.layers)
         for name, take in takers.items():
             found[name].append(take(states, scores).cpu())
     found = {name: torch.cat(each) for name, each in found.items()}
-    if bad := [name for name, each in found.items() if not each.isfinite().all()]:
-        raise UserError(f"{ckpt.name}: {bad[0]} not finite: its weights are damaged, or its training "
-                        "diverged")
+    for name, each in found.items():
+        finite(each.numpy(), ckpt, f"for {name}")
     return found
 
 
@@ -173,7 +186,7 @@ def about_setup(setup, args):
     weak = " (weak: unchecked)" if setup.targets.meta.get("weak") else ""
     many = f"; {len(setup.ckpts)} checkpoints, mean and t interval" if len(setup.ckpts) > 1 else ""
     half = ", second half" if args.split == "val" else ""
-    return (f"{setup.data.meta['name']}, {args.split}{half}: labels {setup.targets.dir.name}{weak}; "
+    return (f"{about_text(setup.data, args)}{half}: labels {setup.targets.dir.name}{weak}; "
             f"block {', '.join(map(str, setup.layers))}, windows of {setup.context:,}{many}")
 
 

@@ -6,14 +6,14 @@ By threshold: how many heads are closed, bits per byte, the time of scoring a wi
 
 import copy
 
-import numpy as np
 import torch
 
 from nanoheads.common import UserError, in_float64, table
 from nanoheads.scoring import score_windows
 from nanoheads.timing import take_turns, time_rows
 from lab.heads.measuring import attentions
-from lab.probes.constraints.setup import Part, numbers_of_setup, open_setup, starts_of
+from lab.probes.constraints.setup import numbers_of_setup, open_setup, windows_of_split
+from lab.probes.shared import CONTEXT, about_text, ask, positive
 
 
 def at_threshold(model, below):
@@ -40,11 +40,7 @@ def probe(args):
     setup, rows = open_setup(args), []
     if setup.ckpts[0].model.config.constraint_gate != "output":
         raise UserError("skip is for models whose router gates outputs; a gate elsewhere turns no head off")
-    part = Part(args.split, 0, len(setup.data.tokens(args.split)))
-    starts = starts_of(part, setup.context, args.batch * setup.context)
-    tokens = setup.data.tokens(args.split)
-    ids = torch.from_numpy(np.stack([tokens[s:s + setup.context] for s in starts]).astype(np.int64))
-    ids = ids.to(args.device)
+    ids = windows_of_split(setup, args, args.batch)
     for ckpt in setup.ckpts:
         models = {"all": at_threshold(ckpt.model, 0.0)} | {b: at_threshold(ckpt.model, b) for b in args.below}
 
@@ -68,7 +64,16 @@ def probe(args):
     cells = [(row["run"], row["below"], f"{row['windows']:.3f}", f"{row['tokens']:.3f}", f"{row['bpb']:.4f}",
               *("{:.3f} [{:.3f}, {:.3f}]".format(*row[what]) for what in ("a window", "decoding")))
              for row in rows]
-    line = (f"{setup.data.meta['name']}, {args.split}; closed: share of windows x heads, of tokens x heads; "
+    line = (f"{about_text(setup.data, args)}; closed: share of windows x heads, of tokens x heads; "
             f"times over computing all heads, {args.rounds} rounds in turns, {len(ids)} windows at once")
     head = ("run", "skipped below", "windows closed", "tokens closed", "bits/byte", "a window", "decoding")
     return numbers_of_setup(setup, args, dict(rows=rows)), [line, table(head, cells)]
+
+
+def main(argv):
+    ask("constraints skip", probe, "test", argv,
+        context=CONTEXT,
+        below=(float, [0.5, 0.9], "gates that count as closed"),
+        batch=(positive, 16, "windows at once"),
+        rounds=(positive, 9, "of timing"),
+        tokens=(int, 262_144, "to score; 0: all"))

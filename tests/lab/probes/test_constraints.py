@@ -31,8 +31,6 @@ from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, pa
 from lab.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
 from lab.probes.keys import gone, without_keys
 
-PROGRAM = "probe.py constraints"  # see the fixture refusal
-
 NAMES = ["digit", "noise"]
 SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)
 

@@ -13,6 +13,7 @@ from nanoheads.common import UserError
 from lab.probe import main
 from lab.probes.leak import leaks
 
+PROGRAM = "probe.py leak"  # see the fixture refusal
 V, T = 37, 12
 FIRST = [None, None]  # of both_needed(): the tokens at 7 and 9 before they are changed
 TABLE = torch.randn(V, 5, generator=torch.Generator().manual_seed(3))
@@ -219,7 +220,7 @@ def test_the_command_exits_with_the_place_or_0(file, capsys):
         assert "no leak found in" in capsys.readouterr().out
     command = ["-m", "lab.probe", "leak", "--module", f"{file}:late", "--vocab", "37"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "probe: position 17 changes with the token at 23\n"
+    assert done.returncode == 1 and done.stderr == "probe.py leak: position 17 changes with the token at 23\n"
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_no_mechanism_of_the_repository_is_refused(name, recipe):
 @pytest.mark.slow
 def test_what_is_to_stay_stays_bit_for_bit(monkeypatch):
     """So that the tolerance, a part of the largest state, need not be near what a small leak changes."""
-    monkeypatch.setattr(causality, "tolerance_of", lambda *args: 0.0)
+    monkeypatch.setattr(causality, "rounding_of", lambda *args: 0.0)
     for name in ("routing_moh", "acag", "fox", "constraint_a", "diff", "window"):
         assert wrong(gpt(name), "bfloat16", 4) is None
 

@@ -421,7 +421,7 @@ COMMANDS = [
         ("--tokens=0", "tokens=0 must be at least 1"),
         ("--num_prompts=1", "num_prompts=1 must be at least 2"),
         ("--prompt_tokens=0", "prompt_tokens=0 must be at least 1"),
-        ("--seed=-1", "seed=-1 must be from 0"),
+        ("--seed=-1", "--seed=-1 must not be negative"),
         ("--temperature=nan", "temperature=nan must be"),
         ("--temperature=-1", "temperature=-1.0 must be"),
         ("--top_k=0", "top_k=0 must be at least 1"),
