@@ -374,12 +374,12 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
     named = f"--mechanism={out / 'mine.py'}"
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
                     ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
-                    ["-m", "lab.prune", "--ckpt", out, "--by=random", "--to=0.5",
+                    ["lab.prune", "--ckpt", out, "--by=random", "--to=0.5",
                      f"--out_dir={tmp_path / 'less'}"],
-                    ["-m", "lab.export_hf", "--ckpt", out, "--out", tmp_path / "hf"]):
+                    ["lab.export_hf", "--ckpt", out, "--out", tmp_path / "hf"]):
         done = run_here(*command, named)
         assert done.returncode == 0, done.stderr
-    done = run_here("-m", "lab.probe", "inspect", "--ckpt", out, named, "--save", tmp_path / "saved")
+    done = run_here("lab.probe", "inspect", "--ckpt", out, named, "--save", tmp_path / "saved")
     assert done.returncode == 0, done.stderr
     for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
         done = run_here("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")
