@@ -368,7 +368,7 @@ def asked(command):
     train.py's Command; but each mechanism is turned on by itself. UserError.
     """
     named, configs = flags_by_name(), {}
-    if not (command.files or command.values("scale")):
+    if not (command.files or any(each.key == "scale" for each in command.settings)):  # also one that is wrong
         command.put("scale", "tiny")
     found = configurator.resolve(command, named)
     names = list(found.mechanisms)
