@@ -27,7 +27,6 @@ from collections import Counter
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,7 +187,7 @@ def add(path):
             ADDED[cls] = file
         choices.cache_clear()
         for cls in classes_of(file):
-            if problem := next(chain(problems_of_names(cls), problems_of_starts(cls)), None):
+            if problem := next(problems_of_models(cls), None):
                 remove(classes_of(file))
                 raise UserError(f"{file.path}: {cls.__name__}: {problem}")
     return [name for cls in classes_of(file) for name in cls.modes]
@@ -352,47 +351,33 @@ class AsConstructed(model.GPT):
         super().init_weights()
 
 
-def problems_of_starts(cls):
-    """Yield which constant in a parameter of its own is overwritten before training, sentence by sentence.
+def small_models(cls):
+    """Yield (mode, AsConstructed, its first layer of this class, what initial_values() names) for each mode.
 
-    A small model of each mode shows it. Where memory is not set, as by torch.empty(), it is NaN meanwhile, so
-    that what happens to stand there is no constant.
+    Where memory is not set, as by torch.empty(), it is NaN in what was constructed, and so no constant. A
+    mode that cannot be built so small is left to the run that builds it.
     """
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     for mode, flags in cls.modes.items():
         try:
-            torch.use_deterministic_algorithms(True)
+            torch.use_deterministic_algorithms(True, warn_only=True)
             with torch.random.fork_rng(devices=[]):
                 gpt = AsConstructed(model.GPTConfig(**SMALL, **flags))
-        except Exception:  # left to the run that builds it, as in problems_of_names()
-            continue
-        finally:
-            torch.use_deterministic_algorithms(strict, warn_only=warns)
-        for path, layer in gpt.named_modules():
-            for name, p in layer.named_parameters(recurse=False) if isinstance(layer, cls) else ():
-                if name in layer.initial_values():
-                    continue
-                value = gpt.constructed[f"{path}.{name}"].flatten()
-                if len(value) and (value == value[0]).all() and not torch.equal(value, p.flatten()):
-                    yield (f"{mode}: __init__ fills {name} with {value[0]:g}, and the model would start with "
-                           f"{p.flatten()[0]:.3g}; say it in `starts`: {{{name!r}: {value[0]:g}}}")
-
-
-def problems_of_names(cls):
-    """Yield what in initial_values() and in `neutral` names no parameter and no flag, sentence by sentence.
-
-    Which parameters there are is seen from small models of its modes. A mode that cannot be built so small is
-    left to the run that builds it.
-    """
-    for mode, flags in cls.modes.items():
-        try:
-            with torch.device("meta"):
-                gpt = model.GPT(model.GPTConfig(**SMALL, **flags))
             layer = next(m for m in gpt.modules() if isinstance(m, cls))
             starts = [*layer.initial_values()]
         except Exception:  # a mechanism of one's own may raise anything
             continue
+        finally:
+            torch.use_deterministic_algorithms(strict, warn_only=warns)
+        yield mode, gpt, layer, starts
+
+
+def problems_of_models(cls):
+    """Yield what small models of its modes show, sentence by sentence: names in initial_values() and in
+    `neutral` that are none of a parameter or a flag, and constants that would be overwritten before training.
+    """
+    for mode, gpt, layer, starts in small_models(cls):
         own = [name for name, _ in layer.named_parameters()]
         for name in (name for name in starts if name not in own):
             yield f"initial_values() names {name!r}, which is none of its parameters{meant(name, own)}"
@@ -402,6 +387,20 @@ def problems_of_names(cls):
                 known = [*cls.fields(), *(f"{cls.name}.{each}" for each in own)]
                 yield (f"neutral: {mode} names {name!r}, which is none of its flags and parameters"
                        f"{meant(name, known)}")
+        yield from lost_constants(cls, mode, gpt)
+
+
+def lost_constants(cls, mode, gpt):
+    """Yield which constant that __init__ puts into a parameter is overwritten, unless the class says with
+    what.
+    """
+    for path, layer in gpt.named_modules():
+        for name, p in layer.named_parameters(recurse=False) if isinstance(layer, cls) else ():
+            value = gpt.constructed[f"{path}.{name}"].flatten()
+            constant = len(value) and (value == value[0]).all() and name not in layer.initial_values()
+            if constant and not torch.equal(value, p.flatten()):
+                yield (f"{mode}: __init__ fills {name} with {value[0]:g}, and the model would start with "
+                       f"{p.flatten()[0]:.3g}; say it in `starts`: {{{name!r}: {value[0]:g}}}")
 
 
 def meant(name, known):
