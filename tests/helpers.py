@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -119,6 +120,30 @@ def forget_own_mechanisms(but=()):
     replaced.BEFORE.clear()
 
 
+def curve(steps=60, every=20, floor=1.0):
+    """Rows of a log whose loss falls to a floor."""
+    for step in range(steps + 1):
+        loss = floor + 4 * math.exp(-step / 15)
+        at = {"step": step, "tokens": step * 768, "elapsed_s": step * 0.1}
+        yield {**at, "loss": loss, "lr": 1e-3 * (1 - step / 100), "grad_norm": 0.9, "aux/penalty": 0.1}
+        if step % every == 0:
+            yield {**at, "train_loss": loss, "val_loss": loss + 0.1, "val_bpb": (loss + 0.1) * 1.5}
+
+
+def write_run(run_dir, log):
+    """A folder of a run with this log, rows or text."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.json").write_text("{}")
+    (run_dir / "log.jsonl").write_text(log if isinstance(log, str)
+                                       else "".join(json.dumps(r) + "\n" for r in log))
+    return run_dir
+
+
+def words_in(svg):
+    """The words of an SVG: matplotlib draws glyphs and writes each string as a comment beside them."""
+    return " | ".join(re.findall(r"<!-- (.*?) -->", svg.read_text(), re.S))
+
+
 # ---- models and checkpoints ----
 
 
@@ -148,6 +173,17 @@ def tiny(flags={}, live=True, std=0.15, draw=0, states=True, **more):
 
 
 VOCAB = ["\n", " ", *"abcdefghij", "é"]
+
+
+def flags_of_variant_b(size, **more):
+    """Two blocks, both with constraint heads. head_dim: 48 does not divide into 5 heads of a plain block."""
+    C, H, names = size
+    return dict(TINY_GPT, n_head=H, n_embd=C, head_dim=8, constraint_names=["a", "b", "c"][:names],
+                constraint_layers=[0, 1], constraint_variant="B", constraint_hidden=12) | more
+
+
+def config_of_variant_b(size, **more):
+    return GPTConfig(**flags_of_variant_b(size, **more))
 
 
 def meta_of(encoding, name="toy"):

@@ -10,7 +10,8 @@ import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
 from nanoheads import attention, checkpoint, kernels
 from nanoheads.common import UserError
-from helpers import TINY_GPT, tiny
+from helpers import config_of_variant_b as config_of, flags_of_variant_b as flags_of
+from helpers import tiny
 from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 
 # on CPU it is the reference, not a kernel
@@ -21,17 +22,6 @@ SIZES = {(48, 5, 2): 6, (36, 6, 1): 5, (64, 4, 3): 9}
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "{}-{}+{}".format(*size))
 recipes = pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 modes = pytest.mark.parametrize("mode", ["query", "published"])
-
-
-def flags_of(size, **more):
-    """Two blocks, both with constraint heads. head_dim: 48 does not divide into 5 heads of a plain block."""
-    C, H, names = size
-    return dict(TINY_GPT, n_head=H, n_embd=C, head_dim=8, constraint_names=["a", "b", "c"][:names],
-                constraint_layers=[0, 1], constraint_variant="B", constraint_hidden=12) | more
-
-
-def config_of(size, **more):
-    return GPTConfig(**flags_of(size, **more))
 
 
 # ---- the write-up's layer ----

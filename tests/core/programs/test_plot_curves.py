@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 import plot_curves
+from helpers import curve as rows, words_in as text, write_run as write
 from labels import hidden_labels
 from nanoheads import curves
 from nanoheads.curves import curves_of, plot_runs, read_log
@@ -20,31 +21,9 @@ from nanoheads.files import LONGEST
 from plot_curves import main
 
 
-def rows(steps=60, every=20, floor=1.0):
-    for step in range(steps + 1):
-        loss = floor + 4 * math.exp(-step / 15)
-        at = {"step": step, "tokens": step * 768, "elapsed_s": step * 0.1}
-        yield {**at, "loss": loss, "lr": 1e-3 * (1 - step / 100), "grad_norm": 0.9, "aux/penalty": 0.1}
-        if step % every == 0:
-            yield {**at, "train_loss": loss, "val_loss": loss + 0.1, "val_bpb": (loss + 0.1) * 1.5}
-
-
-def write(run_dir, log):
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.json").write_text("{}")
-    (run_dir / "log.jsonl").write_text(log if isinstance(log, str)
-                                       else "".join(json.dumps(r) + "\n" for r in log))
-    return run_dir
-
-
 def strokes(svg):
     """The palette colours that an SVG draws with."""
     return {c for c in COLOURS if re.search(f"stroke: {c}", svg.read_text(), re.I)} - {"#000000"}
-
-
-def text(svg):
-    """The words of an SVG: matplotlib draws glyphs and writes each string as a comment beside them."""
-    return " | ".join(re.findall(r"<!-- (.*?) -->", svg.read_text(), re.S))
 
 
 @pytest.fixture

@@ -9,22 +9,11 @@ from model import GPT, ConstraintHeads, GPTConfig
 from nanoheads import checkpoint
 from lab.hub.layers import ConstraintAttention
 from lab.study import results, trial
+from helpers import config_of_variant_b as config_of
 from helpers import ROOT
-from helpers import TINY_GPT
 
 
 modes = pytest.mark.parametrize("mode", ["query", "published"])
-
-
-def flags_of(size, **more):
-    """Two blocks, both with constraint heads. head_dim: 48 does not divide into 5 heads of a plain block."""
-    C, H, names = size
-    return dict(TINY_GPT, n_head=H, n_embd=C, head_dim=8, constraint_names=["a", "b", "c"][:names],
-                constraint_layers=[0, 1], constraint_variant="B", constraint_hidden=12) | more
-
-
-def config_of(size, **more):
-    return GPTConfig(**flags_of(size, **more))
 
 
 def written(model, path):
