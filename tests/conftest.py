@@ -58,6 +58,13 @@ def gpt2_files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def gpt2_data(tmp_path, gpt2_files):
+    """A little text in GPT-2's tokens."""
+    text = "All the world's a stage, and all the men and women merely players. " * 60
+    return write_dataset(tmp_path / "texts", {"train": text, "val": text[:900], "test": text[:900]}, "gpt2")
+
+
+@pytest.fixture
 def refusal(request, capsys):
     """refusal(args) -> the one line that the tested script's main(args) ends with, nothing printed before.
 

@@ -314,6 +314,12 @@ def check_refusal(command, words, home, capsys):
     assert files_in(home) == before
 
 
+def in_nanogpts_words(path, values):
+    """A file of settings as nanoGPT's are, {name: value}; its path as a string."""
+    path.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
+    return str(path)
+
+
 def save_model(path, model, data, dataset=None):
     """A checkpoint of a model that was trained on a Dataset, which `dataset` names (None: by its folder)."""
     name = dataset or str(data.dir)

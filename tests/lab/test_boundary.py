@@ -45,6 +45,7 @@ class In:
     def __call__(self, *argv, fails=False):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         env.pop("PYTHONPATH", None)
+        env.setdefault("NANOHEADS_DATA", str(ROOT.parent / "shared/data"))  # the copy lies somewhere else
         done = subprocess.run([sys.executable, *map(str, argv)], cwd=self.folder, env=env, text=True,
                               capture_output=True)
         assert done.returncode == int(fails), (argv, done.stdout[-2000:], done.stderr[-2000:])
