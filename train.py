@@ -304,8 +304,8 @@ def evaluate_splits(run):
 
 
 def of_task(run):
-    """What an evaluation says of a task: val_loss in nats an answer, val_acc the mean over levels of the share
-    of answers that are right, acc/<level> that share; every rank scores its share of the rows.
+    """What an evaluation says of a task: val_loss in nats an answer, val_acc the mean over levels of the
+    share of answers that are right, acc/<level> that share; every rank scores its share of the rows.
     """
     process, nats, asked, shares = run.process, 0.0, 0, {}
     share = tasks.score_levels(run.model, run.dataset, "val", rank=process.rank, world=process.world,
@@ -726,7 +726,8 @@ def print_run(run, saves):
         process.print0(f"{weak}labels {targets.dir}: {', '.join(targets.names)}{unread}")
     if config.documents:
         process.print0(str(run.batches))
-    shown = ["task" if config.task else "dataset", "optimizer", *rates_at(config, 0), "min_lr", "schedule", "warmup_iters"]
+    shown = ["task" if config.task else "dataset", "optimizer", *rates_at(config, 0), "min_lr", "schedule",
+             "warmup_iters"]
     process.print0(", ".join(f"{key}={getattr(config, key)}" for key in shown))
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):

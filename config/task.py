@@ -1,5 +1,5 @@
 # The scale of tasks, --scale=task: a plain GPT that learns one in some seconds on one CPU core
-# 2 blocks of 64 have 98,304 parameters; 32 rows x 48 tokens a step. --task=recall and others: nanoheads/tasks.py
+# 2 blocks of 64 have 98,304 parameters, a step reads 32 rows of 48 tokens. The tasks: nanoheads/tasks.py
 
 task = "recall"
 

@@ -550,8 +550,8 @@ def resolve(command, mechanisms=None, base=None):
 
     # what is set by hand, and below that what scale, mechanisms and the run that goes on set
     by_hand, bad, wrong = with_types(command.settings, keys)
-    scale, names, presets, bad_presets = preset_settings(by_hand, mechanisms, command.files) if own_keys else (
-        None, [], [], [])
+    scale, names, presets, bad_presets = preset_settings(
+        by_hand, mechanisms, command.files) if own_keys else (None, [], [], [])
     asked = [Setting(base[0], *each) for each in base[1].items()] if base else []
     weaker, bad_weaker, _ = with_types([*asked, *presets], keys)
     lost = bool(command.problems or bad_presets or wrong & {"scale", "mechanism"})

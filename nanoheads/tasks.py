@@ -36,7 +36,8 @@ def distinct(rng, n, size, count):
 
 
 def places(rng, n, count, width, room):
-    """Where `count` pieces of `width` tokens begin that do not overlap in `room` tokens, rising, [n, count]."""
+    """Where `count` pieces of `width` tokens begin, which do not overlap in `room` tokens, rising, [n, count].
+    """
     gaps = np.sort(distinct(rng, n, room - count * (width - 1), count), 1)
     return gaps + np.arange(count) * (width - 1)
 
@@ -222,7 +223,8 @@ class TaskConfig:
     task_length: Optional[int] = flag(None, "tokens of a row; None: block_size", at_least=2)
     task_keys: Optional[int] = flag(
         None, "words that are keys, or what is copied, repeated, looked up, counted", at_least=2, at_most=512)
-    task_values: Optional[int] = flag(None, "words that are values; of count, numbers", at_least=2, at_most=512)
+    task_values: Optional[int] = flag(
+        None, "words that are values; of count, numbers", at_least=2, at_most=512)
     task_noises: Optional[int] = flag(None, "noisy_recall: words that distract", at_least=1, at_most=128)
     task_marks: Optional[int] = flag(
         None, "lookback: words that say how far, so the farthest", at_least=1, at_most=128)
@@ -252,8 +254,10 @@ class Words:
             size, usual = sizes.get(f"task_{alphabet}"), getattr(self.task, alphabet)
             fixed = usual == (1 if alphabet.endswith("size") else 0) or name == "parity"
             if size is not None and size != usual and fixed:
-                raise UserError(f"task_{alphabet}={size}: {name} has "
-                                f"{usual or 'no'} {alphabet.replace('_', ' ')}, always")
+                has = f"has no {alphabet}" if not usual else f"always has {usual} {alphabet}"
+                if alphabet.endswith("size"):
+                    has = f"always has a {alphabet.replace('_', ' ')} of 1"
+                raise UserError(f"task_{alphabet}={size}: {name} {has}")
             setattr(self, alphabet, usual if size is None else size)
         bits = name == "parity"
         self.vocab = [".", *("01" if bits else letters(ord("A"), self.keys)), *letters(0x0410, self.values),
@@ -296,6 +300,8 @@ class TaskData:
         self.test_levels = flags.get("task_test_levels") or self.task.test_levels
         self.vocab_size, self.separator = len(self.words.vocab), BLANK
         for key in ("levels", "test_levels"):
+            if flags.get(f"task_{key}") == []:
+                raise UserError(f"task_{key} is empty: name a level, or leave it out for the task's own")
             for level in getattr(self, key):
                 self.check_level(f"task_{key}", level, self.length)
         self.meta = dict(name=f"task {self.name}", encoding="char", vocab=self.words.vocab,
@@ -318,7 +324,7 @@ class TaskData:
                             "the level")
 
     def rows(self, split, level, n, length=None):
-        """(x, y) of n rows of one level, int64 [n, T] each, the same for all runs; rows of `length` tokens."""
+        """(x, y) of n rows of one level and `length` tokens, int64 [n, T] each, the same for all runs."""
         rng = np.random.default_rng([STREAMS[split], level])
         return self.task.draw(rng, level, n, self.words, length or self.length)
 
