@@ -36,8 +36,7 @@ def distinct(rng, n, size, count):
 
 
 def places(rng, n, count, width, room):
-    """Where `count` pieces of `width` tokens begin, which do not overlap in `room` tokens, rising, [n, count].
-    """
+    """Where `count` pieces of `width` tokens begin in `room` tokens, none over another, rising [n, count]."""
     gaps = np.sort(distinct(rng, n, room - count * (width - 1), count), 1)
     return gaps + np.arange(count) * (width - 1)
 
