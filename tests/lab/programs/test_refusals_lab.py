@@ -504,11 +504,11 @@ COMMANDS = [
         ("--json=/nowhere/x", "--json"),
         ("--block_size=1", "--block_size=1"), ("--n_head=3", "n_embd=128")),
 
-    # ---- data/label.py ----
-    *under("data/needle/prepare.py --out=mine",
+    # ---- lab/needle.py, lab/label.py ----
+    *under("lab/needle.py --out=mine",
         ("--source=chars", "is char, not byte"), ("--source=sums --per-kib=0", "--per-kib=0"),
         ("--source=none", "no dataset")),
-    *under("data/label.py --dataset=sums",
+    *under("lab/label.py --dataset=sums",
         ("--by=weak --noise=0.1", "--noise is for --by=synthetic, not for --by=weak"),
         ("--by=synthetic --from=start", "--from is for --by=weak"),
         ("--by=weak --names truth", "no weak labeller 'truth'; there are reciprocity"),
