@@ -103,18 +103,6 @@ def write_rows(path, rows):
     write_atomic(path, lambda f: f.write("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
-def append_row(run, name, row):
-    """Write a row at the end of a file of a run, from the first rank alone. UserError: the disk refuses."""
-    if run.process.rank:
-        return
-    try:
-        with open(run.out_dir / name, "ab", buffering=0, opener=in_place) as f:
-            write_whole(f, (json.dumps(json_safe(row)) + "\n").encode())
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise UserError(f"could not write {run.out_dir / name} ({e.strerror})") from None
-
-
 def write_whole(file, data):
     """Write bytes into an unbuffered file, which takes a part of them where a disk is nearly full.
 

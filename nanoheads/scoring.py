@@ -1,7 +1,7 @@
 """
-Scoring: the nats of every token of a split, each once, or of a continuation given its prompt.
+Scoring: the nats of every token of a split, each once.
 
-Whole splits are cut into windows; what a token sees before it is part of the number (see windows()).
+A split is cut into windows; what a token sees before it is part of the number (see windows()).
 """
 
 import codecs
@@ -266,36 +266,6 @@ def count_words(dataset, split, piece=1 << 20):
             count += len(re.findall(r"\s+", text)) - (space and text[0].isspace())
             space = text[-1].isspace()
     return count
-
-
-@torch.no_grad()
-def nats_after(model, separator, pairs):
-    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
-
-    Windows move by half a block: beyond the first, a token sees at least half a block before it.
-    """
-    device, T = next(model.parameters()).device, model.config.block_size
-    batch = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
-    found, pieces = np.zeros(len(pairs)), []
-    for i, (before, after) in enumerate(pairs):
-        text = np.array([*before, *after])
-        for start, end, new in windows(len(text), T, max(1, T // 2)):
-            new = min(new, end - len(before))  # the prompt is context alone
-            if new > 0:
-                pieces.append((i, window_ids(text, separator, start, end), new))
-
-    # windows of one length and one scored part go together
-    def shape(piece):
-        return len(piece[1]), piece[2]
-    for (_, new), group in groupby(sorted(pieces, key=shape), shape):
-        group = list(group)
-        for first in range(0, len(group), batch):
-            part = group[first:first + batch]
-            ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
-            nats = nats_of_last(model, ids, new)
-            np.add.at(found, [piece[0] for piece in part], nats.sum(1))
-    refuse_replaced()
-    return found
 
 
 # ---- checkpoints and their data ----

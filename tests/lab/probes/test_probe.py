@@ -21,7 +21,6 @@ from nanoheads import checkpoint
 from model import MECHANISMS
 from nanoheads.config import ControllerConfig
 from nanoheads.dataset import Dataset
-from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
 from lab import needle
 from lab.heads.measuring import measure
@@ -29,6 +28,7 @@ from lab.probe import PROBES, main
 from lab.probes import keys
 from lab.probes.facts import DIGITS, names
 from lab.probes.heads import head_metrics, without_head
+from lab.probes.intervals import over_windows
 from lab.probes.keys import gone, gradient_times_input, nats_without, rankings, window_effects, without_keys
 from lab.probes.needle import answers, haystacks, recalled
 from lab.probes.shared import open_checkpoints, window_text
