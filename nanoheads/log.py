@@ -36,8 +36,8 @@ def write_config(path, model_config, config, step, machine, asked):
 
 def stamps(paths):
     """What changes when one of these files does; hashable."""
-    found = ((path, os.stat(path)) for path in paths if path.is_file())
-    return tuple((path, now.st_ino, now.st_mtime_ns, now.st_size) for path, now in found)
+    there = ((path, os.stat(path)) for path in paths if path.is_file())
+    return tuple((path, now.st_ino, now.st_mtime_ns, now.st_size) for path, now in there)
 
 
 def set_aside(*paths, why):
@@ -52,12 +52,12 @@ def set_aside(*paths, why):
 def read_json(path):
     """The dict in a JSON file; None where there is no file, or none that can be read: that is set aside."""
     try:
-        found = from_json(path.read_bytes())
+        content = from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else set_aside(path, why="is damaged")
+        content = None
+    return content if isinstance(content, dict) else set_aside(path, why="is damaged")
 
 
 def parsed(line):
