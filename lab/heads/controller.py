@@ -18,11 +18,11 @@ import torch
 from nanoheads import checkpoint
 from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
-from nanoheads.log import append_row, read_rows, write_rows
+from nanoheads.log import read_rows, write_rows
 from nanoheads.scoring import heads_at_work
 from lab.heads.gates import MOVERS, move_gates, set_sparsity
 from lab.heads.measuring import Measurements, attentions, static_gates
-from lab.heads.states import States, share_with_agency, states_of
+from lab.heads.states import States, append_row, share_with_agency, states_of
 from lab.heads.surgery import Surgery, fold_gates
 
 
