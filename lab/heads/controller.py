@@ -69,11 +69,12 @@ class Controller:
         for part in (self.measured, self.surgery, self.states):
             part.load(state)
         self.mover.load(state["mover"])
-        for attn, override in zip(attentions(run.model), state["overrides"], strict=True):
-            attn.gate_override = override if override is None else override.view(attn.n_total)
+        device = run.model.transformer.wte.weight.device
+        for attn, gates in zip(attentions(run.model), state["overrides"], strict=True):
+            attn.gate_override = gates if gates is None else gates.view(attn.n_total).to(device)
         if self.measured.of_pieces:
-            for block, override in zip(run.model.transformer.h, state["pieces"]["overrides"], strict=True):
-                block.agency.gate_override = override
+            for block, gate in zip(run.model.transformer.h, state["pieces"]["overrides"], strict=True):
+                block.agency.gate_override = gate if gate is None else gate.view(1).to(device)
         set_sparsity(run)
 
     def as_scored(self, run):

@@ -76,12 +76,12 @@ def number_of_state(state):
 
 def spread(rows, key, shape, value=number):
     """One key of all rows, [rows, layers, heads] by the heads' numbers; NaN: gone, or not measured."""
-    found = np.full((len(rows), *shape), np.nan)
+    array = np.full((len(rows), *shape), np.nan)
     for i, row in enumerate(rows):
         for layer, (own, values) in enumerate(zip(row["heads"], row.get(key) or [])):
             for head, v in zip(own, values):
-                found[i, layer, head] = value(v)  # None becomes NaN
-    return found
+                array[i, layer, head] = value(v)  # None becomes NaN
+    return array
 
 
 def history(run_dir):
@@ -252,11 +252,11 @@ def active(runs, title):
         ax.plot(n[-1], bpb[-1], shape, color=colour, mfc="white", ms=9, mew=2)
         ends.append((bpb[-1], f"{name}\n{bpb[-1]:.3f}", colour))
         for j in dict.fromkeys([len(step) - 1, 0, *range(0, len(step), max(1, len(step) // 10))]):
-            at = np.array([(n[j] - left) / (right - left), (bpb[j] - low) / (high - low + 2 * pad)])
-            if bpb[j] > high or any((abs(at - other) < (0.11, 0.05)).all() for other in taken):
+            place = np.array([(n[j] - left) / (right - left), (bpb[j] - low) / (high - low + 2 * pad)])
+            if bpb[j] > high or any((abs(place - other) < (0.11, 0.05)).all() for other in taken):
                 continue
-            taken.append(at)
-            side, ha = (-7, "right") if at[0] > 0.85 else (7, "left")
+            taken.append(place)
+            side, ha = (-7, "right") if place[0] > 0.85 else (7, "left")
             ax.annotate(f"step {step[j]:,g}", (n[j], bpb[j]), (side, 7), textcoords="offset points", ha=ha,
                         va="center", fontsize=9, color=colour,
                         path_effects=[withStroke(linewidth=3, foreground="white")])
