@@ -351,7 +351,7 @@ class Unit(NamedTuple):
 
 
 class HeadControl:
-    """What a GPT's heads can be set to by hand: their gates, states and consent."""
+    """The units of a GPT, and what they can be set to by hand: gates, states and consent."""
 
     def units(self):
         """[Unit] of every head, block by block, and of every MLP or block that has a state."""

@@ -75,6 +75,22 @@ def share_with_agency(metrics, model):
             unit.agency.metrics[unit.i] = features
 
 
+def conditions(mean, limits, now=None):
+    """{state: whether these averages of a head, or of many in arrays, call for it}; the first one counts.
+
+    now: the present state. Leaving overloaded or misaligned takes more than not having entered it. No other
+    state has such slack. limits: a config with the policy's keys.
+    """
+    conflict, load = limits.policy_conflict, limits.policy_overloaded
+    if now == "misaligned":
+        conflict += abs(conflict) / 2
+    if now == "overloaded":
+        load -= 0.25
+    # an MLP or a block has no rows of attention
+    idle = (mean["entropy"] > limits.policy_entropy) & (mean["load"] < 0.5) if "entropy" in mean else False
+    return dict(withdrawn=idle, misaligned=mean["conflict"] < conflict, overloaded=mean["load"] > load)
+
+
 class States:
     """What moves the states of a run's heads; what is done goes into the list `events`.
 
@@ -122,14 +138,14 @@ class States:
         """
         units = {unit.key: unit for unit in units_with_states(run.model)}
         for key in self.no_consent:
-            if key in units:
-                if units[key].state != "withdrawn":
-                    self.change(run, "config", units[key], "withdrawn")
-            elif not run.config.grow_heads:  # else it may come
-                try:
-                    run.model.unit(*key)
-                except ValueError as e:
-                    raise UserError(f"policy: {e}") from None
+            if key not in units and run.config.grow_heads:
+                continue  # it may come
+            if key not in units:
+                layer, head = key
+                heads = ", ".join(str(other) for block, other in units if block == layer)
+                raise UserError(f"policy: block {layer} has no head {head}; it has {heads}")
+            if units[key].state != "withdrawn":
+                self.change(run, "config", units[key], "withdrawn")
 
     def follow_policy(self, measured, run):
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
@@ -144,24 +160,13 @@ class States:
                 self.change(run, "policy", units[key], state, measured.count)
 
     def state_by_metrics(self, metrics, key, now, resting):
-        """The state that follows from the metrics of a head (layer, head); now: its present one.
-
-        Leaving overloaded or misaligned takes more than not having entered it. No other state has such slack.
-        """
-        c, mean = self.config, {name: values[key] for name, values in metrics.mean.items()}
-        # an MLP or a block has no rows of attention
-        idle = "entropy" in mean and mean["entropy"] > c.policy_entropy and mean["load"] < 0.5
-        if resting or now != "withdrawn" and idle:
+        """The state that follows from the metrics of a head (layer, head); now: its present one."""
+        if resting:
             return "withdrawn"
         if now == "withdrawn":
             return "active"  # it was left out long enough: it may try again
-        slack = abs(c.policy_conflict) / 2 if now == "misaligned" else 0.0
-        if mean["conflict"] < c.policy_conflict + slack:
-            return "misaligned"
-        slack = 0.25 if now == "overloaded" else 0.0
-        if mean["load"] > c.policy_overloaded - slack:
-            return "overloaded"
-        return "active"
+        mean = {name: values[key] for name, values in metrics.mean.items()}
+        return next((state for state, holds in conditions(mean, self.config, now).items() if holds), "active")
 
     def withdrawn_by_budget(self, metrics, states, free):
         """Those of the heads `free` to move that the budget has no room for: the least important.

@@ -809,6 +809,11 @@ def test_a_head_that_grows_back_is_still_without_consent(run):
     assert rows_of(r.out_dir)[-1]["blocked"] == 2
 
 
+def test_a_head_without_consent_must_be_there_unless_heads_grow(run):
+    with pytest.raises(UserError, match="^policy: block 0 has no head 1; it has 0, 2$"):
+        run(dict(agency=True, head_ids=[[0, 2], [0, 1]]), policy=True, policy_no_consent=["0.1"])
+
+
 @pytest.mark.slow
 def test_the_console_says_which_heads_come_and_go(run, capsys):
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1, grow_used=0.0, grow_ramp=1, grow_delta=99.0)
