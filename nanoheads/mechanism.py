@@ -338,8 +338,9 @@ class Unit(NamedTuple):
 
     @property
     def by_hand(self):
-        """The gate that was set by hand; NaN: none was."""
-        return math.nan if self.holder.gate_override is None else self.holder.gate_override[self.i].item()
+        """The gate that was set by hand; None: none was."""
+        gates = self.holder.gate_override
+        return None if gates is None or gates[self.i].isnan() else gates[self.i].item()
 
     @property
     def state(self):

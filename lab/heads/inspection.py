@@ -94,7 +94,7 @@ def rows_of(units, metrics):
     rows = []
     for unit in units:
         row = dict(layer=unit.layer, **({} if unit.head is None else dict(head=unit.head)),
-                   set_by_hand=not math.isnan(unit.by_hand))
+                   set_by_hand=unit.by_hand is not None)
         if unit.agency is not None:
             row.update(state=unit.state, consent=unit.consent)
         rows.append(row | {name: values[unit.layer][unit.i].item() for name, values in metrics.items()})
@@ -168,7 +168,7 @@ def inspect(args):
         save(written, model, read, data.meta, dict(ckpt=str(path), set=args.settings, prune=args.prune))
         lines += ["", str(written)]
         for unit in model.units():
-            if not math.isnan(unit.by_hand):
+            if unit.by_hand is not None:
                 where = "its output projection" if unit.head is not None else "its output projections"
                 lines.append(f"gate {unit.by_hand:g} of {unit} is in {where} there")
     if out:

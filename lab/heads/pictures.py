@@ -34,7 +34,6 @@ ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is,
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
 MEASURED = ("static_gate", "gate")
-SCOPES = (None, "mlp", "block")
 MOST_HEADS = 1000  # no layer's or head's number in a log is above it
 
 
@@ -58,7 +57,7 @@ def sound(row):
         return False
     if not all(is_list_of_lists(row.get(key) or []) for key in (*MEASURED, "state")):
         return False
-    if not (isinstance(events, list) and isinstance(pieces, dict) and pieces.get("scope") in SCOPES
+    if not (isinstance(events, list) and isinstance(pieces, dict) and pieces.get("scope") in [*ROWS]
             and isinstance(pieces.get("state") or [], list)):
         return False
     return all(isinstance(e, dict) and (e.get("what") not in [*MARKS] or names_head(e)) for e in events)

@@ -39,10 +39,10 @@ def find_violations(model):
     for unit in units_with_states(model):
         if unit.consent:
             continue
-        by_hand = not math.isnan(unit.by_hand)
-        gate = unit.by_hand if by_hand else own_gate(unit)
+        by_hand = unit.by_hand
+        gate = own_gate(unit) if by_hand is None else by_hand
         if gate > unit.agency.threshold:
-            kind = "forced" if by_hand or not unit.agency.enforce else "blocked"
+            kind = "blocked" if by_hand is None and unit.agency.enforce else "forced"
             rows.append(violation(unit, kind, gate, unit.state))
     return rows
 
@@ -140,12 +140,12 @@ class States:
         for key in self.no_consent:
             if key not in units and run.config.grow_heads:
                 continue  # it may come
-            if key not in units:
-                layer, head = key
-                heads = ", ".join(str(other) for block, other in units if block == layer)
-                raise UserError(f"policy: block {layer} has no head {head}; it has {heads}")
-            if units[key].state != "withdrawn":
-                self.change(run, "config", units[key], "withdrawn")
+            try:
+                unit = units.get(key) or run.model.unit(*key)  # the latter says which heads there are
+            except ValueError as e:
+                raise UserError(f"policy: {e}") from None
+            if unit.state != "withdrawn":
+                self.change(run, "config", unit, "withdrawn")
 
     def follow_policy(self, measured, run):
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
