@@ -67,6 +67,14 @@ def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
         assert lines == [f"{program}: input or output: No space left on device"]
 
 
+@pytest.mark.parametrize("name", MOVED)
+def test_a_program_of_the_lab_that_is_run_as_a_script_says_how_to_type_it(name, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / f"lab/{name}.py", "--ckpt", "a b"], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{name}: type, in the repository's folder: python -m lab.{name} --ckpt 'a b'\n"
+
+
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(f"{sys.executable} evaluate.py --help | head -1", shell=True, cwd=ROOT,
