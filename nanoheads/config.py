@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
+from model import ALL_ON, BETWEEN_BLOCKS, MECHANISM_CLASSES, MECHANISMS, GPTConfig
 from nanoheads.common import UserError, from_lab
 from nanoheads.configurator import text_problems, typed
 from nanoheads.dataset import Dataset
@@ -365,7 +365,7 @@ def scope_conflicts(model, config):
         elif not (dot and there and head.isdecimal()):
             bad.append(f"policy_no_consent: {place!r} must be layer.head, "
                        f"layers from 0 to {model.n_layer - 1}")
-        elif int(head) >= model.n_head + ConstraintHeads.count(model, int(layer)):
+        elif int(head) >= model.n_head + model.added_heads(int(layer)):
             bad.append(f"policy_no_consent: {place!r}: block {layer} has no head {head}")
     return bad
 
@@ -394,8 +394,8 @@ def check_model(model, config):
 
 def trained_alone(model):
     """Names of the parameters that are trained while the trunk is frozen."""
-    skips = () if model.config.unet_skips else f"{UNetSkip.name}."
-    return {name for name in of_mechanisms(model) if not name.startswith(skips)}
+    idle = tuple(f"{cls.name}." for cls in BETWEEN_BLOCKS if cls.is_idle(model.config))
+    return {name for name in of_mechanisms(model) if not name.startswith(idle)}
 
 
 # ---- the command line's `mechanism` ----

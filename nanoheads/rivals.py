@@ -16,12 +16,6 @@ from nanoheads.kernels import (Linear, float32_linear, float32_product, for_each
 from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
 
-def kept(cache, attn, name, value):
-    """What a mechanism has put into a KVCache for the tokens before these; at first `value`."""
-    before = None if cache is None else cache.swap(attn.layer, name, None)
-    return value if before is None else before
-
-
 class ShortConv(Mechanism):
     """A short causal convolution of each channel, y_t = x_t + b + sum_i w_i x_{t-i}, before norm and RoPE.
 
@@ -51,9 +45,9 @@ class ShortConv(Mechanism):
 
     @staticmethod
     def problems(config):
-        if config.a2c == "published" and config.short_conv != "x":
+        if config.queries_are_keys and config.short_conv != "x":
             yield (f"short_conv={config.short_conv!r} convolves queries, keys and values of a projection: "
-                   "a2c='published' has queries alone")
+                   f"{config.queries_are_keys} has queries alone")
 
     def head_axes(self):
         if self.of == "x":
@@ -84,7 +78,7 @@ class ShortConv(Mechanism):
             x = x * heads.valid  # padding is no token
         both, T, reach = x, x.size(1), len(self.weight) - 1
         if heads.cache is not None:
-            before = kept(heads.cache, attn, self.name, None)
+            before = heads.cache.swap(attn.layer, self.name, None)
             both = x if before is None else torch.cat((before, x), 1)
             heads.cache.swap(attn.layer, self.name, both[:, -reach:])
         return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first)[:, -T:]
@@ -595,17 +589,13 @@ class KeyOffset(Mechanism):
     name = flag = "key_offset"
     modes = {"key_offset": dict(key_offset=True)}
     needs_positions = True
+    least_head_size = 4  # with fewer no part of a key is moved
 
     def __init__(self, config, attn):
         super().__init__()
         half = attn.head_size // 2
         moved = torch.arange(attn.head_size) % half >= (half + 1) // 2
         self.register_buffer("moved", moved, persistent=False)
-
-    @staticmethod
-    def problems(config):
-        if config.head_size < 4:
-            yield f"key_offset moves a part of each key: a head size of {config.head_size} is below 4"
 
     def before_attention(self, attn, heads):
         last = None if heads.cache is None else heads.cache.swap(attn.layer, "key", heads.k[:, :, -1:])
@@ -800,9 +790,9 @@ class MUDD(Mechanism):
     def problems(config):
         if config.mudd_from is not None and config.mudd_from > config.n_layer:
             yield f"mudd_from={config.mudd_from} must be at most n_layer={config.n_layer}, the last norm's"
-        others = {"a2c='published'": config.a2c == "published", "short_conv='x'": config.short_conv == "x",
-                  "diff=True": config.diff}
-        for other in (name for name, on in others.items() if on):
+        others = [config.queries_are_keys, "short_conv='x'" * (config.short_conv == "x"),
+                  "diff=True" * config.diff]
+        for other in filter(None, others):
             yield f"mudd gives queries, keys and values an input each: {other} knows of one"
 
     def initial_values(self):

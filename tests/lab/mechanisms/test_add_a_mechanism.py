@@ -75,7 +75,7 @@ def test_it_equals_the_formula(mine):
     own.add(mine())
     gpt = model.GPT(model.GPTConfig(**SIZES, forget=True, forget_init=-1.0)).double().eval()
     attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
-    heads = gpt.make_heads(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
+    heads = model.Heads(gpt.make_forward_pass(gpt.mask, slice(0, 9), 0, 9, None, None, x.device), x)
     heads.q, heads.k, heads.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), heads, 4, 4)
     q, k, v = heads.q, heads.k, heads.v
     distance = torch.arange(9)[:, None] - torch.arange(9)
