@@ -1298,6 +1298,11 @@ class Agency(Mechanism):
     def on_block(cls, config):
         return config.agency and config.agency_scope != "head"
 
+    @classmethod
+    def training_problems(cls, c, training):
+        if c.agency_learned and not training.dynamic_heads:
+            yield "agency_learned predicts from what is measured of the heads: set controller_log"
+
     def initial_values(self):
         return {"weight": 0.0, "bias": torch.tensor([3.0, 0.0, 0.0, 0.0])} if self.learned else {}
 
@@ -1335,6 +1340,10 @@ class Agency(Mechanism):
             traces.update(agency=gate, **self.signals())
         gate = gate.to(dtype)
         return gate if self.scope == "block" else None, gate
+
+    def check_loaded(self, name):
+        if not {*self.state.flatten().tolist()} <= {*range(len(self.STATES))}:
+            raise ValueError(f"{name}.state={self.state.tolist()} must be from 0 to {len(self.STATES) - 1}")
 
     def set(self, i, state=None, consent=None, step=0):
         """Move head i to a state, or set its consent. Raises ValueError for a state that there is not."""
@@ -1395,6 +1404,10 @@ class A2C(Mechanism):
 
     @staticmethod
     def queries_are_keys(config):
+        return config.a2c == "published"
+
+    @staticmethod
+    def needs_one_input(config):
         return config.a2c == "published"
 
     @classmethod
@@ -1655,10 +1668,13 @@ class ConstraintHeads(Mechanism):
             if size == 0:
                 yield (f"constraint_variant='B' leaves {c.n_embd} / {n} heads, less than "
                        f"{c.constraint_round} wide each")
-            for cls in HEAD_MECHANISMS:
-                if cls.is_on(c) and 0 < size < cls.least_head_size:
+            for cls in c.mechanisms():
+                if 0 < size < cls.least_head_size:
                     yield (f"{cls.flag} needs a head size of at least {cls.least_head_size}: "
                            f"constraint_variant='B' leaves {size}")
+                if cls.one_head_size:
+                    yield (f"{cls.flag}=True needs heads of one size: constraint_variant='B' makes some "
+                           "layers' narrower")
             if c.queries_are_keys:
                 yield (f"{c.queries_are_keys} takes x in n_head slices as values, which "
                        "constraint_variant='B' makes too narrow")
@@ -2228,7 +2244,11 @@ class GPTConfig(NamedFlags):
     @property
     def in_pairs(self):
         """Whether a mechanism that is on joins heads in pairs."""
-        return any(cls.in_pairs and cls.is_on(self) for cls in HEAD_MECHANISMS)
+        return any(cls.in_pairs for cls in self.mechanisms())
+
+    def mechanisms(self):
+        """The classes of the mechanisms that are on."""
+        return [cls for cls in MECHANISM_CLASSES if cls.is_on(self)]
 
     def added_heads(self, layer):
         """How many heads mechanisms add to those of block `layer`."""
@@ -2248,7 +2268,7 @@ class GPTConfig(NamedFlags):
     @property
     def joined(self):
         """The flags of the mechanisms that are on and differ from block to block (joins_blocks)."""
-        return [cls.flag for cls in MECHANISM_CLASSES if cls.joins_blocks and cls.is_on(self)]
+        return [cls.flag for cls in self.mechanisms() if cls.joins_blocks]
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""

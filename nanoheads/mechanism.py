@@ -176,6 +176,7 @@ class Mechanism(nn.Module):
     joins_blocks = False     # its part differs from block to block: none can be put in or taken out
     passes_on = False        # others read what its layer's heads hold, not only what the layer sends out
     least_head_size = 1      # it needs heads of so many dimensions
+    one_head_size = False    # it needs heads of the same size in all layers
     absorbs = False          # it starts as a constant factor, for which a checkpoint's weights can make up
     no_effect_because = ""   # why a new model of it computes what the plain GPT does, where it is meant to
     # How it is trained, what it costs and what it averages.
@@ -233,6 +234,11 @@ class Mechanism(nn.Module):
         """
         return False
 
+    @staticmethod
+    def needs_one_input(config):
+        """Whether it takes a layer's queries, keys and values for projections of one input."""
+        return False
+
     @classmethod
     def model_modules(cls, config):
         """{attribute of the GPT: module} of what it has outside of the layers, for model_losses()."""
@@ -280,6 +286,9 @@ class Mechanism(nn.Module):
     def initial_values(self):
         """`starts`, where it depends on flags."""
         return self.starts
+
+    def check_loaded(self, name):
+        """ValueError where what was loaded into its buffers is impossible. name: its path in the model."""
 
     def head_axes(self):
         """The HeadAxis of each tensor that has one: of `per_head`, where no tensor is more complicated."""

@@ -49,6 +49,10 @@ class ShortConv(Mechanism):
             yield (f"short_conv={config.short_conv!r} convolves queries, keys and values of a projection: "
                    f"{config.queries_are_keys} has queries alone")
 
+    @staticmethod
+    def needs_one_input(config):
+        return config.short_conv == "x"
+
     def head_axes(self):
         if self.of == "x":
             return []
@@ -96,6 +100,7 @@ class ValueResidual(Mechanism):
 
     name = flag = "value_residual"
     joins_blocks = True
+    one_head_size = True
     modes = {"value_residual": dict(value_residual=True)}
     neutral = {"value_residual": {"value_residual.share": 0.0}}
     starts = {"share": 0.5}
@@ -109,9 +114,6 @@ class ValueResidual(Mechanism):
     def problems(config):
         if config.n_layer < 2:
             yield "value_residual=True mixes later layers' values with the first one's: n_layer=1 has none"
-        if config.constraint_names and config.constraint_variant == "B":
-            yield ("value_residual=True needs heads of one size: "
-                   "constraint_variant='B' makes some layers' narrower")
 
     def before_attention(self, attn, heads):
         if self.share is None:
@@ -424,6 +426,10 @@ class Diff(Mechanism):
         self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=bias)
         self.share = nn.Linear(config.n_embd, attn.n_head, bias=False)
 
+    @staticmethod
+    def needs_one_input(config):
+        return True
+
     def head_axes(self):
         rows = [HeadAxis(self.c_q, name, size=self.head_size, extra=False) for name in ("weight", "bias")]
         return [*rows, HeadAxis(self.share, "weight", extra=False)]
@@ -476,7 +482,7 @@ class DiffV1(Mechanism):
 
     @staticmethod
     def problems(config):
-        if config.diff:
+        if any(cls.flag == "diff" for cls in config.mechanisms()):
             yield "diff=True and diff_v1=True are two forms of one thing: choose one"
         if config.group > 1:
             yield f"diff_v1 joins the values of two heads, which n_kv_head={config.n_kv_head} makes one"
@@ -790,10 +796,9 @@ class MUDD(Mechanism):
     def problems(config):
         if config.mudd_from is not None and config.mudd_from > config.n_layer:
             yield f"mudd_from={config.mudd_from} must be at most n_layer={config.n_layer}, the last norm's"
-        others = [config.queries_are_keys, "short_conv='x'" * (config.short_conv == "x"),
-                  "diff=True" * config.diff]
-        for other in filter(None, others):
-            yield f"mudd gives queries, keys and values an input each: {other} knows of one"
+        for other in (cls for cls in config.mechanisms() if cls.needs_one_input(config)):
+            yield (f"mudd gives queries, keys and values an input each: {other.flag}="
+                   f"{getattr(config, other.flag)!r} knows of one")
 
     def initial_values(self):
         starts = {}
