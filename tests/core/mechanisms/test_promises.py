@@ -367,7 +367,7 @@ def same_in_training(model):
     idx = tokens(2, T)
     with torch.no_grad():
         want = model.eval().hidden(idx)
-        return near(model.train().hidden(idx), want) and near(model.run_blocks(idx, losses=True)[0], want)
+        return near(model.train().hidden(idx), want) and near(model.run_blocks(idx, wants_losses=True)[0], want)
 
 
 @pytest.mark.slow
