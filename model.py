@@ -2191,6 +2191,9 @@ class NamedFlags(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainCon
 
 class GPTConfig(NamedFlags):
     """All flags; those of mechanisms in files of one's own, in `own`, are given and read as all others.
+
+    They are no fields, since a dataclass has its fields for good. A class made anew for each such mechanism
+    would not be the GPTConfig that other modules have imported, nor equal to configs that were there before.
     """
 
     def __init__(self, own=(), **flags):
