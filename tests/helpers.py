@@ -100,9 +100,9 @@ def put_meta(folder, **fields):
 
 
 def pass_of(model, x, **wanted):
-    """The Heads in which a model's first block reads x [B, T, C], without a cache."""
+    """The ForwardPass in which a model's first block reads x [B, T, C], without a cache."""
     T = x.size(1)
-    return model.make_heads(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
+    return model.make_forward_pass(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
 
 
 @contextmanager
