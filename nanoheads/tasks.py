@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from nanoheads.common import UserError
+from nanoheads.dataset import digests_of
 from nanoheads.mechanism import flag
 
 BLANK = 0        # the first word of each alphabet: nothing is said here
@@ -230,6 +231,9 @@ class TaskConfig:
     task_key_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a key", at_least=1)
     task_value_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a value", at_least=1)
     task_rows: int = flag(64, "rows of each level in an evaluation", at_least=1)
+    task_enough: Optional[float] = flag(
+        None, "end at the first evaluation in which this share of the answers is right, a mean over levels; "
+              "None: at max_iters alone", above=0, at_most=1)
 
 
 # ---- words ----
@@ -303,8 +307,14 @@ class TaskData:
                 raise UserError(f"task_{key} is empty: name a level, or leave it out for the task's own")
             for level in getattr(self, key):
                 self.check_level(f"task_{key}", level, self.length)
-        self.meta = dict(name=f"task {self.name}", encoding="char", vocab=self.words.vocab,
+        self.dir = f"task {self.name}"  # in messages, in the place of a folder
+        self.meta = dict(name=self.dir, encoding="char", vocab=self.words.vocab,
                          vocab_size=self.vocab_size, separator=BLANK, task=self.flags)
+
+    @property
+    def digests(self):
+        """digests_of() what a checkpoint keeps of it, as of a Dataset."""
+        return digests_of(self.meta)
 
     def check_level(self, key, level, length):
         """UserError where rows of this length have no room for a level, or an alphabet is too small."""
@@ -376,6 +386,11 @@ class TaskBatches:
     def tokens(self, step):
         """Tokens read in the steps before `step`."""
         return step * self.rows * self.data.length
+
+
+def levels_in(row):
+    """{level: share of answers that are right} of an evaluation's row of log.jsonl."""
+    return {int(key.removeprefix("acc/")): share for key, share in row.items() if key.startswith("acc/")}
 
 
 @torch.no_grad()
