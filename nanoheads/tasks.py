@@ -208,6 +208,7 @@ TASKS = {
                    room=lambda level, words: level, show=lambda value: ("even", "odd")[value]),
 }
 ALPHABETS = ("keys", "values", "noises", "marks")
+SIZES = tuple(f"task_{size}" for size in (*ALPHABETS, "key_size", "value_size"))
 
 
 @dataclass
@@ -248,11 +249,12 @@ class Words:
 
     def __init__(self, name, sizes):
         self.task = TASKS[name]
-        for alphabet in (*ALPHABETS, "key_size", "value_size"):
-            size, usual = sizes.get(f"task_{alphabet}"), getattr(self.task, alphabet)
+        for key in SIZES:
+            alphabet = key.removeprefix("task_")
+            size, usual = sizes.get(key), getattr(self.task, alphabet)
             fixed = usual == (1 if alphabet.endswith("size") else 0) or name == "parity"
             if size is not None and size != usual and fixed:
-                raise UserError(f"task_{alphabet}={size}: {name} has "
+                raise UserError(f"{key}={size}: {name} has "
                                 f"{usual or 'no'} {alphabet.replace('_', ' ')}, always")
             setattr(self, alphabet, usual if size is None else size)
         bits = name == "parity"
@@ -284,7 +286,7 @@ class TaskData:
     """The rows of a task, as a run's dataset. UserError: a level or an alphabet that does not fit.
 
     flags: {key: value}, those of a TaskConfig. length: of a row, where task_length is None. meta: what a
-    checkpoint keeps of it, with the flags in meta["task"].
+    checkpoint keeps of it, with the flags in meta["task"], each with its value.
     """
 
     def __init__(self, flags, length):
@@ -299,7 +301,13 @@ class TaskData:
             for level in getattr(self, key):
                 self.check_level(f"task_{key}", level, self.length)
         self.meta = dict(name=f"task {self.name}", encoding="char", vocab=self.words.vocab,
-                         vocab_size=self.vocab_size, separator=BLANK, task=self.flags)
+                         vocab_size=self.vocab_size, separator=BLANK, task=self.settled())
+
+    def settled(self):
+        """{key: value} of the flags, in which what was None is what it means."""
+        sizes = {key: getattr(self.words, key.removeprefix("task_")) for key in SIZES}
+        return dict(self.flags, **sizes, task_levels=list(self.levels), task_length=self.length,
+                    task_test_levels=list(self.test_levels))
 
     def check_level(self, key, level, length):
         """UserError where rows of this length have no room for a level, or an alphabet is too small."""
@@ -350,6 +358,12 @@ class TaskData:
         hits = among[np.arange(len(right)), right] / among.sum(1).clip(1)
         return dict(chance=1 / size, seen=float(hits.mean()),
                     usual=float(np.bincount(right).max() / len(right)))
+
+
+def of_training(meta):
+    """{key: value} of the flags that say which rows a run is trained on, from a dataset's meta; {}: a text's."""
+    return {key: value for key, value in (meta.get("task") or {}).items()
+            if key not in ("task_rows", "task_test_levels")}
 
 
 class TaskBatches:
