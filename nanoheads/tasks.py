@@ -325,10 +325,23 @@ class TaskData:
                             f"task_{task.most}={getattr(words, task.most)} gives {most}: raise it or lower "
                             "the level")
 
-    def rows(self, split, level, n, length=None):
+    def rows(self, split, level, n, length=None, seed=0):
         """(x, y) of n rows of one level, int64 [n, T] each, the same for all runs; rows of `length` tokens."""
-        rng = np.random.default_rng([STREAMS[split], level])
+        rng = np.random.default_rng([STREAMS[split], level, seed])
         return self.task.draw(rng, level, n, self.words, length or self.length)
+
+    def mixed_rows(self, split, n):
+        """(x, y) of n rows of all levels of training in turn, tensors [n, T], always the same."""
+        k = len(self.levels)
+        parts = [self.rows(split, level, -(-n // k)) for level in self.levels]
+        return [torch.from_numpy(np.stack(each, 1).reshape(-1, self.length)[:n]) for each in zip(*parts)]
+
+    def longer(self, levels):
+        """Tokens of rows with room for these levels: those of training, doubled as often as it takes."""
+        most, length = max(self.task.room(level, self.words) for level in levels), self.length
+        while length < most:
+            length *= 2
+        return length
 
     def batch(self, seed, step, n):
         """(x, y) of the n rows that a run of this seed reads at a step, int64 [n, T] each."""
@@ -360,6 +373,13 @@ class TaskData:
                     usual=float(np.bincount(right).max() / len(right)))
 
 
+def check_split(split, path):
+    """UserError unless an evaluation may have rows of this split."""
+    if split not in ("val", "test"):
+        raise UserError(f"--split={split}: {path} was trained on a task, whose rows are drawn anew at each step "
+                        "of training; there are val and test beside")
+
+
 def of_training(meta):
     """{key: value} of the flags that say which rows a run is trained on, from a dataset's meta; {}: a text's."""
     return {key: value for key, value in (meta.get("task") or {}).items()
@@ -388,12 +408,17 @@ class TaskBatches:
 
 
 @torch.no_grad()
-def answers_of(model, x, at_once=4096):
-    """(the most probable next word, its logits) after each token of x [n, T]: int64 [n, T], [n, T, V]."""
-    device = next(model.parameters()).device
-    parts = [model(part.to(device)).logits.float().cpu() for part in x.split(max(1, at_once // x.size(1)))]
-    logits = torch.cat(parts)
-    return logits.argmax(-1), logits
+def logits_of(model, x, at_once=4096):
+    """Yield (rows of x [n, T] as a slice, the model's logits there [rows, T, V], float32 on the CPU)."""
+    device, rows = next(model.parameters()).device, max(1, at_once // x.size(1))
+    for at in range(0, len(x), rows):
+        part = slice(at, at + rows)
+        yield part, model(x[part].to(device)).logits.float().cpu()
+
+
+def answers_of(model, x):
+    """The most probable next word after each token of x [n, T], int64 [n, T]."""
+    return torch.cat([logits.argmax(-1) for _, logits in logits_of(model, x)])
 
 
 @torch.no_grad()
@@ -411,11 +436,11 @@ def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0
                 x, y = data.rows(split, level, rows or data.flags["task_rows"], length)
                 x, y = torch.from_numpy(x[rank::world]), torch.from_numpy(y[rank::world])
                 nats, right = 0.0, 0
-                if len(x):
-                    best, logits = answers_of(model, x)
-                    nats = float(F.cross_entropy(logits.flatten(0, 1).double(), y.flatten(),
-                                                 ignore_index=NOT_ASKED, reduction="sum"))
-                    right = int((best == y).sum())
+                for part, logits in logits_of(model, x):
+                    wanted = y[part]
+                    nats += float(F.cross_entropy(logits.flatten(0, 1).double(), wanted.flatten(),
+                                                  ignore_index=NOT_ASKED, reduction="sum"))
+                    right += int((logits.argmax(-1) == wanted).sum())
                 found[level] = nats, right, int((y != NOT_ASKED).sum())
     finally:
         model.train(was_training)
