@@ -206,14 +206,15 @@ def task_table(reports, guesses, about):
              f"tokens each{about['set']}; what share of the answers is right, by {about['unit']}",
              table(head, rows, width=120, cut=last_folders)]
     for r in reports:
-        trained, new = r["trained_on"], [level for level in levels if level not in r["trained_on"]["task_levels"]]
+        trained = r["trained_on"]
+        new = [level for level in levels if level not in trained["task_levels"]]
         parts = [f"no rows with {', '.join(map(str, new))} {about['unit']}"] if new else []
         if about["length"] > trained["task_length"]:
             parts.append(f"rows of {trained['task_length']:,} tokens")
         if parts:
             lines.append(f"{r['name']} was trained on {', and on '.join(parts)}.")
-    lines.append("guessing: at each level the best of any answer there may be, one of those in the row so far, "
-                 "and always the same one.")
+    lines.append("guessing: at each level the best of any answer there may be, one of those in the row so "
+                 "far, and always the same one.")
     return "\n".join(lines)
 
 

@@ -13,7 +13,8 @@ checkpoints the defaults are three samples of 200 tokens and --top_k 200, as in 
 to each text to a file and a page (docs/look.md); under a text it lists which tokens constraint heads score
 highest.
 
-Of checkpoints that were trained on a task (docs/tasks.md) it shows rows with their answers, wrong ones marked:
+Of checkpoints that were trained on a task (docs/tasks.md) it shows rows with their answers, and marks wrong
+ones:
 
     python sample.py --ckpt out/recall [--ckpt out/b ...] [--levels 4,12] [--num_samples 2] [--seed 1]
 """
@@ -121,7 +122,7 @@ def chunks(columns, width):
 def row_of_task(names, row, wanted, answers, width):
     """A row of a task as text: its tokens, below them what is wanted and each checkpoint's answers.
 
-    wanted, answers [of each checkpoint]: see task_scores.rows_with_answers(). A wrong answer has a ! behind it.
+    wanted, answers [of each checkpoint]: see task_scores.rows_with_answers(). Behind a wrong one is a "!".
     """
     labels = ["", "wanted", *names]
     side = max(map(len, labels))
@@ -134,15 +135,18 @@ def row_of_task(names, row, wanted, answers, width):
             cells = [each[i] + ("" if each[i] == wanted[i] else "!") for each in answers]
         columns.append([token, wanted[i] or "", *cells])
     lines, ends = [], {}
-    for block in chunks(columns, max(1, width - side - len(" 12 of 12 right") - 4)):
+    for block in chunks(columns, max(1, width - side)):
         for label, line in zip(labels, block):
             if line.strip():
                 ends[label] = len(lines)
                 lines.append(f"{label:{side}} {line}".rstrip())
         lines.append("")
     for name, n in zip(names, right):
-        if name in ends:
-            lines[ends[name]] += f"   {n} of {len(places)} right"
+        end, text = ends.get(name), f"{n} of {len(places)} right"
+        if end is not None and len(lines[end]) + 3 + len(text) <= width:
+            lines[end] += f"   {text}"
+        else:
+            lines.insert(-1, f"{name:{side}} {text}")
     return "\n".join(lines[:-1])
 
 
@@ -165,7 +169,8 @@ def run_task(args):
     if out:
         write_json(out, found)
     if files:
-        ids = [row for level in levels for row in data.rows(args.split, level, n, length, args.seed)[0].tolist()]
+        drawn = [data.rows(args.split, level, n, length, args.seed)[0] for level in levels]
+        ids = [row for x in drawn for row in x.tolist()]
         explained(args, runs[0].model, Tokenizer.from_meta(data.meta), [], ids, files)
         say(*files, file=sys.stderr)
 
@@ -190,8 +195,8 @@ def main(argv=None):
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '
                         'and an n; "" is the separator')
     p.add_argument("--num_samples", type=int,
-                   help="continuations from each checkpoint (default: 1; of several checkpoints 3); of a task, "
-                        "rows of each level (default: 1)")
+                   help="continuations from each checkpoint (default: 1; of several checkpoints 3); of a "
+                        "task, rows of each level (default: 1)")
     p.add_argument("--max_new_tokens", type=int,
                    help="length of each, in tokens (default: 300; of several checkpoints 200)")
     add_arguments(p)
@@ -213,7 +218,8 @@ def main(argv=None):
                                      f"is of a text, and {args.ckpt[0]} was trained on a task")
             args.split = "test"
             return run_task(args)
-        task_scores.refuse_given(args, p, ["levels"], f"is of a task, and {args.ckpt[0]} was trained on a text")
+        task_scores.refuse_given(args, p, ["levels"],
+                                 f"is of a task, and {args.ckpt[0]} was trained on a text")
         run(args)
 
 

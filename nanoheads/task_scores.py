@@ -4,6 +4,7 @@ Checkpoints that were trained on a task: opened side by side, scored on fresh ro
 evaluate.py and sample.py print what is found here. A checkpoint of a text has none of it.
 """
 
+import argparse
 import math
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ SAME = ("task", "task_keys", "task_values", "task_noises", "task_marks", "task_k
 
 
 class Trained(NamedTuple):
-    """A checkpoint of a task, opened: its name, what was read, the model at the rows' length, its TaskData."""
+    """A checkpoint of a task, opened: its name, what was read, the model with room for the rows."""
     name: str
     state: dict
     model: GPT
@@ -72,9 +73,12 @@ def refuse_given(args, parser, keys, why):
 
 def numbers(text):
     """The type of --levels: whole numbers above 0, in a list with commas."""
-    found = [int(word) for word in text.split(",")]
-    if min(found) < 1:
-        raise ValueError
+    try:
+        found = [int(word) for word in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers above 0, as in 12,24") from None
     return list(dict.fromkeys(found))
 
 
@@ -118,8 +122,7 @@ def guessed(data, levels, length, split, rows):
 
 
 def rows_with_answers(runs, level, length, split, n, seed):
-    """Yield ([word] of a row, [wanted, None: nothing is asked], [[answer] of each Trained]), as read by people.
-    """
+    """Yield ([word] of a row, [wanted, None: nothing is asked], [[answer] of each Trained]), all as text."""
     words = runs[0].data.words
     x, y = runs[0].data.rows(split, level, n, length, seed)
     answers = [answers_of(run.model, torch.from_numpy(x)).tolist() for run in runs]

@@ -322,11 +322,11 @@ class TaskData:
             most **= words.key_size
         if level > most:
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "
-                            f"task_{task.most}={getattr(words, task.most)} gives {most}: raise it or lower "
-                            "the level")
+                            f"task_{task.most}={getattr(words, task.most)} gives {most}: "
+                            + ("lower the level" if key.startswith("--") else "raise it or lower the level"))
 
     def rows(self, split, level, n, length=None, seed=0):
-        """(x, y) of n rows of one level, int64 [n, T] each, the same for all runs; rows of `length` tokens."""
+        """(x, y) of n rows of one level, int64 [n, T] each, of `length` tokens; the same for all runs."""
         rng = np.random.default_rng([STREAMS[split], level, seed])
         return self.task.draw(rng, level, n, self.words, length or self.length)
 
@@ -376,12 +376,12 @@ class TaskData:
 def check_split(split, path):
     """UserError unless an evaluation may have rows of this split."""
     if split not in ("val", "test"):
-        raise UserError(f"--split={split}: {path} was trained on a task, whose rows are drawn anew at each step "
-                        "of training; there are val and test beside")
+        raise UserError(f"--split={split}: {path} was trained on a task, whose rows are drawn anew at each "
+                        "step of training; there are val and test beside")
 
 
 def of_training(meta):
-    """{key: value} of the flags that say which rows a run is trained on, from a dataset's meta; {}: a text's."""
+    """{key: value} of the flags that say which rows a run is trained on, from its meta; {}: of a text's."""
     return {key: value for key, value in (meta.get("task") or {}).items()
             if key not in ("task_rows", "task_test_levels")}
 
