@@ -25,7 +25,7 @@ from nanoheads.configurator import keys_of, nearest, parse, print_once, type_nam
 from nanoheads.dataset import digests_of
 from nanoheads.files import find
 from nanoheads.other_names import ROUTING_PAIR
-from nanoheads.tasks import of_training
+from nanoheads.tasks import TaskConfig, of_training
 from nanoheads.tokenizer import problem_of_meta
 
 
@@ -510,7 +510,8 @@ def left_open(command, trusted):
     if "lr" in asked:
         raise UserError(of_an_older_version(path))
     if evaluates:
-        asked = {key: asked[key] for key in ("dataset", "eval_tokens", "device", "dtype") if key in asked}
+        keys = ("dataset", "eval_tokens", "device", "dtype", *TaskConfig.__dataclass_fields__)
+        asked = {key: asked[key] for key in keys if key in asked}
     if asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
         last = Path(folder, "ckpt.pt")

@@ -8,13 +8,12 @@ import argparse
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from model import GPT
 from nanoheads import checkpoint, scoring
 from nanoheads.common import UserError
-from nanoheads.tasks import NOT_ASKED, TaskData, answers_of, of_training, score_levels
+from nanoheads.tasks import NOT_ASKED, TaskData, answers_of, of_training, score_levels, summary
 
 ROWS = 256  # of each level, in evaluate.py
 # flags of a task by which the words or what is asked for are others
@@ -103,16 +102,13 @@ def opened(args, device):
 def scored(run, levels, length, split, rows):
     """What a Trained gets right in so many rows of each level, as a dict. UserError: it is not finite.
 
-    levels: {level: share of answers right}; right: the mean over levels; nats: of an answer, over all.
+    levels, right, nats: see tasks.summary(). trained_on: the flags that say which rows it was trained on.
     """
-    found = score_levels(run.model, run.data, split, rows, levels, length)
-    nats, _, asked = np.sum(list(found.values()), 0)
-    if not math.isfinite(nats):
-        raise UserError(f"{run.name} gives {nats} nats on {split}: its weights are damaged, or its training "
-                        "diverged")
-    shares = {level: right / of_level for level, (_, right, of_level) in found.items()}
-    return dict(name=run.name, levels=shares, right=sum(shares.values()) / len(shares),
-                nats=float(nats / asked), params=run.model.num_params(), step=run.state.get("step"),
+    found = summary(score_levels(run.model, run.data, split, rows, levels, length))
+    if not math.isfinite(found["nats"]):
+        raise UserError(f"{run.name} gives {found['nats']} nats on {split}: its weights are damaged, or its "
+                        "training diverged")
+    return dict(name=run.name, **found, params=run.model.num_params(), step=run.state.get("step"),
                 trained_on=of_training(run.data.meta))
 
 

@@ -303,6 +303,11 @@ class TaskData:
         self.meta = dict(name=f"task {self.name}", encoding="char", vocab=self.words.vocab,
                          vocab_size=self.vocab_size, separator=BLANK, task=self.settled())
 
+    @property
+    def digests(self):
+        """What two of these must have in common to be the same rows in training, as Dataset.digests."""
+        return of_training(self.meta)
+
     def settled(self):
         """{key: value} of the flags, in which what was None is what it means."""
         sizes = {key: getattr(self.words, key.removeprefix("task_")) for key in SIZES}
@@ -445,6 +450,20 @@ def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0
     finally:
         model.train(was_training)
     return found
+
+
+def summary(counts):
+    """What score_levels() counted, as a dict: levels, {level: share of the answers that are right}; right, the
+    mean over levels; nats, of an answer, over all of them.
+    """
+    nats, asked = (sum(each[i] for each in counts.values()) for i in (0, 2))
+    levels = {level: right / of_level for level, (_, right, of_level) in counts.items()}
+    return dict(levels=levels, right=sum(levels.values()) / len(levels), nats=nats / asked)
+
+
+def rows_per_level(data, tokens):
+    """Rows of each test level that have so many tokens together, at least one; 0: task_rows."""
+    return max(1, tokens // (data.length * len(data.test_levels))) if tokens else data.flags["task_rows"]
 
 
 # ---- what was learned ----
