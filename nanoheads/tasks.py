@@ -485,8 +485,10 @@ def learned_from(steps, shares, enough=LEARNED):
 def what_was_learned(data, rows):
     """A line: which levels were learned, from which step on, and what became of the others.
 
-    rows: the evaluations of a run, as in its log.
+    rows: the evaluations of a run, as in its log; those that scored other levels say nothing.
     """
+    keys = {f"acc/{level}" for level in data.test_levels}
+    rows = [row for row in rows if keys == {key for key in row if key.startswith("acc/")}]
     steps, last = [row["step"] for row in rows], rows[-1]
     learned, others = [], []
     for level in data.test_levels:
