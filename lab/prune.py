@@ -225,7 +225,7 @@ def recovered(path, state, model, data, args):
 
 
 def scores(model, data, args):
-    """What a model scores, as a dict: bpb, bits per byte of a text; of a task right and nats, see summary()."""
+    """What a model scores, as a dict: bpb, bits per byte of a text; of a task right and nats of summary()."""
     if not isinstance(data, TaskData):
         return dict(bpb=score_windows(model, data, args.split, args.tokens)[1]["bpb"])
     found = summary(score_levels(model, data, args.split, rows_per_level(data, args.tokens)))
@@ -459,7 +459,8 @@ def run(args):
     rows = []
     of_task = isinstance(data, TaskData)
     found = dict(dataset=data.meta["name"],
-                 split_sha256=None if of_task else data.splits[args.split].get("sha256"), torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
+                 split_sha256=None if of_task else data.splits[args.split].get("sha256"),
+                 torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
                  finished=False)
     try:
         for number in range(len(args.ckpt)):

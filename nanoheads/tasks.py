@@ -453,8 +453,8 @@ def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0
 
 
 def summary(counts):
-    """What score_levels() counted, as a dict: levels, {level: share of the answers that are right}; right, the
-    mean over levels; nats, of an answer, over all of them.
+    """What score_levels() counted, as a dict: levels, {level: share of the answers that are right}; right,
+    the mean over levels; nats, of an answer, over all of them.
     """
     nats, asked = (sum(each[i] for each in counts.values()) for i in (0, 2))
     levels = {level: right / of_level for level, (_, right, of_level) in counts.items()}

@@ -7,8 +7,8 @@ What a checkpoint's mechanisms do to a text, token by token: as JSON lines, and 
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl          # of what it writes
 
 A line is a window of block_size tokens (of two checkpoints the shorter), a row of a task, or a sample (its
-last block_size tokens); of two checkpoints one line each, in turn. Beside the lines comes a page of the same name, .html. A
-line holds
+last block_size tokens); of two checkpoints one line each, in turn. Beside the lines comes a page of the same
+name, .html. A line holds
 
     checkpoint, set    where it comes from: the weights, and what --set changed in them
     text               a file, "prompt", "recall, 2 pairs", or "sample 2"
@@ -658,7 +658,8 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
 
 
 def of_task(args, device, files):
-    """A row of each of args.levels, of the task that args.ckpt were trained on; returns of_text()'s. UserError.
+    """A row of each of args.levels, of the task that args.ckpt were trained on; returns of_text()'s.
+    UserError.
     """
     if not task_scores.are_of_tasks(args.ckpt):
         raise UserError(f"--levels is of a task, and {args.ckpt[0]} was trained on a text")
