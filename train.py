@@ -312,15 +312,12 @@ def of_task(run):
     """What an evaluation says of a task: val_loss in nats an answer, val_acc the mean over levels of the
     share of answers that are right, acc/<level> that share; every rank scores its share of the rows.
     """
-    process, nats, asked, shares = run.process, 0.0, 0, {}
+    process = run.process
     share = tasks.score_levels(run.model, run.dataset, "val", rank=process.rank, world=process.world,
                                autocast=precision(run.config.dtype, process.kind)[1])
-    for level, counts in share.items():
-        level_nats, level_right, level_asked = process.all_reduce_sum(counts)
-        nats, asked = nats + level_nats, asked + level_asked
-        shares[level] = level_right / level_asked
-    return dict(val_loss=nats / asked, val_acc=sum(shares.values()) / len(shares),
-                **{f"acc/{level}": right for level, right in shares.items()})
+    found = tasks.summary({level: process.all_reduce_sum(counts) for level, counts in share.items()})
+    return dict(val_loss=found["nats"], val_acc=found["right"],
+                **{f"acc/{level}": right for level, right in found["levels"].items()})
 
 
 def check_finite(run, row):

@@ -199,7 +199,8 @@ def score_of(folder, spec, device):
     no score, and of the latter no checkpoint to go on from.
     """
     digest, state = sha256(checkpoint.file_of(folder)), checkpoint.read(folder)
-    if digests_of(state["meta"]) != check_data(spec).digests:
+    of_data = tasks.of_training if state["meta"].get("task") else digests_of
+    if of_data(state["meta"]) != check_data(spec).digests:
         for name in ("ckpt.pt", "best.pt"):
             (folder / name).unlink(missing_ok=True)
         raise UserError("the data changed while this run was trained, which begins anew when the study is "
