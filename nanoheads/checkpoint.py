@@ -26,6 +26,7 @@ from nanoheads.dataset import digests_of
 from nanoheads.files import find
 from nanoheads.mechanism import Mechanism
 from nanoheads.other_names import ROUTING_PAIR
+from nanoheads.tasks import TaskConfig, of_training
 from nanoheads.tokenizer import problem_of_meta
 
 
@@ -60,9 +61,11 @@ def none_or(holds):
 
 
 def is_evaluation(value):
-    """Whether a value is a row of log.jsonl as train.py's evaluations are; step -1: of none so far."""
-    keys = {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"}
-    return is_flags(value) and (value.get("step") == -1 or keys <= set(value))
+    """Whether a value is a row of log.jsonl as train.py's evaluations are, on a text or a task; step -1: of
+    none so far.
+    """
+    keys, kinds = {"step", "tokens", "val_loss", "elapsed_s"}, ({"train_loss", "val_bpb"}, {"val_acc"})
+    return is_flags(value) and (value.get("step") == -1 or any(keys | kind <= set(value) for kind in kinds))
 
 
 # place, * for each -> (what train.py writes there, whether a value is that). Keys of the top level may be
@@ -508,7 +511,8 @@ def left_open(command, trusted):
     if "lr" in asked:
         raise UserError(of_an_older_version(path))
     if evaluates:
-        asked = {key: asked[key] for key in ("dataset", "eval_tokens", "device", "dtype") if key in asked}
+        keys = ("dataset", "eval_tokens", "device", "dtype", *TaskConfig.__dataclass_fields__)
+        asked = {key: asked[key] for key in keys if key in asked}
     if asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
         last = Path(folder, "ckpt.pt")
@@ -779,12 +783,12 @@ def same_run(state, path, config, dataset):
     if lacks := sorted(key for key in RESUMABLE if state.get(key) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
     fixed = []
-    for each in (trained_with(state["train"], path), config):
+    for each, meta in ((trained_with(state["train"], path), state["meta"]), (config, dataset.meta)):
         batch = each.batch_size * each.grad_accum
-        fixed.append({"optimizer": each.optimizer, "batch_size * grad_accum": batch})
+        fixed.append({"optimizer": each.optimizer, "batch_size * grad_accum": batch, **of_training(meta)})
     old, new = fixed
-    differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
-    if digests_of(state["meta"]) != dataset.digests:
+    differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in new if new[key] != old.get(key)]
+    if not config.task and digests_of(state["meta"]) != dataset.digests:
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
         raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")

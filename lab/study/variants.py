@@ -14,11 +14,11 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, own_mechanism
 from nanoheads.common import UserError
-from nanoheads.config import TrainConfig, training_problems, with_log
+from nanoheads.config import TrainConfig, data_of, training_problems, with_log
 from nanoheads.configurator import Scale
-from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag
 from nanoheads.optim import block_matrices, of_mechanisms
+from nanoheads.tasks import TaskConfig
 from lab.study import effects
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
@@ -35,7 +35,8 @@ RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: m
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only", "json", "tensorboard",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
-SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
+# what variants cannot set: the two sides would be scored on other text
+SAME_TEXT = {"dataset", "block_size", *(f.name for f in fields(TaskConfig))}
 # what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
          "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
@@ -69,6 +70,8 @@ class StudyConfig:
     at: dict = flag({}, 'other keys at one size of the ladder: {"1M": {"seeds": [1]}}')
     base: Optional[str] = flag(None, "config file of another plain GPT")
     settings: dict = flag({}, "flags for both sides, on top of the plain GPT's")
+    task: list[str] = flag(
+        [], "judge on tasks in place of a text: recall,copy, or all (docs/tasks.md); at --scale=task")
     texts: list[str] = flag([], "datasets to judge on, together; the first chooses, tunes")
 
     minutes: Optional[float] = flag(
@@ -146,6 +149,8 @@ class StudyConfig:
             self.screen = self.mechanism is not None
         if self.mechanism:
             self.mechanisms = self.mechanisms or self.mechanism.split(",")
+        if self.task and self.scale == "tiny" and not self.base:
+            self.scale = "task"
         if self.budgets is None:
             self.budgets = [] if self.mechanism else [0.7, 1.4, 2.0]
         if self.seeds is None:
@@ -374,8 +379,8 @@ class VariantBuilder:
         if model.weight_dropout and any(self.needs_no_dropout(relative(flags, model))
                                         for flags in variants_of(config).values()):
             self.settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
-        self.data = Dataset(training.dataset)
-        for split in dict.fromkeys(("train", "val", config.split)):
+        self.data = data_of(training, model.block_size)
+        for split in dict.fromkeys(("train", "val", config.split)) if not training.task else ():
             self.data.tokens(split)  # what is missing is reported now, not after all runs
         self.plain = self.make("plain", "plain", "plain GPT", {})
 
