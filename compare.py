@@ -765,6 +765,9 @@ def run_tasks(config, name, command):
     task_study.write(found, out, config.json)
     task_report.write_all(found, out)
     keep_file(config, out)
+    if failures := sum(len(each["failures"]) for each in found["tasks"].values()):
+        sys.exit(f"compare: {plural(failures, 'run')} failed, the report names them; start again to try them "
+                 "once more")
 
 
 def show_plan(config, name):

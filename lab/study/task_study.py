@@ -34,9 +34,7 @@ TWICE = 2                    # budgets of the control: as many times the steps
 
 
 def names_of(asked):
-    """The tasks that --task names, in the order of TASKS. UserError: an unknown one."""
-    if unknown := [name for name in asked if name not in (*TASKS, "all")]:
-        raise UserError(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
+    """The tasks that --task names, in the order of TASKS."""
     return [name for name in TASKS if name in asked or "all" in asked]
 
 
@@ -192,7 +190,9 @@ class TaskStudy:
                 arms[name] = dict(flags=variant.flags, params=variant.params, steps=variant.train.max_iters,
                                   kind=variant.kind, judge=runs_of(task, "judge", name),
                                   best=runs_of(task, "best", name),
+                                  what=what_runs(task, variant),
                                   best_flags=task.at_best[name].flags if name in task.at_best else None,
+                                  what_best=what_runs(task, task.at_best.get(name)),
                                   grid=[dict(muon=muon, adamw=adamw, acc=acc, learned_from=step)
                                         for (muon, adamw), (acc, step) in task.tuned.get(name, {}).items()])
             data = task.builder.data
@@ -231,6 +231,18 @@ def runs_of(task, stage, name):
     return dict(seeds=[*results], acc=[each["acc"] for each in results.values()],
                 learned_from=[each["learned_from"] for each in results.values()],
                 runs=[folders[seed].name for seed in results])
+
+
+def what_runs(task, variant):
+    """{"model", "train", "score"} of a variant's trial.json, whatever the seed; None: there is no variant."""
+    if variant is None:
+        return None
+    spec = task.runs.spec(variant, 0, task.config.split)
+    return {**{key: spec[key] for key in ("train", "score")}, "model": without_seed(spec["model"])}
+
+
+def without_seed(flags):
+    return {key: value for key, value in flags.items() if key != "seed"}
 
 
 def failures_of(task):
@@ -291,12 +303,12 @@ def recheck(found, where):
         for name, arm in each["arms"].items():
             for stage in ("judge", "best"):
                 mine = arm[stage]
-                flags = arm["best_flags"] if stage == "best" else arm["flags"]
+                what = arm["what_best"] if stage == "best" else arm["what"]
                 for run, seed, acc, step in zip(mine["runs"], mine["seeds"], mine["acc"],
                                                 mine["learned_from"]):
                     count += 1
-                    wrong += problems_of(each["runs"].get(run), flags, seed, acc, step,
-                                         f"{task}: {name}, seed {seed}")
+                    wrong += problems_of(each["runs"].get(run), what, seed + arm["flags"].get("seed", 0), acc,
+                                         step, f"{task}: {name}, seed {seed}")
     again = verdicts(found)
     count += sum(len(row) for row in again)
     if again != found["verdicts"]:
@@ -307,14 +319,14 @@ def recheck(found, where):
     return f"{where}: {count:,} figures computed once more from its runs, all of them the same"
 
 
-def problems_of(run, flags, seed, acc, step, where):
+def problems_of(run, what, seed, acc, step, where):
     """Why a run is not what stands under its variant, as sentences."""
     if run is None:
         return [f"{where}: a score without its run"]
-    of_run = {**run["spec"]["model"].get("own", {}), **run["spec"]["model"], **run["spec"]["train"]}
-    other = [key for key, value in flags.items()
-             if key != "seed" and value is not None and of_run.get(key) != value]
-    if run["spec"]["model"]["seed"] != seed + flags.get("seed", 0):
+    of_run = {**run["spec"], "model": without_seed(run["spec"]["model"])}
+    other = [f"{part}.{key}" for part in ("model", "train", "score")
+             for key in {**what[part], **of_run[part]} if what[part].get(key) != of_run[part].get(key)]
+    if run["spec"]["model"]["seed"] != seed:
         other.append("seed")
     if (run["acc"], run["learned_from"]) != (acc, step):
         other.append("score")

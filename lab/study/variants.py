@@ -18,7 +18,7 @@ from nanoheads.config import TrainConfig, data_of, training_problems, with_log
 from nanoheads.configurator import Scale
 from nanoheads.mechanism import flag
 from nanoheads.optim import block_matrices, of_mechanisms
-from nanoheads.tasks import TaskConfig
+from nanoheads.tasks import TASKS, TaskConfig
 from lab.study import effects
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
@@ -280,6 +280,13 @@ class StudyConfig:
         if self.looks == 2 and (self.texts or self.has_results_already):
             bad.append("looks=2 is for a study that trains its runs, on one text: leave it out with "
                        f"{'texts' if self.texts else 'a file of results or scores'}")
+        if unknown := [name for name in self.task if name not in (*TASKS, "all")]:
+            bad.append(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
+        if self.task:
+            of_text = dict(texts=[], sizes=[], looks=1, minutes=None, tokens_per_param=None, fresh=False,
+                           lives=False)
+            bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"
+                    for key, usual in of_text.items() if getattr(self, key) != usual]
         if self.looks == 1 and self.spending != "obrien_fleming":
             bad.append(f"spending={self.spending!r} is how the error is spent on two looks: add --looks=2")
         if self.submit not in (None, "auto", "slurm", "local"):
