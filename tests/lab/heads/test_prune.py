@@ -292,7 +292,7 @@ def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
 @pytest.mark.slow
 def test_heads_of_a_task_are_judged_by_its_answers(task_run, tmp_path, rows):
     out = tmp_path / "half"
-    found = prune_json(["--ckpt", task_run, "--to", "1", "0.5", "--by", "importance", "random", "--tokens", "0",
+    found = prune_json(["--ckpt", task_run, "--to", "1", "0.5", "--by", "importance", "random", "--tokens=0",
                         "--rounds", "0", "--out_dir", out, "--recover", "4"], tmp_path)
     for row in found["rows"]:
         place = out / f"{row['by']}-{row['to']:g}"
