@@ -14,6 +14,7 @@ from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import choices
+from nanoheads.tasks import TASKS
 from lab.study import effects, results, tables
 from lab.study.variants import StudyConfig
 from train import main
@@ -177,6 +178,14 @@ def test_the_readme_names_the_tests():
 def test_the_readme_lists_every_mechanism():
     named = set(re.findall(r"`(\w+)[=`]", section("Mechanisms")))
     assert {cls.flag for cls in MECHANISM_CLASSES} <= named
+
+
+def test_the_page_of_tasks_has_each_with_its_levels_and_a_row():
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    found = {name: [cell.strip() for cell in cells[1:4]] for name, cells in rows(page).items()}
+    assert found == {name: [task.unit, *(", ".join(map(str, levels)) for levels in (
+        task.levels, task.test_levels))] for name, task in TASKS.items()}
+    assert re.findall(r"^==== (\w+), \d+ ", page, re.M) == list(TASKS)
 
 
 # ---- docs/mechanisms.md ----
