@@ -395,7 +395,7 @@ def save_checkpoint(run, name, resumable=True):
                         f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
-    content.update({key: getattr(run, key) for key in PROGRESS})
+    content.update({key: getattr(run, key) for key in checkpoint.entries(checkpoint.PROGRESS)})
     if run.model.config.own:
         from nanoheads import own_mechanism
         if mine := own_mechanism.record(run.model.config):
@@ -413,9 +413,6 @@ def save_checkpoint(run, name, resumable=True):
 # ---- a run, from its configs to the loop ----
 
 FIRST_SCALE = 2.0 ** 16  # of the loss in float16
-
-# of a Run, in its checkpoints
-PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
 
 
 @dataclass
@@ -595,7 +592,7 @@ def train_alone(model_config, config, given, process):
         controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         model_config = controller.starting_config(model_config, config)
     model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
-    progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
+    progress = {key: state[key] for key in checkpoint.entries(checkpoint.PROGRESS) if key in (state or ())}
     check_model(model, config)
     if OWN_FILES and model.changes_scores:
         try_scores(model, process.device)

@@ -14,6 +14,7 @@ import zipfile
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -30,7 +31,7 @@ from nanoheads.tokenizer import problem_of_meta
 
 # ---- what is in the file ----
 
-def is_flags(value):
+def has_names(value):
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
@@ -54,49 +55,90 @@ def is_list_of(kind):
     return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
 
 
-def none_or(holds):
-    return lambda value: value is None or holds(value)
+def none_or(fits):
+    return lambda value: value is None or fits(value)
+
+
+def is_float_tensor(value):
+    return torch.is_tensor(value) and value.is_floating_point()
 
 
 def is_evaluation(value):
     """Whether a value is a row of log.jsonl as train.py's evaluations are; step -1: of none so far."""
     keys = {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"}
-    return is_flags(value) and (value.get("step") == -1 or keys <= set(value))
+    return has_names(value) and (value.get("step") == -1 or keys <= set(value))
 
 
-# place, * for each -> (what train.py writes there, whether a value is that). Keys of the top level may be
-# missing, where a run is not to go on: it needs those of RESUMABLE
-FORM = {
-    "model": ("a dict of tensors by name", is_flags),
-    "model.*": ("a tensor", torch.is_tensor),
-    "config": ("a dict of flags", is_flags),
-    "dataset": ("a text or None", none_or(is_text)),
-    "meta": ("a dict or None", none_or(is_flags)),
-    "train": ("a dict of flags or None", none_or(is_flags)),
-    "step": ("a number of steps", is_count),
-    "best_val_loss": ("a loss, at least 0", lambda value: is_size(value) or value == math.inf),
-    "evals_since_best": ("a number of evaluations", is_count),
-    "elapsed_s": ("seconds, at least 0", is_size),
-    "run_id": ("a text", is_text),
-    "last_eval": ("an evaluation", is_evaluation),
-    "last_eval.*": ("a number", is_number),
-    "optimizers": ("a list of dicts", is_list_of(dict)),
-    "optimizers.*.state": ("a dict", lambda value: isinstance(value, dict)),
-    "optimizers.*.state.*": ("a dict of moments", is_flags),
-    "optimizers.*.state.*.*": ("a tensor of floats", lambda t: torch.is_tensor(t) and t.is_floating_point()),
-    "optimizers.*.param_groups": ("a list of dicts", is_list_of(dict)),
-    "optimizers.*.param_groups.*.params": ("a list of numbers", is_list_of(int)),
-    "scaler": ("a dict of numbers", is_flags),
-    "scaler.scale": ("a number above 0", lambda value: is_size(value) and value > 0),
-    "scaler._growth_tracker": ("a number of steps", is_count),
-    "controller": ("a dict", is_flags),
+def are_files_of_own(value):
+    """Whether a value is own_mechanism.record()'s, [{"file": name, "digest": digest}]."""
+    return is_list_of(dict)(value) and all(is_text(each.get(key)) for each in value
+                                           for key in ("file", "digest"))
+
+
+# which files have an entry
+EVERY = "every checkpoint"  # also nanoGPT's, and a folder of transformers', once they are in this form
+RUN = "best.pt and ckpt.pt of train.py"
+PROGRESS = "best.pt and ckpt.pt of train.py, whose Run has an attribute of that name"
+GOING_ON = "ckpt.pt of train.py, from which a run goes on"
+SOME = "those that it applies to"
+
+
+class Entry(NamedTuple):
+    """An entry of a checkpoint, which is a dict: what it must be, and what is inside it."""
+
+    files: str      # which have it: one of the words above
+    what: str       # what it must be, as an error says it
+    fits: Callable  # value -> whether it is that
+    inside: dict = {}  # place in it, such as "*.state", where * is each of them -> (what, fits) of that place
+
+
+# All that a checkpoint may hold: save() writes nothing else, and read() lets nothing else than this pass
+CONTENT = {
+    # read by every program: the model, and what its token ids mean
+    "model": Entry(EVERY, "a dict of tensors by name", has_names, {
+        "*": ("a tensor", torch.is_tensor)}),
+    "config": Entry(EVERY, "a dict of flags", has_names),                  # of its GPTConfig
+    "meta": Entry(EVERY, "a dict or None", none_or(has_names)),            # its dataset's meta.json
+
+    # read by what scores a model on its own text, and where a run goes on
+    "dataset": Entry(RUN, "a text or None", none_or(is_text)),             # as --dataset named it
+    "train": Entry(RUN, "a dict of flags or None", none_or(has_names)),    # of its TrainConfig
+    "own_mechanism": Entry(SOME, "a list of files' names and digests", are_files_of_own),  # own_mechanism.py
+
+    # read where a run goes on, step by every program that says how old a model is
+    "step": Entry(PROGRESS, "a number of steps", is_count),
+    "best_val_loss": Entry(PROGRESS, "a loss, at least 0", lambda value: is_size(value) or value == math.inf),
+    "evals_since_best": Entry(PROGRESS, "a number of evaluations", is_count),
+    "elapsed_s": Entry(PROGRESS, "seconds, at least 0", is_size),
+    "run_id": Entry(PROGRESS, "a text", is_text),
+    "last_eval": Entry(PROGRESS, "an evaluation", is_evaluation, {
+        "*": ("a number", is_number)}),
+
+    # read where a run goes on
+    "optimizers": Entry(GOING_ON, "a list of dicts", is_list_of(dict), {
+        "*.state": ("a dict", lambda value: isinstance(value, dict)),
+        "*.state.*": ("a dict of moments", has_names),
+        "*.state.*.*": ("a tensor of floats", is_float_tensor),
+        "*.param_groups": ("a list of dicts", is_list_of(dict)),
+        "*.param_groups.*.params": ("a list of numbers", is_list_of(int))}),
+    "scaler": Entry(GOING_ON, "a dict of numbers", has_names, {            # of float16; else empty
+        "scale": ("a number above 0", lambda value: is_size(value) and value > 0),
+        "_growth_tracker": ("a number of steps", is_count)}),
+    "controller": Entry(SOME, "a dict", has_names),                        # of lab/heads, dynamic heads
+
+    # read by nobody: what lab/prune.py and lab/heads/inspection.py did to the model
+    "pruned": Entry(SOME, "a dict", has_names),
+    "edits": Entry(SOME, "a dict", has_names),
 }
-RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval",
-             "meta"}
+
+
+def entries(*files):
+    """The names of the entries that these files have, in the order of CONTENT."""
+    return [name for name, entry in CONTENT.items() if entry.files in files]
 
 
 def parts(value, place):
-    """Yield (name, part) of what stands at a place of FORM in nested dicts and lists; None: it is missing."""
+    """Yield (name, part) of all that stands at a place, see Entry, of a dict or list; None: it is missing."""
     key, _, rest = place.partition(".")
     each = value.items() if isinstance(value, dict) else enumerate(value)
     for name, part in each if key == "*" else [(key, value.get(key))]:
@@ -108,17 +150,23 @@ def parts(value, place):
 
 
 def check_form(state, path):
-    """UserError, naming the part and its value, where a read checkpoint is not as FORM says."""
-    def refuse(name, value, what):
-        value = " ".join(reprlib.repr(value).split())
-        raise UserError(f"{path} is damaged, or no checkpoint of this program: {name}={value} must be {what}")
+    """UserError, naming the part and its value, where a read checkpoint is not as CONTENT says."""
+    damaged = f"{path} is damaged, or no checkpoint of this program"
 
-    for place, (what, holds) in FORM.items():
-        for name, part in parts(state, place) if place.partition(".")[0] in state else ():
-            if not holds(part):
-                refuse(name, part, what)
-    if state.get("meta") and (wrong := problem_of_meta(state["meta"], of_folder=False)):
-        raise UserError(f"{path} is damaged, or no checkpoint of this program: meta, its dataset's: {wrong}")
+    def refuse(name, value, what):
+        raise UserError(f"{damaged}: {name}={' '.join(reprlib.repr(value).split())} must be {what}")
+
+    for name, entry in CONTENT.items():
+        if name not in state:
+            continue
+        if not entry.fits(state[name]):
+            refuse(name, state[name], entry.what)
+        for place, (what, fits) in entry.inside.items() if state[name] else ():
+            for inner, part in parts(state[name], place):
+                if not fits(part):
+                    refuse(f"{name}.{inner}", part, what)
+    if state["meta"] and (problem := problem_of_meta(state["meta"], of_folder=False)):
+        raise UserError(f"{damaged}: meta, its dataset's: {problem}")
     step, last = state.get("step"), (state.get("last_eval") or {}).get("step")
     most = (state.get("train") or {}).get("max_iters")
     if None not in (step, most) and not (is_count(most) and step <= most):
@@ -130,6 +178,12 @@ def check_form(state, path):
 # ---- write ----
 
 def save(path, state):
+    """Write a checkpoint, whole or not at all. UserError: the disk refuses.
+
+    ValueError: it has entries that CONTENT does not describe.
+    """
+    if unknown := state.keys() - CONTENT:
+        raise ValueError(f"CONTENT describes no {', '.join(map(str, unknown))}")
     write_atomic(path, lambda f: torch.save(state, f))
 
 
@@ -169,18 +223,28 @@ def read(path, device="cpu", trust_code=False):
     """The dict in a checkpoint file: ours, or nanoGPT's, or a Hugging Face folder's, put into our form.
 
     Nothing that is read is run. trust_code: of a mechanism in a file of one's own, the file in the
-    checkpoint's folder is run, and a line says so. Raises UserError.
+    checkpoint's folder is run, and a line says so; never what comes from the hub. Raises UserError.
     """
-    if not file_of(path).is_file():  # no file of ours: a folder of transformers', or a name on the hub
+    if file_of(path).is_file():
+        path = file_of(path)
+        state = in_file(path, device)
+    else:  # no file of ours: a folder of transformers', or a name on the hub
         what = f"no checkpoint {file_of(path)}; a folder or a name of Hugging Face's"
         hf = from_lab("lab.hub.huggingface", what)
-        if hf.is_folder(path):
-            return hf.read(path, trust_code)
-        if hf.is_name(path) and not Path(path).exists():
-            return hf.read(hf.fetch(path))
-    path = file_of(path)
-    if not path.is_file():
-        raise UserError(f"no checkpoint {path}")
+        from_hub = hf.is_name(path) and not Path(path).exists()
+        if not (from_hub or hf.is_folder(path)):
+            raise UserError(f"no checkpoint {file_of(path)}")
+        state = hf.read(hf.fetch(path) if from_hub else path)
+        trust_code = trust_code and not from_hub
+    check_form(state, path)
+    if trust_code:
+        from nanoheads import own_mechanism
+        own_mechanism.trust(state, path)
+    return state
+
+
+def in_file(path, device):
+    """The dict in a file, in our form; check_form() looks into it. UserError: it is no checkpoint."""
     try:
         with open(path, "rb") as file:
             if not zipfile.is_zipfile(file):
@@ -194,15 +258,11 @@ def read(path, device="cpu", trust_code=False):
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
         why = getattr(e, "strerror", None) or why  # such as: Permission denied
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
-    state = state if is_flags(state) else {}
-    if is_flags(state.get("model")) and isinstance(state.get("model_args"), dict):
+    state = state if has_names(state) else {}
+    if has_names(state.get("model")) and isinstance(state.get("model_args"), dict):
         state = from_nanogpt(state)
-    if None in (state.get("model"), state.get("config")) or "meta" not in state:
+    if not state.keys() >= {*entries(EVERY)}:
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
-    check_form(state, path)
-    if trust_code:
-        from nanoheads import own_mechanism
-        own_mechanism.trust(state, path)
     return state
 
 
@@ -535,12 +595,6 @@ def saves_in(config):
     return names
 
 
-def needs_code_of_own(path):
-    """Whether the checkpoint of a run needs code of one's own that was not added. UserError."""
-    from nanoheads import own_mechanism
-    return bool(own_mechanism.lacking(read(path), path))
-
-
 def trust_what_it_starts_from(config):
     """Run the code of mechanisms that lies beside the checkpoints a run starts from, where they need some.
 
@@ -775,8 +829,9 @@ def same_model(state, path, config, flags):
 def same_run(state, path, config, dataset):
     """Raise UserError unless a run that goes on from `state` as configured is still the same run."""
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
-    if lacks := sorted(key for key in RESUMABLE if state.get(key) is None):
-        raise UserError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
+    needed = entries(EVERY, RUN, PROGRESS, GOING_ON)
+    if missing := sorted(name for name in needed if state.get(name) is None):
+        raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {instead}")
     fixed = []
     for each in (trained_with(state["train"], path), config):
         batch = each.batch_size * each.grad_accum

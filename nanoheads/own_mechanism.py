@@ -499,15 +499,10 @@ def held(config, folder):
     return dict(own_mechanism=found) if found else {}
 
 
-def lacking(state, path):
-    """The records in a read checkpoint, [{"file", "digest"}], whose code was not added. UserError."""
-    found = state.get("own_mechanism") or []
-    for each in found if isinstance(found, list) else [None]:
-        texts = [isinstance(each, dict) and isinstance(each.get(key), str) for key in ("file", "digest")]
-        if not all(texts):
-            raise UserError(f"{path}: own_mechanism={found!r} must be a list of files' names and digests")
+def lacking(state):
+    """The records in a read checkpoint, [{"file", "digest"}], whose code was not added."""
     there = {file.digest for file in ADDED.values()}
-    return [each for each in found if each["digest"] not in there]
+    return [each for each in state.get("own_mechanism") or [] if each["digest"] not in there]
 
 
 def flags_of(state, path):
@@ -515,7 +510,7 @@ def flags_of(state, path):
     flags = {name: value for name, value in state["config"].items() if name != "own"}
     if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
         flags.update(own)
-    if missing := lacking(state, path):
+    if missing := lacking(state):
         files = " and ".join(map(words_of, missing))
         if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
             raise UserError(f"{path} was made with {files}, and {other.path} is another text (sha256 "
@@ -535,7 +530,7 @@ def words_of(record):
 def trust(state, path):
     """Add what a read checkpoint's flags need from its own folder, and say what is run. UserError."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for each in lacking(state, path):
+    for each in lacking(state):
         place = Path(folder, each["file"])
         if not place.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{path} was made with {words_of(each)}, a name that leads out of {folder}: such "

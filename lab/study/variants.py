@@ -419,7 +419,7 @@ class VariantBuilder:
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         teacher = training.teacher and checkpoint.file_of(training.teacher)
         teacher = None if checkpoint.is_function(training.teacher) else teacher
-        if teacher and teacher.is_file() and checkpoint.needs_code_of_own(training.teacher):
+        if teacher and teacher.is_file() and own_mechanism.lacking(checkpoint.read(teacher)):
             raise UserError(f"{name}: teacher={training.teacher} has a mechanism in a file of one's own, "
                             "which a study cannot name to its runs: train the student with train.py")
         mine = ",".join(str(file.path) for file in own_mechanism.files_for(model))

@@ -89,8 +89,14 @@ def test_a_full_disk_at_the_first_save_leaves_nothing(state, tmp_path, limit):
 
 def test_what_is_wrong_in_the_state_is_not_called_a_full_disk(tmp_path):
     with pytest.raises(Exception) as e:
-        checkpoint.save(tmp_path / "ckpt.pt", {"f": lambda: 0})
-    assert not isinstance(e.value, UserError)
+        checkpoint.save(tmp_path / "ckpt.pt", {"model": lambda: 0})
+    assert not isinstance(e.value, (UserError, OSError))
+
+
+def test_nothing_is_saved_that_the_description_does_not_have(state, tmp_path):
+    with pytest.raises(ValueError, match="CONTENT describes no optimiser$"):
+        checkpoint.save(tmp_path / "ckpt.pt", {**state, "optimiser": {}})
+    assert os.listdir(tmp_path) == []
 
 
 def test_content_reaches_the_disk_before_the_name_does(state, saved, monkeypatch):
@@ -407,6 +413,13 @@ def finished(bytes_data, tmp_path_factory):
     return folder, checkpoint.read(folder / "ckpt.pt")
 
 
+def test_a_run_saves_what_the_description_says(finished):
+    """What only going on needs is in ckpt.pt alone."""
+    of_both = checkpoint.entries(checkpoint.EVERY, checkpoint.RUN, checkpoint.PROGRESS)
+    assert finished[1].keys() == {*of_both, *checkpoint.entries(checkpoint.GOING_ON)}
+    assert checkpoint.read(finished[0] / "best.pt").keys() == {*of_both}
+
+
 def command(data, folder, **keys):
     keys = {"dataset": data, **RUN, "optimizer": "muon", "out_dir": folder, **keys}
     return [f"--{key}={value}" for key, value in keys.items()]
@@ -481,6 +494,9 @@ DAMAGED = {  # whoever reads it
     "scaler.scale=0.0 must be a number above 0": lambda s: s.update(scaler=dict(scale=0.0)),
     "scaler._growth_tracker=None must be a number of steps": lambda s: s.update(scaler=dict(scale=1.0)),
     "controller=[] must be a dict": lambda s: s.update(controller=[]),
+    "own_mechanism='mine.py' must be a list of files' names": lambda s: s.update(own_mechanism="mine.py"),
+    "own_mechanism=[{'file': 'mine.py'}] must be a list of files' names":
+        lambda s: s.update(own_mechanism=[dict(file="mine.py")]),
 }
 MISFITS = {  # who builds the model
     "n_layer=20000, and there are tensors of 1 block": lambda s: s["config"].update(n_layer=20000),
@@ -501,6 +517,7 @@ NO_START = {  # --resume
     "no state to go on from (no meta)": lambda s: s.update(meta=None),
     "no state to go on from (no last_eval, optimizers)":
         lambda s: (s.pop("optimizers"), s.pop("last_eval")),
+    "no state to go on from (no evals_since_best)": lambda s: s.pop("evals_since_best"),
     "sums holds other data than sums did": lambda s: s["meta"].pop("splits"),
     "trained with is impossible: batch_size='4' is not int": lambda s: s["train"].update(batch_size="4"),
     "trained with is impossible: adamw_lr=nan is not float or None":

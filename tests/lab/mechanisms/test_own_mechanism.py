@@ -237,7 +237,7 @@ def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
     about["own_mechanism"][0]["file"] = str(folder / "mine.py")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match="leads out of .*: such a file is never run"):
-        hf.read(tmp_path / "hf", trust_code=True)
+        checkpoint.read(tmp_path / "hf", trust_code=True)
     assert not was_run()
 
 
