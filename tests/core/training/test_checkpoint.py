@@ -23,7 +23,7 @@ import sample
 import train
 from helpers import TINY as RUN
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, common
+from nanoheads import checkpoint, common, start
 from nanoheads.common import UserError, explain, pick_device
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
@@ -296,7 +296,7 @@ def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
     new = AdamW([p], lr=2.0, weight_decay=0.3)
     p.grad = torch.ones(3)
     old.step()
-    checkpoint.restore(new, old.state_dict(), "x.pt", steps=1)
+    start.restore(new, old.state_dict(), "x.pt", steps=1)
     assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (2.0, 0.3)
     assert torch.equal(new.state[p]["exp_avg"], old.state[p]["exp_avg"])
 
@@ -304,27 +304,27 @@ def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
 def test_an_optimizer_state_that_does_not_fit_is_one_line():
     old = AdamW([torch.nn.Parameter(torch.ones(3))])
     new = AdamW([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))])
-    assert "x.pt" in line(checkpoint.restore, new, old.state_dict(), "x.pt", steps=1)
+    assert "x.pt" in line(start.restore, new, old.state_dict(), "x.pt", steps=1)
 
 
 def test_resuming_with_changed_model_flags_names_them_all(state):
-    checkpoint.same_model(state, "x.pt", replace(GPTConfig(**TINY), vocab_size=None), set(TINY))
-    said = line(checkpoint.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}),
+    start.same_model(state, "x.pt", replace(GPTConfig(**TINY), vocab_size=None), set(TINY))
+    said = line(start.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}),
                 {"n_layer", "n_head", "dropout"})
     assert all(name in said for name in ("x.pt", "n_layer=3", "n_head=4")) and "dropout" not in said
-    assert "qk_norm" in line(checkpoint.same_model, state, "x.pt",
+    assert "qk_norm" in line(start.same_model, state, "x.pt",
                              GPTConfig(**TINY, qk_norm=True), set(state["config"]))
 
 
 def test_a_flag_that_the_checkpoint_does_not_know_yet_counts_as_its_default(state):
     del state["config"]["softcap"]
-    checkpoint.same_model(state, "x.pt", GPTConfig(**TINY), {"softcap"})
-    softcap = line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
+    start.same_model(state, "x.pt", GPTConfig(**TINY), {"softcap"})
+    softcap = line(start.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
     assert "softcap=5.0" in softcap
 
 
 def test_a_checkpoint_without_a_state_to_go_on_from_is_one_line(state, bytes_data):
-    said = line(checkpoint.same_run, state, "best.pt", TrainConfig().for_recipe("gpt2"), Dataset(bytes_data))
+    said = line(start.same_run, state, "best.pt", TrainConfig().for_recipe("gpt2"), Dataset(bytes_data))
     assert said.startswith("best.pt ") and "--init_from=best.pt" in said
 
 
