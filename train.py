@@ -35,15 +35,15 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, configurator, start
+from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, from_lab, plural,
                               say, writable, write_json)
-from nanoheads.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
-                              note_on_warmup, trained_with)
+from nanoheads.config import (TrainConfig, check_model, conflicts, data_of, flags_by_name,
+                              note_on_dropout, note_on_warmup, trained_with)
 from nanoheads.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.files import only_writer
 from nanoheads.kernels import allow_graphs
-from nanoheads.log import Log, write_config
+from nanoheads.log import Log, read_rows, write_config
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
                              lr_multiplier, make_optimizers, note_on_compile, of_mechanisms, precision,
                              seed_step)
@@ -259,9 +259,12 @@ def batch_at(run, step):
 
     x and y [B, T] are this rank's rows, on their way to the device; targets are those of its constraint
     heads, {name: [B, T]} for the tokens of x, or None; scored is None unless rows differ in their number of
-    tokens (documents).
+    tokens with an answer (documents, tasks).
     """
     batches, process = run.batches, run.process
+    if run.config.task:
+        x, y = (send(t, process) for t in batches(step, process.rank, process.world))
+        return x, y, None, batches.scored(step)
     ids, targets = send(batches(step, process.rank, process.world), process), None
     if run.targets:
         starts = batches.starts(step, process.rank, process.world)
@@ -287,6 +290,8 @@ def evaluate_splits(run):
     """
     process, dataset = run.process, run.dataset
     row = dict(step=run.step, tokens=run.tokens(run.step))
+    if run.config.task:
+        return {**row, **of_task(run), "elapsed_s": round(run.elapsed_s, 3)}
     for split in ("train", "val"):
         share = score(run.model, dataset, split, rank=process.rank, world=process.world,
                       max_tokens=run.config.eval_tokens or dataset.splits["val"]["tokens"],
@@ -298,6 +303,21 @@ def evaluate_splits(run):
     return {**row, **of_critic(run.model, dataset, "val")}
 
 
+def of_task(run):
+    """What an evaluation says of a task: val_loss in nats an answer, val_acc the mean over levels of the
+    share of answers that are right, acc/<level> that share; every rank scores its share of the rows.
+    """
+    process, nats, asked, shares = run.process, 0.0, 0, {}
+    share = tasks.score_levels(run.model, run.dataset, "val", rank=process.rank, world=process.world,
+                               autocast=precision(run.config.dtype, process.kind)[1])
+    for level, counts in share.items():
+        level_nats, level_right, level_asked = process.all_reduce_sum(counts)
+        nats, asked = nats + level_nats, asked + level_asked
+        shares[level] = level_right / level_asked
+    return dict(val_loss=nats / asked, val_acc=sum(shares.values()) / len(shares),
+                **{f"acc/{level}": right for level, right in shares.items()})
+
+
 def check_finite(run, row):
     """UserError where what the weights that were evaluated gave is not finite."""
     if not math.isfinite(row["val_loss"]):
@@ -307,6 +327,11 @@ def check_finite(run, row):
 
 
 def eval_line(row):
+    if "val_acc" in row:
+        levels = "  ".join(f"{key.removeprefix('acc/')}: {value:.3f}" for key, value in row.items()
+                           if key.startswith("acc/"))
+        return (f"step {row['step']:>7,}   val {row['val_loss']:.4f} nats/answer   "
+                f"right {row['val_acc']:.3f}   by level  {levels}   {row['elapsed_s']:,.1f} s")
     return (f"step {row['step']:>7,}   "
             f"train {row['train_loss']:.4f}   val {row['val_loss']:.4f} nats/token   "
             f"val {row['val_bpb']:.4f} bits/byte   {row['elapsed_s']:,.1f} s")
@@ -316,7 +341,10 @@ def log_eval(run):
     """The last evaluation, into the log, onto the bar and as a line."""
     if run.log:
         run.log.write(run.last_eval)
-    run.bar_values["val bpb"] = f"{run.last_eval['val_bpb']:.3f}"
+    if run.config.task:
+        run.bar_values["right"] = f"{run.last_eval['val_acc']:.3f}"
+    else:
+        run.bar_values["val bpb"] = f"{run.last_eval['val_bpb']:.3f}"
     run.process.print0(eval_line(run.last_eval))
 
 
@@ -420,7 +448,7 @@ class Run:
     """A run, and how far it is."""
     config: TrainConfig              # every key has its value
     model: GPT                       # never compiled, never wrapped
-    dataset: Dataset
+    dataset: Dataset | tasks.TaskData
     process: Process
     targets: Optional[Any] = None    # Targets of constraint heads, with labels
     asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.asked_for()
@@ -442,7 +470,7 @@ class Run:
     scaler: Optional[torch.amp.GradScaler] = None  # scales the loss in float16; else it changes nothing
     portions: int = 1                # forward passes of this rank in a step
     # of this launch
-    batches: Optional[Batches | DocumentBatches] = None
+    batches: Optional[Batches | DocumentBatches | tasks.TaskBatches] = None
     controller: Optional[Any] = None  # a Controller, where heads are measured or moved
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
@@ -468,7 +496,8 @@ class Run:
 
     @property
     def tokens_per_step(self):
-        return self.config.batch_size * self.config.grad_accum * self.model.config.block_size
+        length = self.dataset.length if self.config.task else self.model.config.block_size
+        return self.config.batch_size * self.config.grad_accum * length
 
     def tokens(self, step):
         """Tokens trained on in the steps before `step`."""
@@ -586,13 +615,15 @@ def train(model_config, config, given=()):
 def train_alone(model_config, config, given, process):
     """What train() does once no other run can write into out_dir; each rank of this run calls it."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
-    saves, dataset = start.saves_in(config), Dataset(config.dataset)
+    saves, dataset = start.saves_in(config), data_of(config, model_config.block_size)
     asked = start.asked_for(model_config, config)
     if config.dynamic_heads or config.grow_from is not None:
         controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         model_config = controller.starting_config(model_config, config)
     model, state = start.starting_point(model_config, config, dataset, process.device, given)
     progress = {key: state[key] for key in checkpoint.entries(checkpoint.PROGRESS) if key in (state or ())}
+    if config.task:  # a checkpoint may have brought another block_size
+        dataset = data_of(config, model.config.block_size)
     check_model(model, config)
     if OWN_FILES and model.changes_scores:
         try_scores(model, process.device)
@@ -650,6 +681,9 @@ def train_alone(model_config, config, given, process):
             if process.rank:  # main() lets the first rank speak, which may know nothing of this
                 say(f"train: rank {process.rank}: {explain(e)}", file=sys.stderr, flush=True)
             raise
+        if config.task and process.rank == 0:
+            rows = [row for row in read_rows(run.out_dir / "log.jsonl") if "val_acc" in row]
+            say(tasks.what_was_learned(dataset, rows))
         write_result(run)
         return run.last_eval
 
@@ -691,7 +725,8 @@ def print_run(run, saves):
         process.print0(f"{weak}labels {targets.dir}: {', '.join(targets.names)}{unread}")
     if config.documents:
         process.print0(str(run.batches))
-    shown = ["dataset", "optimizer", *rates_at(config, 0), "min_lr", "schedule", "warmup_iters"]
+    shown = ["task" if config.task else "dataset", "optimizer", *rates_at(config, 0), "min_lr", "schedule",
+             "warmup_iters"]
     process.print0(", ".join(f"{key}={getattr(config, key)}" for key in shown))
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
@@ -763,6 +798,8 @@ def batches_of(run):
     """The training batches of a run. UserError where the data has not enough for one."""
     c, config = run.model.config, run.config
     which = run.dataset, "train", c.block_size, config.batch_size * config.grad_accum, c.seed
+    if config.task:
+        return tasks.TaskBatches(run.dataset, config.batch_size * config.grad_accum, c.seed)
     if not config.documents:
         return Batches(*which)
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process.kind))

@@ -62,9 +62,14 @@ def is_float_tensor(value):
 
 
 def is_evaluation(value):
-    """Whether a value is a row of log.jsonl as train.py's evaluations are; step -1: of none so far."""
-    keys = {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"}
-    return has_names(value) and (value.get("step") == -1 or keys <= set(value))
+    """Whether a value is a row of log.jsonl as train.py's evaluations are, of text or of a task; step -1: of
+    none so far.
+    """
+    if not has_names(value):
+        return False
+    of_text = {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"}
+    of_task = {"step", "tokens", "val_loss", "val_acc", "elapsed_s"}
+    return value.get("step") == -1 or of_text <= value.keys() or of_task <= value.keys()
 
 
 def are_files_of_own(value):

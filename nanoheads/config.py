@@ -1,7 +1,7 @@
 """What a run is configured with, and what does not go together."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
@@ -10,6 +10,7 @@ from nanoheads.configurator import text_problems, typed
 from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag, range_problems
 from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
+from nanoheads.tasks import TaskConfig, TaskData
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {
@@ -83,7 +84,7 @@ class ControllerConfig:
 
 
 @dataclass
-class TrainConfig(ControllerConfig):
+class TrainConfig(ControllerConfig, TaskConfig):
     out_dir: Optional[str] = flag(
         None, "the run's folder; None: out/<scale or file>-<mechanisms>, with -2, -3, ... behind where "
               "another run has that name",
@@ -200,6 +201,10 @@ class TrainConfig(ControllerConfig):
             c.warmup_iters = end // 10
         return c
 
+    def of_task(self):
+        """{key: value} of the flags of a task, see tasks.TaskConfig."""
+        return {f.name: getattr(self, f.name) for f in fields(TaskConfig)}
+
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         bad = [*range_problems(self), *text_problems(self)]
@@ -227,6 +232,12 @@ class TrainConfig(ControllerConfig):
                        f"{self.documents} has rows of several widths")
         if self.documents and (self.labels or self.teacher):
             bad.append(f"documents={self.documents} has rows without labels or a teacher: leave those out")
+        for key, value in self.of_task().items():
+            if value not in (None, TaskConfig.__dataclass_fields__[key].default) and not self.task:
+                bad.append(f"{key}={value!r} means nothing without task")
+        for key in ("documents", "labels"):
+            if self.task and getattr(self, key):
+                bad.append(f"{key}={getattr(self, key)!r} is of a text, and task={self.task!r} has none")
         if self.freeze_trunk and self.dynamic_heads:
             bad.append("freeze_trunk=True: heads are measured by gradients of the trunk, which has none")
         return bad
@@ -241,6 +252,11 @@ def trained_with(flags, path):
     except ValueError as e:
         raise UserError(f"{path}: what it was trained with is impossible: {e}") from None
     return config
+
+
+def data_of(config, block_size):
+    """What a run is trained on: the rows of its task, or else its dataset. UserError."""
+    return TaskData(config.of_task(), block_size) if config.task else Dataset(config.dataset)
 
 
 # ---- what does not go together ----
@@ -267,17 +283,19 @@ def conflicts(model_config, config):
     if any(text_problems(config)):
         return bad
     try:
-        dataset = Dataset(config.dataset)
+        # a checkpoint brings a block_size of its own
+        dataset = None if config.task and config.init_from else data_of(config, model_config.block_size)
         if config.labels and model_config.constraint_names:
             targets = from_lab("lab.labels.targets", f"labels={config.labels}")
             targets.Targets(dataset, config.labels, model_config.constraint_names)
     except UserError as e:
         return bad + [str(e)]
-    if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
+    if dataset and (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
         bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s "
                    f"{dataset.vocab_size:,}")
-    # a checkpoint brings a block_size of its own
-    if not (config.init_from or config.eval_only or model_config.block_size < 1):
+    if config.task and dataset and dataset.length > model_config.block_size:
+        bad.append(f"task_length={dataset.length} must be at most block_size={model_config.block_size}")
+    if not (config.task or config.init_from or config.eval_only or model_config.block_size < 1):
         for split, pieces in (("train", 2), ("val", 1)):
             try:
                 dataset.need(split, pieces * model_config.block_size, model_config.block_size)

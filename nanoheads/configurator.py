@@ -32,7 +32,7 @@ from nanoheads.files import joined, setting_in_name
 
 HELP_WIDE = 70  # characters of a key's description in a line of --help
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
-Scale = Literal["tiny", "nano", "mid", "small", "paper"]
+Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
 
 
 @dataclass
@@ -463,13 +463,15 @@ def text_problems(config):
                    "leave it out")
 
 
-def preset_settings(by_hand, mechanisms):
+def preset_settings(by_hand, mechanisms, files):
     """(the scale, [names of mechanisms], [Setting] of what these mean, [problems]), by what is set by hand.
 
-    mechanisms: {name: flags}.
+    mechanisms: {name: flags}. files: the config files; a task without one is at its own scale.
     """
     by_hand = {each.key: each for each in by_hand}
     scale = by_hand["scale"].value if "scale" in by_hand else None
+    if not scale and not files and "task" in by_hand and by_hand["task"].value:
+        scale = "task"
     source, _, names = by_hand.get("mechanism", (None, None, None))
     names = re.findall(r"\w+", names) if isinstance(names, str) else names or []
     settings, bad, first = [], [], {}
@@ -548,8 +550,8 @@ def resolve(command, mechanisms=None, base=None):
 
     # what is set by hand, and below that what scale, mechanisms and the run that goes on set
     by_hand, bad, wrong = with_types(command.settings, keys)
-    scale, names, presets, bad_presets = preset_settings(by_hand, mechanisms) if own_keys else (
-        None, [], [], [])
+    scale, names, presets, bad_presets = preset_settings(
+        by_hand, mechanisms, command.files) if own_keys else (None, [], [], [])
     asked = [Setting(base[0], *each) for each in base[1].items()] if base else []
     weaker, bad_weaker, _ = with_types([*asked, *presets], keys)
     lost = bool(command.problems or bad_presets or wrong & {"scale", "mechanism"})
@@ -572,7 +574,9 @@ def resolve(command, mechanisms=None, base=None):
               if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
     setting = {each.source for each in before if each.key not in own_keys}
     files = [file for file in command.files if file in setting or not scale]
-    folder = f"out/{run_name(scale, names, files, differ)}"
+    task = settings["task"].value if "task" in settings else None
+    base = "-".join(filter(None, (None if task and scale == "task" else scale, task)))
+    folder = f"out/{run_name(base, names, files, differ)}"
 
     problems = [*command.problems, *bad, *bad_presets, *bad_weaker]
     return Resolved(scale, names, settings, folder, problems, notes + lines, wrong, lost)

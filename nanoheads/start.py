@@ -102,7 +102,8 @@ def left_open(command, trusted):
     if "lr" in asked:
         raise UserError(of_an_older_version(path))
     if evaluates:
-        asked = {key: asked[key] for key in ("dataset", "eval_tokens", "device", "dtype") if key in asked}
+        asked = {key: value for key, value in asked.items()
+                 if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}
     if asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
         last = Path(folder, "ckpt.pt")
@@ -214,7 +215,10 @@ def same_run(state, path, config, dataset):
     old, new = ({"optimizer": c.optimizer, "batch_size * grad_accum": c.batch_size * c.grad_accum}
                 for c in (trained_with(state["train"], path), config))
     differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
-    if digests_of(state["meta"]) != dataset.digests:
+    old, new = (meta.get("task") or {} for meta in (state["meta"], dataset.meta))  # {} of a text
+    differ += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
+               if key != "task_test_levels" and new.get(key) != old.get(key)]
+    if not new and digests_of(state["meta"]) != digests_of(dataset.meta):
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
         raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")

@@ -589,6 +589,21 @@ def test_what_a_run_may_write_is_no_damage(change, changed, bytes_data):
     assert checkpoint.read(folder / "ckpt.pt")["step"] == 7
 
 
+def test_a_run_on_a_task_goes_on(tmp_path, fails, capsys):
+    """Its evaluations have other numbers than those of text, and its rows follow from its flags."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=24, batch_size=4, device="cpu")
+    folder = f"--out_dir={tmp_path / 'run'}"
+    train.main(["--task=parity", *(f"--{key}={value}" for key, value in sizes.items()), "--max_iters=2",
+                "--eval_interval=2", folder])
+    train.main(["--resume", folder, "--max_iters=3"])
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 3
+    said, = fails(["--resume", folder, "--max_iters=4", "--task_levels=2,4"])
+    assert "cannot go on like this: task_levels=[2, 4] here is None there" in said
+    capsys.readouterr()
+    train.main(["--eval_only", folder])
+    assert "nats/answer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("keys", [dict(dtype="float16"), dict(constraint_names="a,b")], ids=lambda k: [*k][0])
 def test_parameters_that_had_no_gradient_need_no_moments(keys, bytes_data, tmp_path, monkeypatch):
     """In float16 while every step so far has overflowed; scores of constraint heads that have no labels."""

@@ -1,0 +1,456 @@
+"""
+Tasks: rows drawn anew at each step, whose answers follow from the row alone, to see what a model can learn.
+
+    python train.py --task=recall          # and see TASKS for the others
+
+A task is a function of a generator and a level to (x, y): tokens, and behind each token the answer that is
+wanted there, -1 where nothing is asked. Rows follow from (seed, step, row), so a resumed run reads what one
+that was never stopped reads, and all variants of a study read the same. What a run is scored on is drawn from
+other numbers, the same for all runs. Who asks which variant learns a task from which step on is compare.py.
+
+Each task has in tests/core/text/test_tasks.py a solver in plain Python, which computes the answers from x.
+"""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Callable, Literal, NamedTuple, Optional
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from nanoheads.common import UserError
+from nanoheads.mechanism import flag
+
+BLANK = 0        # the first word of each alphabet: nothing is said here
+NOT_ASKED = -1   # in y
+
+
+# ---- drawing: n rows at once, each function gives int64 ----
+
+def distinct(rng, n, size, count):
+    """`count` different numbers below `size` in each of n rows, in a random order, [n, count]."""
+    return rng.random((n, size)).argsort(1)[:, :count]
+
+
+def places(rng, n, count, width, room):
+    """Where `count` pieces of `width` tokens begin in `room` tokens, none over another, rising [n, count]."""
+    gaps = np.sort(distinct(rng, n, room - count * (width - 1), count), 1)
+    return gaps + np.arange(count) * (width - 1)
+
+
+def put(rows, where, pieces):
+    """Write pieces [n, count, width] into rows [n, T] from the places `where` [n, count] on."""
+    n, _, width = pieces.shape
+    rows[np.arange(n)[:, None, None], where[..., None] + np.arange(width)] = pieces
+
+
+def empty(n, length):
+    """(x of blanks, y in which nothing is asked), [n, length] each."""
+    return np.full((n, length), BLANK), np.full((n, length), NOT_ASKED)
+
+
+# ---- the tasks ----
+
+def recall(rng, level, n, words, length):
+    """Pairs of a key and a value, then the keys again in another order among blanks: which value was it?
+
+    level: pairs. Source: multi-query associative recall of Zoology, arXiv 2312.04927, section 3.
+    """
+    x, y = empty(n, length)
+    keys = words.key + distinct(rng, n, words.keys, level)
+    values = words.value + rng.integers(words.values, size=(n, level))
+    x[:, :2 * level] = np.stack((keys, values), -1).reshape(n, -1)
+    asked = 2 * level + distinct(rng, n, length - 2 * level, level)
+    np.put_along_axis(x, asked, keys, 1)
+    np.put_along_axis(y, asked, values, 1)
+    return x, y
+
+
+def fuzzy_recall(rng, level, n, words, length):
+    """As recall, with keys and values of several tokens, in which single tokens occur in several keys.
+
+    After the last token of a key the first of its value is asked, after that the next one. level: pairs.
+    Source: fuzzy in-context recall of MAD, arXiv 2403.17844, section 3.1; there the sizes of keys vary.
+    """
+    x, y = empty(n, length)
+    k, v = words.key_size, words.value_size
+    numbers = distinct(rng, n, words.keys ** k, level)
+    keys = words.key + numbers[..., None] // words.keys ** np.arange(k) % words.keys
+    values = words.value + rng.integers(words.values, size=(n, level, v))
+    pairs, end = np.concatenate((keys, values), -1), level * (k + v)
+    x[:, :end] = pairs.reshape(n, -1)
+    order = distinct(rng, n, level, level)[..., None]
+    pairs = np.take_along_axis(pairs, order, 1)
+    asked = end + places(rng, n, level, k + v - 1, length - end)
+    put(x, asked, pairs[..., :-1])  # the last token of a value is asked, and never read
+    put(y, asked + k - 1, np.take_along_axis(values, order, 1))
+    return x, y
+
+
+def noisy_recall(rng, level, n, words, length):
+    """As recall, with distractors in place of blanks: pairs among them in the first half, keys in the other.
+
+    level: pairs. Source: noisy in-context recall of MAD, arXiv 2403.17844, section 3.1.
+    """
+    _, y = empty(n, length)
+    x = words.noise + rng.integers(words.noises, size=(n, length))
+    half = length // 2
+    keys = words.key + distinct(rng, n, words.keys, level)
+    values = words.value + rng.integers(words.values, size=(n, level))
+    put(x, places(rng, n, level, 2, half), np.stack((keys, values), -1))
+    asked = half + distinct(rng, n, length - half, level)
+    np.put_along_axis(x, asked, keys, 1)
+    np.put_along_axis(y, asked, values, 1)
+    return x, y
+
+
+def copy(rng, level, n, words, length):
+    """Tokens among blanks, then so many marks: at the i-th mark, which was the i-th token?
+
+    level: tokens. Source: selective copying of MAD, arXiv 2403.17844, section 3.1.
+    """
+    x, y = empty(n, length)
+    tokens = words.key + rng.integers(words.keys, size=(n, level))
+    put(x, places(rng, n, level, 1, length - level), tokens[..., None])
+    x[:, length - level:] = words.mark
+    y[:, length - level:] = tokens
+    return x, y
+
+
+def induction(rng, level, n, words, length):
+    """Blanks, different tokens in a random order, and the same again: in the repetition, what comes next?
+
+    level: tokens in the part that is repeated. Source: Olsson et al. 2022, arXiv 2209.11895.
+    """
+    x, y = empty(n, length)
+    part = words.key + distinct(rng, n, words.keys, level)
+    x[:, length - 2 * level:] = np.concatenate((part, part), 1)
+    y[:, length - level:-1] = part[:, 1:]
+    return x, y
+
+
+def lookback(rng, level, n, words, length):
+    """A word that says d, then random tokens: at each of them, which came d before it?
+
+    level: d.
+    """
+    x, y = empty(n, length)
+    x[:, 0] = words.mark + level - 1
+    x[:, 1:] = words.key + rng.integers(words.keys, size=(n, length - 1))
+    y[:, 1 + level:] = x[:, 1:length - level]
+    return x, y
+
+
+def count(rng, level, n, words, length):
+    """Blanks, then random tokens of a small alphabet: how often has each occurred by now, itself included?
+
+    level: random tokens.
+    """
+    x, y = empty(n, length)
+    tokens = rng.integers(words.keys, size=(n, level))
+    seen = (tokens[..., None] == np.arange(words.keys)).cumsum(1)
+    times = np.take_along_axis(seen, tokens[..., None], 2)[..., 0]
+    x[:, length - level:] = words.key + tokens
+    y[:, length - level:] = words.value + times - 1
+    return x, y
+
+
+def parity(rng, level, n, words, length):
+    """Blanks, then random bits: in the second half of them, is the number of ones by now even or odd?
+
+    level: bits. A control: attention finds it hard, Hahn 2020, arXiv 1906.06755.
+    """
+    x, y = empty(n, length)
+    bits = rng.integers(2, size=(n, level))
+    asked = level - level // 2
+    x[:, length - level:] = words.key + bits
+    y[:, length - asked:] = words.value + (bits.cumsum(1) % 2)[:, -asked:]
+    return x, y
+
+
+class Task(NamedTuple):
+    """What there is to know of a task beside its rows. Alphabets and levels may be set by flags."""
+    draw: Callable
+    unit: str           # what a level counts
+    levels: list        # drawn in training
+    test_levels: list   # of an evaluation
+    room: Callable      # (level, words) -> tokens that a row needs at least
+    most: str           # the alphabet that a level may not exceed; "": any level
+    keys: int           # words of each alphabet; 0: it has none
+    values: int = 0     # 0: what is asked for are keys
+    noises: int = 0
+    marks: int = 0
+    key_size: int = 1
+    value_size: int = 1
+    show: Callable = None  # the number of a value -> how a person reads it; None: as its letter
+
+
+TASKS = {
+    "recall": Task(recall, "pairs", [1, 2, 4, 12], [1, 2, 4, 8, 12], keys=64, values=64, most="keys",
+                   room=lambda level, words: 3 * level),
+    "fuzzy_recall": Task(
+        fuzzy_recall, "pairs", [1, 2, 3, 6], [1, 2, 3, 4, 6], keys=8, values=8, key_size=2, value_size=2,
+        most="keys", room=lambda level, words: level * (2 * (words.key_size + words.value_size) - 1)),
+    "noisy_recall": Task(noisy_recall, "pairs", [1, 2, 4, 8], [1, 2, 4, 6, 8], keys=64, values=64, noises=16,
+                         most="keys", room=lambda level, words: 4 * level),
+    "copy": Task(copy, "tokens", [1, 2, 4, 8, 16], [1, 2, 4, 8, 16], keys=16, marks=1, most="",
+                 room=lambda level, words: 2 * level),
+    "induction": Task(induction, "tokens", [2, 4, 8, 16, 24], [2, 4, 8, 16, 24], keys=64, most="keys",
+                      room=lambda level, words: 2 * level),
+    "lookback": Task(lookback, "tokens back", [1, 2, 4, 8, 16], [1, 2, 4, 8, 16], keys=16, marks=64,
+                     most="marks", room=lambda level, words: level + 2),
+    "count": Task(count, "tokens", [4, 8, 16, 32, 48], [4, 8, 16, 32, 48], keys=4, values=64, most="values",
+                  room=lambda level, words: level, show=lambda value: str(value + 1)),
+    "parity": Task(parity, "bits", [2, 4, 8, 16], [2, 4, 8, 16], keys=2, values=2, most="",
+                   room=lambda level, words: level, show=lambda value: ("even", "odd")[value]),
+}
+ALPHABETS = ("keys", "values", "noises", "marks")
+
+
+@dataclass
+class TaskConfig:
+    """The flags of a task; what is None is as TASKS says."""
+    task: Optional[Literal[tuple(TASKS)]] = flag(
+        None, "train on rows of this task, not on a text; without a scale or a config file at --scale=task",
+        section="a task: rows drawn anew at each step, whose answers follow from the row alone")
+    task_levels: Optional[list[int]] = flag(None, "how hard rows are in training: drawn evenly, row by row")
+    task_test_levels: Optional[list[int]] = flag(
+        None, "and in evaluations, which have task_rows of each")
+    task_length: Optional[int] = flag(None, "tokens of a row; None: block_size", at_least=2)
+    task_keys: Optional[int] = flag(
+        None, "words that are keys, or what is copied, repeated, looked up, counted", at_least=2, at_most=512)
+    task_values: Optional[int] = flag(
+        None, "words that are values; of count, numbers", at_least=2, at_most=512)
+    task_noises: Optional[int] = flag(None, "noisy_recall: words that distract", at_least=1, at_most=128)
+    task_marks: Optional[int] = flag(
+        None, "lookback: words that say how far, so the farthest", at_least=1, at_most=128)
+    task_key_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a key", at_least=1)
+    task_value_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a value", at_least=1)
+    task_rows: int = flag(64, "rows of each level in an evaluation", at_least=1)
+
+
+# ---- words ----
+
+def letters(first, n, kind=str.isalpha):
+    """n characters from a code point on that are of a kind, a letter by default."""
+    found = (chr(code) for code in range(first, 0x3000) if kind(chr(code)))
+    return [next(found) for _ in range(n)]
+
+
+class Words:
+    """The vocabulary of a task: a blank, then its alphabets; each word is one character.
+
+    key, value, noise, mark: the first word of each alphabet. keys, values, noises, marks: how many it has.
+    UserError where a flag is for an alphabet that the task has not.
+    """
+
+    def __init__(self, name, sizes):
+        self.task = TASKS[name]
+        for alphabet in (*ALPHABETS, "key_size", "value_size"):
+            size, usual = sizes.get(f"task_{alphabet}"), getattr(self.task, alphabet)
+            fixed = usual == (1 if alphabet.endswith("size") else 0) or name == "parity"
+            if size is not None and size != usual and fixed:
+                has = f"has no {alphabet}" if not usual else f"always has {usual} {alphabet}"
+                if alphabet.endswith("size"):
+                    has = f"always has a {alphabet.replace('_', ' ')} of 1"
+                raise UserError(f"task_{alphabet}={size}: {name} {has}")
+            setattr(self, alphabet, usual if size is None else size)
+        bits = name == "parity"
+        self.vocab = [".", *("01" if bits else letters(ord("A"), self.keys)), *letters(0x0410, self.values),
+                      *letters(0x2500, self.noises, bool), *letters(0x2460, self.marks, bool)]
+        first = 1
+        for alphabet in ALPHABETS:
+            setattr(self, alphabet.removesuffix("s"), first)
+            first += getattr(self, alphabet)
+
+    @property
+    def answers(self):
+        """(first word, number of words) of the alphabet that answers are from."""
+        return (self.value, self.values) if self.values else (self.key, self.keys)
+
+    def shown(self, word):
+        """A word as a person reads it."""
+        if self.task.show and self.value <= word < self.value + self.values:
+            return self.task.show(int(word) - self.value)
+        return self.vocab[word]
+
+
+# ---- what a run is trained and scored on ----
+
+STREAMS = {"train": 0, "val": 1, "test": 2}  # the first number of what seeds a generator
+
+
+class TaskData:
+    """The rows of a task, as a run's dataset. UserError: a level or an alphabet that does not fit.
+
+    flags: {key: value}, those of a TaskConfig. length: of a row, where task_length is None. meta: what a
+    checkpoint keeps of it, with the flags in meta["task"].
+    """
+
+    def __init__(self, flags, length):
+        self.name = flags["task"]
+        self.flags = {f.name: flags.get(f.name, f.default) for f in fields(TaskConfig)}
+        self.words, self.task = Words(self.name, flags), TASKS[self.name]
+        self.length = flags.get("task_length") or length
+        self.levels = flags.get("task_levels") or self.task.levels
+        self.test_levels = flags.get("task_test_levels") or self.task.test_levels
+        self.vocab_size, self.separator = len(self.words.vocab), BLANK
+        for key in ("levels", "test_levels"):
+            if flags.get(f"task_{key}") == []:
+                raise UserError(f"task_{key} is empty: name a level, or leave it out for the task's own")
+            for level in getattr(self, key):
+                self.check_level(f"task_{key}", level, self.length)
+        self.meta = dict(name=f"task {self.name}", encoding="char", vocab=self.words.vocab,
+                         vocab_size=self.vocab_size, separator=BLANK, task=self.flags)
+
+    def check_level(self, key, level, length):
+        """UserError where rows of this length have no room for a level, or an alphabet is too small."""
+        words, task = self.words, self.task
+        if level < (2 if self.name in ("induction", "parity") else 1):
+            raise UserError(f"{key}: {self.name} has no rows with {level} {task.unit}")
+        if (room := task.room(level, words)) > length:
+            raise UserError(f"{key}: {level} {task.unit} of {self.name} need rows of at least {room} tokens, "
+                            f"and rows have {length}: raise block_size or lower the level")
+        most = getattr(words, task.most) if task.most else math.inf
+        if task.most == "keys":
+            most **= words.key_size
+        if level > most:
+            raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "
+                            f"task_{task.most}={getattr(words, task.most)} gives {most}: raise it or lower "
+                            "the level")
+
+    def rows(self, split, level, n, length=None):
+        """(x, y) of n rows of one level and `length` tokens, int64 [n, T] each, the same for all runs."""
+        rng = np.random.default_rng([STREAMS[split], level])
+        return self.task.draw(rng, level, n, self.words, length or self.length)
+
+    def batch(self, seed, step, n):
+        """(x, y) of the n rows that a run of this seed reads at a step, int64 [n, T] each."""
+        rng = np.random.default_rng([STREAMS["train"], seed, step])
+        x, y = empty(n, self.length)
+        which = rng.integers(len(self.levels), size=n)
+        for i, level in enumerate(self.levels):
+            mine = np.flatnonzero(which == i)
+            if not len(mine):
+                continue
+            x[mine], y[mine] = self.task.draw(rng, level, len(mine), self.words, self.length)
+        return x, y
+
+    def guesses(self, split, level, n, length=None):
+        """What share of its answers who knows nothing else gets right in these rows, as a dict.
+
+        chance: of all words that may be the answer. seen: of those that stand in the row by then, each
+        counted once. usual: with the one word that is right most often.
+        """
+        x, y = self.rows(split, level, n, length)
+        first, size = self.words.answers
+        of_words = np.arange(first, first + size)
+        seen = np.maximum.accumulate(x[..., None] == of_words, 1)  # [n, T, words]
+        asked = y != NOT_ASKED
+        right = y[asked] - first
+        among = seen[asked]
+        hits = among[np.arange(len(right)), right] / among.sum(1).clip(1)
+        return dict(chance=1 / size, seen=float(hits.mean()),
+                    usual=float(np.bincount(right).max() / len(right)))
+
+
+class TaskBatches:
+    """Training batches of a task, a function of (seed, step) alone, like those of dataset.Batches."""
+
+    def __init__(self, data, rows, seed):
+        self.data, self.rows = data, rows
+        self.whole = lru_cache(maxsize=2)(lambda step: data.batch(seed, step, rows))
+
+    def __call__(self, step, rank=0, world=1):
+        """This rank's rows of the batch at `step`: (x, y), int64 [rows / world, T] each."""
+        x, y = self.whole(step)
+        return torch.from_numpy(x[rank::world]), torch.from_numpy(y[rank::world])
+
+    def scored(self, step):
+        """Answers asked for in the batch at `step`, over all ranks."""
+        return int((self.whole(step)[1] != NOT_ASKED).sum())
+
+    def tokens(self, step):
+        """Tokens read in the steps before `step`."""
+        return step * self.rows * self.data.length
+
+
+@torch.no_grad()
+def answers_of(model, x, at_once=4096):
+    """(the most probable next word, its logits) after each token of x [n, T]: int64 [n, T], [n, T, V]."""
+    device = next(model.parameters()).device
+    parts = [model(part.to(device)).logits.float().cpu() for part in x.split(max(1, at_once // x.size(1)))]
+    logits = torch.cat(parts)
+    return logits.argmax(-1), logits
+
+
+@torch.no_grad()
+def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0, world=1, autocast=None):
+    """{level: (nats summed, answers right, answers asked)} of rows that no run was trained on.
+
+    rows: of each level, None: task_rows. levels: None: task_test_levels. Of several ranks each scores its
+    share; the caller adds them up.
+    """
+    was_training, found = model.training, {}
+    model.eval()
+    try:
+        with autocast or nullcontext():
+            for level in levels or data.test_levels:
+                x, y = data.rows(split, level, rows or data.flags["task_rows"], length)
+                x, y = torch.from_numpy(x[rank::world]), torch.from_numpy(y[rank::world])
+                nats, right = 0.0, 0
+                if len(x):
+                    best, logits = answers_of(model, x)
+                    nats = float(F.cross_entropy(logits.flatten(0, 1).double(), y.flatten(),
+                                                 ignore_index=NOT_ASKED, reduction="sum"))
+                    right = int((best == y).sum())
+                found[level] = nats, right, int((y != NOT_ASKED).sum())
+    finally:
+        model.train(was_training)
+    return found
+
+
+# ---- what was learned ----
+
+LEARNED = 0.9  # the share of answers that must be right
+
+
+def learned_from(steps, shares, enough=LEARNED):
+    """The first of these steps from which on a share is at least `enough` to the end; None: there is none."""
+    first = None
+    for step, share in zip(steps, shares):
+        if share < enough:
+            first = None
+        elif first is None:
+            first = step
+    return first
+
+
+def what_was_learned(data, rows):
+    """A line: which levels were learned, from which step on, and what became of the others.
+
+    rows: the evaluations of a run, as in its log.
+    """
+    steps, last = [row["step"] for row in rows], rows[-1]
+    learned, others = [], []
+    for level in data.test_levels:
+        shares = [row[f"acc/{level}"] for row in rows]
+        step = learned_from(steps, shares)
+        if step is not None:
+            learned.append((level, step))
+        else:
+            guess = data.guesses("val", level, data.flags["task_rows"])
+            others.append(f"{level} ({shares[-1]:.2f} right, guessing gives "
+                          f"{max(guess.values()):.2f})")
+    unit, parts = data.task.unit, []
+    if learned:
+        parts.append("learned " + ", ".join(f"{level} from step {step:,} on" for level, step in learned))
+    if others:
+        parts.append("not learned " + ", ".join(others))
+    of_all = learned_from(steps, [row["val_acc"] for row in rows])
+    when = "never" if of_all is None else f"from step {of_all:,} on"
+    return (f"{data.name}, by {unit}: {'; '.join(parts)}. All levels together: {last['val_acc']:.3f} right, "
+            f"{LEARNED:.0%} {when}")

@@ -1,0 +1,275 @@
+"""Rows of tasks: a solver in plain Python computes every answer from the tokens of its row alone."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from nanoheads.common import UserError
+from nanoheads.tasks import NOT_ASKED, TASKS, TaskBatches, TaskData, Words, learned_from, letters
+
+LENGTH = 48
+
+
+def of(name, length=LENGTH, **flags):
+    return TaskData({"task": name, **{f"task_{key}": value for key, value in flags.items()}}, length)
+
+
+# ---- a solver for each task: words of a row, as its vocabulary spells them -> {place: answer} ----
+
+def kind(data, word):
+    """The alphabet that a word is from: key, value, noise, mark or blank."""
+    words = data.words
+    begins = [(words.key, words.keys, "key"), (words.value, words.values, "value"),
+              (words.noise, words.noises, "noise"), (words.mark, words.marks, "mark")]
+    return next((name for first, size, name in begins if first <= word < first + size), "blank")
+
+
+def solve_recall(data, row):
+    """A key that a value follows is a pair; a key that none follows is asked for."""
+    values, answers = {}, {}
+    spoken = [(t, word) for t, word in enumerate(row) if kind(data, word) in ("key", "value")]
+    for (t, word), (_, following) in zip(spoken, spoken[1:] + [(None, 0)]):
+        if kind(data, word) == "key":
+            if word in values:
+                answers[t] = values[word]
+            else:
+                assert kind(data, following) == "value", "a key without a value that was not there before"
+                values[word] = following
+    return answers
+
+
+def solve_fuzzy_recall(data, row):
+    """Cut into keys and values of their sizes: the first time a key is met it is told, then asked for."""
+    k, v = data.words.key_size, data.words.value_size
+    values, answers, t = {}, {}, 0
+    while t < len(row):
+        if kind(data, row[t]) != "key":
+            assert kind(data, row[t]) == "blank"
+            t += 1
+            continue
+        key = tuple(row[t:t + k])
+        assert all(kind(data, word) == "key" for word in key)
+        if key not in values:
+            values[key] = tuple(row[t + k:t + k + v])
+            t += k + v
+        else:
+            for i, word in enumerate(values[key]):
+                answers[t + k - 1 + i] = word
+            assert tuple(row[t + k:t + k + v - 1]) == values[key][:-1]  # what was answered is then read
+            t += k + v - 1
+    return answers
+
+
+def solve_copy(data, row):
+    tokens = [word for word in row if kind(data, word) == "key"]
+    marks = [t for t, word in enumerate(row) if kind(data, word) == "mark"]
+    assert len(tokens) == len(marks)
+    return dict(zip(marks, tokens))
+
+
+def solve_induction(data, row):
+    part = [(t, word) for t, word in enumerate(row) if kind(data, word) == "key"]
+    first = {word: i for i, (_, word) in reversed([*enumerate(part)])}
+    # at a word that was there before: what came behind it then
+    answers = {t: part[first[word] + 1][1] for i, (t, word) in enumerate(part) if first[word] < i}
+    answers.pop(part[-1][0])  # behind the last one nothing comes
+    return answers
+
+
+def solve_lookback(data, row):
+    d = row[0] - data.words.mark + 1
+    return {t: row[t - d] for t in range(len(row)) if t - d >= 1}
+
+
+def solve_count(data, row):
+    seen, answers = Counter(), {}
+    for t, word in enumerate(row):
+        if kind(data, word) == "key":
+            seen[word] += 1
+            answers[t] = data.words.value + seen[word] - 1
+    return answers
+
+
+def solve_parity(data, row):
+    bits = [(t, word - data.words.key) for t, word in enumerate(row) if kind(data, word) == "key"]
+    answers = {t: data.words.value + sum(bit for _, bit in bits[:i + 1]) % 2 for i, (t, _) in enumerate(bits)}
+    return {t: answers[t] for t, _ in bits[len(bits) // 2:]}
+
+
+SOLVERS = dict(recall=solve_recall, fuzzy_recall=solve_fuzzy_recall, noisy_recall=solve_recall,
+               copy=solve_copy, induction=solve_induction, lookback=solve_lookback, count=solve_count,
+               parity=solve_parity)
+
+# other sizes than the tasks' own, at the edges of what fits
+SIZES = [
+    ("recall", 9, dict(levels=[3], test_levels=[1], keys=3, values=2)),
+    ("fuzzy_recall", 27, dict(levels=[3], test_levels=[1], keys=2, values=2, key_size=3, value_size=2)),
+    ("fuzzy_recall", 12, dict(levels=[3], test_levels=[1], keys=3, values=2, key_size=1, value_size=1)),
+    ("fuzzy_recall", 20, dict(levels=[2], test_levels=[1], keys=2, values=3, key_size=1, value_size=4)),
+    ("noisy_recall", 12, dict(levels=[3], test_levels=[1], keys=3, values=2, noises=1)),
+    ("copy", 8, dict(levels=[4], test_levels=[1], keys=2)),
+    ("induction", 10, dict(levels=[5], test_levels=[2], keys=5)),
+    ("lookback", 8, dict(levels=[6], test_levels=[1], keys=2, marks=6)),
+    ("count", 7, dict(levels=[7], test_levels=[1], keys=2, values=7)),
+    ("parity", 7, dict(levels=[7], test_levels=[3]))]
+EVERY = [(name, LENGTH, {}) for name in TASKS] + SIZES
+
+
+def solved(data, x):
+    """y as the solver has it, [n, T]."""
+    y = np.full(x.shape, NOT_ASKED)
+    for row, answers in zip(x.tolist(), y):
+        for t, word in SOLVERS[data.name](data, row).items():
+            answers[t] = word
+    return y
+
+
+@pytest.mark.parametrize("name, length, flags", EVERY)
+def test_a_solver_computes_the_answers_from_the_row_alone(name, length, flags):
+    data = of(name, length, **flags)
+    for step in range(3):
+        x, y = data.batch(7, step, 40)
+        assert x.shape == y.shape == (40, length) and 0 <= x.min() and x.max() < data.vocab_size
+        np.testing.assert_array_equal(y, solved(data, x))
+        assert (y != NOT_ASKED).any(1).all()  # each row asks for something
+    for level in data.test_levels:
+        x, y = data.rows("val", level, 20)
+        np.testing.assert_array_equal(y, solved(data, x))
+
+
+@pytest.mark.parametrize("name, wrong", [
+    ("recall", lambda x: np.roll(x, 1, 0)),                 # answers of another row
+    ("lookback", lambda x: np.concatenate((x[:, :1], np.roll(x[:, 1:], 1, 1)), 1)),  # one token further
+    ("parity", lambda x: np.concatenate((x[:, :-1], x[:, -1:] ^ 3), 1)),  # the last bit turned
+    ("count", lambda x: x[:, ::-1])])                       # counted from the end
+def test_the_solvers_find_wrong_answers(name, wrong):
+    x, y = of(name).batch(7, 0, 40)
+    assert (solved(of(name), wrong(x)) != y).any()
+
+
+def test_no_filler_changes_an_answer():
+    """Other distractors, and blanks taken out where nothing is asked, leave the answers as they are."""
+    data = of("noisy_recall")
+    x, y = data.batch(7, 0, 40)
+    noise = (x >= data.words.noise) & (x < data.words.noise + data.words.noises)
+    other = np.where(noise, data.words.noise + np.random.default_rng(0).integers(16, size=x.shape), x)
+    assert (other != x).any()
+    np.testing.assert_array_equal(solved(data, other), y)
+    for name in ("recall", "copy", "induction", "count", "parity"):
+        data = of(name)
+        for row, wanted in zip(*data.batch(7, 1, 20)):
+            said = [word for word in row.tolist() if word]
+            answers = SOLVERS[name](data, said)
+            assert [answers[t] for t in sorted(answers)] == wanted[wanted != NOT_ASKED].tolist(), name
+
+
+def test_distinct_keys_have_one_value_each():
+    for name in ("recall", "noisy_recall"):
+        data = of(name)
+        for row in data.rows("train", 8, 50)[0].tolist():
+            asked = Counter(word for word in row if kind(data, word) == "key")
+            assert set(asked.values()) == {2} and len(asked) == 8
+
+
+# ---- which rows ----
+
+def test_rows_follow_from_seed_and_step_and_ranks_share_them():
+    data = of("recall")
+    batches, again, other = (TaskBatches(data, 6, seed) for seed in (3, 3, 4))
+    x, y = batches(5)
+    assert torch.equal(x, again(5)[0]) and torch.equal(y, again(5)[1])
+    assert not torch.equal(x, other(5)[0]) and not torch.equal(x, batches(6)[0])
+    for rank in range(3):
+        mine = batches(5, rank, 3)
+        assert torch.equal(mine[0], x[rank::3]) and torch.equal(mine[1], y[rank::3])
+    assert batches.scored(5) == int((y != -1).sum()) and batches.tokens(5) == 5 * 6 * LENGTH
+
+
+def test_evaluations_have_rows_of_their_own():
+    """No row of val or test is read in training, and each level's are the same whatever others there are."""
+    data = of("copy")
+    val, test = ({tuple(row) for row in data.rows(split, 8, 64)[0].tolist()} for split in ("val", "test"))
+    trained = {tuple(row) for step in range(50) for row in data.batch(0, step, 32)[0].tolist()}
+    assert not val & test and not (val | test) & trained
+    fewer = of("copy", test_levels=[8])
+    np.testing.assert_array_equal(fewer.rows("val", 8, 64)[0], data.rows("val", 8, 64)[0])
+
+
+def test_levels_are_drawn_evenly():
+    data = of("copy", levels=[1, 3])
+    asked = np.concatenate([(data.batch(0, step, 40)[1] != NOT_ASKED).sum(1) for step in range(50)])
+    share = (asked == 3).mean()
+    assert set(asked.tolist()) == {1, 3} and abs(share - 0.5) < 0.05  # 2,000 rows: 0.011 is a standard error
+
+
+def test_longer_rows_have_room_for_higher_levels():
+    data = of("recall")
+    x, y = data.rows("test", 24, 10, length=96)
+    assert x.shape == (10, 96)
+    np.testing.assert_array_equal(y, solved(data, x))
+
+
+# ---- guessing ----
+
+@pytest.mark.parametrize("level", [1, 2, 4, 12])
+def test_who_guesses_among_the_values_seen_is_right_as_often_as_computed(level):
+    data = of("recall")
+    x, y = data.rows("val", level, 64)
+    shares = []
+    for row, answers in zip(x.tolist(), y.tolist()):
+        for t, answer in enumerate(answers):
+            if answer != NOT_ASKED:
+                seen = {word for word in row[:t + 1] if kind(data, word) == "value"}
+                shares.append((answer in seen) / len(seen))
+    guesses = data.guesses("val", level, 64)
+    assert guesses["seen"] == pytest.approx(np.mean(shares)) and guesses["chance"] == 1 / 64
+    assert guesses["seen"] >= 1 / level - 1e-9  # more where a value is there twice
+
+
+def test_the_usual_answer_of_parity_is_right_half_of_the_time():
+    guesses = of("parity").guesses("val", 16, 256)
+    assert guesses["chance"] == 0.5 and 0.5 <= guesses["usual"] < 0.55 and guesses["seen"] == 0.0
+
+
+# ---- what was learned ----
+
+@pytest.mark.parametrize("shares, step", [
+    ([0.1, 0.5, 0.9, 0.95], 30), ([0.9, 0.5, 0.9, 0.95], 30), ([1, 1, 1, 1], 10),
+    ([0.1, 0.95, 0.95, 0.89], None), ([0.1, 0.2, 0.3, 0.4], None)])
+def test_learned_from_the_step_from_which_on_nine_tenths_are_right(shares, step):
+    assert learned_from([10, 20, 30, 40], shares) == step
+
+
+# ---- what does not fit ----
+
+@pytest.mark.parametrize("name, flags, words", [
+    ("recall", dict(levels=[17]),
+     "task_levels: 17 pairs of recall need rows of at least 51 tokens, and rows"),
+    ("recall", dict(levels=[1], test_levels=[5], keys=4),
+     "task_test_levels: 5 pairs of recall need as many keys, and task_keys=4 gives 4"),
+    ("recall", dict(levels=[12], keys=4), "task_levels: 12 pairs of recall need as many keys"),
+    ("fuzzy_recall", dict(levels=[5], keys=2),
+     "5 pairs of fuzzy_recall need as many keys, and task_keys=2 gives"),
+    ("lookback", dict(levels=[9], marks=8), "9 tokens back of lookback need as many marks"),
+    ("count", dict(levels=[20], values=8), "20 tokens of count need as many values"),
+    ("induction", dict(levels=[1]), "induction has no rows with 1 tokens"),
+    ("recall", dict(levels=[]), "task_levels is empty"),
+    ("recall", dict(levels=[0]), "recall has no rows with 0 pairs"),
+    ("copy", dict(values=5), "task_values=5: copy has no values"),
+    ("recall", dict(key_size=2), "task_key_size=2: recall always has a key size of 1"),
+    ("parity", dict(keys=3), "task_keys=3: parity always has 2 keys")])
+def test_what_does_not_fit_is_one_line(name, flags, words):
+    with pytest.raises(UserError) as e:
+        of(name, **flags)
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_each_word_is_one_character_of_its_own():
+    for name, sizes in [(name, {}) for name in TASKS] + [
+            ("recall", dict(task_keys=512, task_values=512)),
+            ("noisy_recall", dict(task_noises=128)), ("lookback", dict(task_marks=128))]:
+        vocab = Words(name, sizes).vocab
+        assert len(set(vocab)) == len(vocab) and set(map(len, vocab)) == {1}
+    assert letters(ord("A"), 3) == ["A", "B", "C"]
