@@ -4,13 +4,10 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py                                   # our recipes against the plain GPT (recipe=gpt2)
     python bench.py --nanogpt ../nanoGPT              # nanoGPT in the same run, and the ratios are to it
     python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
-    python bench.py --race --nanogpt ../nanoGPT       # train both to the loss that nanoGPT's README names
     python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
     python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
     python bench.py --mechanisms=mine.py              # one in a file of your own (docs/add-a-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
-    python bench.py --contexts 1024 4096 16384        # decoding after so many: routing that skips or not
-    python bench.py --contexts 128 1024 --nanogpt ../nanoGPT     # and nanoGPT, which reads all again
 
 A training step is train.training_step(), as in a run. Contestants take turns, a few steps each, round after
 round: a machine that slows down slows all of them.
@@ -19,60 +16,50 @@ The ratio of a round is within that round; what is printed is the median over ro
 
 With --mechanisms each takes turns with the plain GPT alone, and is gone before the next is built. Rows are
 printed and written (--json) as they are made, so that a run that is stopped keeps them. One that fails is a
-row too.
+row too. Decoding after long contexts and the race to nanoGPT's loss are `python -m lab.bench.contexts` and
+`python -m lab.bench.race`.
 """
 
 import argparse
 import functools
 import gc
-import importlib.util
-import json
 import math
 import multiprocessing
-import os
-import re
 import statistics
-import subprocess
 import sys
-import time
-from contextlib import redirect_stdout
-from pathlib import Path
 
 from nanoheads import threads  # before torch, whose threads it has wait briefly
 
 import torch
 
 import train
-from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, explain, keep_freed_memory,
+from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig
+from nanoheads import own_mechanism
+from nanoheads.common import (ArgumentParser, UserError, as_program, explain, from_lab, keep_freed_memory,
                               last_words, pick_device, plural, say, table, writable, write_json)
 from nanoheads.config import TrainConfig
-from nanoheads.dataset import Dataset
 from nanoheads.kernels import allow_graphs
 from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
 from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
-from nanoheads.scoring import score
-from nanoheads.timing import mfu, on_cuda, peak_memory, progress_bar, take_turns, time_rows, timed
+from nanoheads.timing import (mfu, on_cuda, peak_memory, progress_bar, take_turns, time_line, time_rows,
+                              time_table, timed)
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
+# former options, and the program that measures it now
+IN_LAB = {"--race": "lab.bench.race", "--contexts": "lab.bench.contexts"}
 LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
 
 
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
 
-def gpt_config(args, block_size, **flags):
-    return GPTConfig(vocab_size=args.vocab_size, block_size=block_size, n_layer=args.n_layer,
-                     n_head=args.n_head, n_embd=args.n_embd, **flags)
-
-
 def ours(recipe, args, flags={}, off=0.0):
     """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
     def build():
-        model = GPT(gpt_config(args, args.block_size, recipe=recipe, **flags))
+        model = GPT(GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size, n_layer=args.n_layer,
+                              n_head=args.n_head, n_embd=args.n_embd, recipe=recipe, **flags))
         if off:
             prune_heads(model, {layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
         config = TrainConfig(dtype=args.dtype, compile=args.compile,
@@ -82,35 +69,9 @@ def ours(recipe, args, flags={}, off=0.0):
     return build
 
 
-def nanogpt(path, args):
-    """nanoGPT's model, and the step of its train.py."""
-    def build():
-        spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
-        module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints what it counts
-            config = module.GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size,
-                                      n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
-                                      dropout=0.0, bias=False)
-            model = module.GPT(config).to(args.device)
-            optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), torch.device(args.device).type)
-        compiled = torch.compile(model) if args.compile else model
-
-        def step(x, y):
-            with autocast(args):
-                _, loss = compiled(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)  # its train.py reads the loss of every tenth step
-
-        def decode(idx, n):
-            model.eval()
-            out = model.generate(idx, n)
-            model.train()
-            return out
-        return model, step, decode
-    return build
+def nanogpt():
+    """The module that knows nanoGPT. UserError: there is no lab/."""
+    return from_lab("lab.bench.nanogpt", "--nanogpt")
 
 
 def mechanisms():
@@ -128,7 +89,7 @@ def contestants_of(args):
         for name in args.mechanisms.split(","):
             names += flags if name == "all" else [name]
         return {recipe: ours(recipe, args), **{name: ours(recipe, args, flags[name]) for name in names}}
-    first = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
+    first = {"nanogpt": nanogpt().contestant(args.nanogpt, args)} if args.nanogpt else {}
     return {**first, **{recipe: ours(recipe, args) for recipe in args.recipes}}
 
 
@@ -243,17 +204,17 @@ class Contest:
     def more_of(self, row):
         """What else is known of a training step: its share of the device's rate, its memory."""
         args, name = self.args, row["name"]
-        found = {"peak_bytes": self.peak_bytes(name)} if on_cuda(args) or args.memory else {}
+        more = {"peak_bytes": self.peak_bytes(name)} if on_cuda(args) or args.memory else {}
         if not on_cuda(args):
-            return found
+            return more
         model, _, _ = self.built[name]
         if name == "nanogpt":  # which is recipe=gpt2, counted by our formula
             model, _, _ = self.built.get("gpt2", (None, None, None))
         if model is not None:
             used = model.flops_per_token() * row["tokens_per_s"]
-            found.update(share_of_matmul_rate=used / (self.rate * 1e12),
-                         mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
-        return found
+            more.update(share_of_matmul_rate=used / (self.rate * 1e12),
+                        mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
+        return more
 
 
 def contest_rows(args, rate):
@@ -297,136 +258,16 @@ def failure(what, name, e):
     return dict(what=what, name=name, error=text.splitlines()[0][:300])
 
 
-def decode_rows(args):
-    """Yield the times of one more token after each of args.contexts.
-
-    Ours, from a cache: all heads read, or only the selected ones. With nanoGPT: it reads all again.
-    """
-    token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
-    recipe = args.recipes[0]
-    variants = dict(plain=dict(recipe=recipe), dense=dict(recipe=recipe, routing="moh", routing_skip=False),
-                    skip=dict(recipe=recipe, routing="moh"))
-    if args.nanogpt:
-        variants = {recipe: dict(recipe=recipe) for recipe in args.recipes}
-    for context in progress_bar(args.contexts, "contexts"):
-        actions = {"nanogpt": whole_again(context, args)} if args.nanogpt else {}
-        actions.update({name: cached(context, flags, args) for name, flags in variants.items()})
-
-        def decode(name):
-            with torch.inference_mode(), autocast(args):
-                for _ in range(args.steps):
-                    actions[name](token)
-        seconds = take_turns(actions, decode, args, f"context {context}")
-        yield from time_rows(f"{context:,}", seconds, "nanogpt" if args.nanogpt else "dense",
-                             args.steps * args.batch_size, args.steps)
-
-
-def whole_again(context, args):
-    """action(token): nanoGPT's logits after `context` tokens and this one."""
-    model, _, _ = nanogpt(args.nanogpt, argparse.Namespace(**{**vars(args), "block_size": context + 1}))()
-    model.eval()
-    idx = torch.zeros(args.batch_size, context, dtype=torch.long, device=args.device)
-    return lambda token: model(torch.cat((idx, token), 1))
-
-
-def cached(context, flags, args):
-    """action(token): our logits after a cache that holds `context` tokens, and this one."""
-    model = GPT(gpt_config(args, context + 1, **flags)).to(args.device).eval()
-    cache = KVCache(model.config)
-    shape = (2, args.batch_size, args.n_head, context, model.config.head_size)
-    for layer in range(args.n_layer):  # what the keys hold does not change the time
-        cache.append(layer, *torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)))
-    cache.length = context
-
-    def action(token):
-        model.head(model.hidden(token, cache))
-        cache.length = context
-    return action
-
-
-# ---- the race: how soon is the result that nanoGPT's README names reached? ----
-
-# nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
-REFERENCE_LOSS = 1.886
-
-
-def race(args):
-    """Train nanoGPT and recipe=modern as their users would, in turn; score both on all of validation."""
-    rows, data, out = [], Dataset("shakespeare_char"), Path("out/race").resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    for seed in range(1337, 1337 + args.seeds):
-        row = dict(seed=seed)
-        for name in ("nanogpt", "modern") if seed % 2 else ("modern", "nanogpt"):
-            folder = out / f"{name}-{seed}"
-            if name == "nanogpt":
-                steps, loop, process = 2000, *race_nanogpt(args.nanogpt, seed, folder)
-            else:
-                steps, loop, process = args.iters, *race_modern(args.iters, seed, folder)
-            model = checkpoint.build(checkpoint.read(folder / "ckpt.pt"), folder)
-            nats, count = score(model, data, "val")
-            result = dict(steps=steps, val_loss=nats / count, loop_s=loop, process_s=process)
-            row.update({f"{key}_{name}": value for key, value in result.items()})
-            print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char "
-                  f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
-        rows.append(row)
-        write(args, rows, dict(seeds=args.seeds, iters=args.iters), None, finished=len(rows) == args.seeds)
-    for part in ("loop", "process"):
-        ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
-        print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
-              f"(each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
-    modern = statistics.mean(r["val_loss_modern"] for r in rows)
-    theirs = statistics.mean(r["val_loss_nanogpt"] for r in rows)
-    print(f"mean val loss: modern {modern:.4f} after {args.iters} steps, nanoGPT {theirs:.4f} after 2,000; "
-          f"{REFERENCE_LOSS} {'reached' if modern <= REFERENCE_LOSS else 'not reached'}")
-
-
-def race_nanogpt(path, seed, folder):
-    """(seconds of the loop, of the process) of its README's CPU command."""
-    # its seed is fixed in the script, so each run gets another by text
-    source = (Path(path) / "train.py").read_text()
-    source = source.replace("torch.manual_seed(1337", f"torch.manual_seed({seed}")
-    options = ("--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 "
-               "--device=cpu --compile=False --eval_iters=1 --eval_interval=2000 --log_interval=10 "
-               "--max_iters=2000 --lr_decay_iters=2000 --always_save_checkpoint=True")
-    lines = run_timed(["-c", f"__file__ = 'train.py'\n{source}", "config/train_shakespeare_char.py",
-                       *options.split(), f"--out_dir={folder}"], path)
-    stamps = [at for at, line in lines if re.match(r"iter \d+:", line)]
-    return stamps[-1] - stamps[0], lines[-1][0]
-
-
-def race_modern(iters, seed, folder):
-    """(seconds of the loop, of the process) of our config for the same model."""
-    lines = run_timed([str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu",
-                       f"--max_iters={iters}", "--eval_interval=1000000", "--eval_tokens=1000",
-                       f"--seed={seed}", f"--out_dir={folder}", "--overwrite"], ROOT)
-    log = (folder / "log.jsonl").read_text().splitlines()
-    return json.loads(log[-1])["elapsed_s"], lines[-1][0]
-
-
-def run_timed(command, folder):
-    """[(seconds since the start, line)] of a Python command's output, with one more entry for its end."""
-    began, lines = time.perf_counter(), []
-    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for line in process.stdout:
-        lines.append((time.perf_counter() - began, line.rstrip()))
-    if process.wait():
-        raise UserError(f"{command[0][:40]} failed: {process.stderr.read()[-800:]}")
-    return lines + [(time.perf_counter() - began, "")]
-
-
 # ---- output ----
 
 def line_of(row):
     """A row as soon as it is made."""
+    name = f"{row['what']:<8}{row['name']:<24}"
     if "error" in row:
-        text = f"failed: {row['error']}"
-    elif row["what"] == "memory":
-        text = f"{(row['peak_bytes'] or math.nan) / 2**20:>12,.0f} MiB"
-    else:
-        text = (f"{row['tokens_per_s']:>12,.0f} tokens/s  {row['time_ratio']:.3f} "
-                f"[{row['time_ratio_low']:.3f}, {row['time_ratio_high']:.3f}] of {row['reference']}'s time")
-    return f"{row['what']:<8}{row['name']:<24}{text}"
+        return f"{name}failed: {row['error']}"
+    if row["what"] == "memory":
+        return f"{name}{(row['peak_bytes'] or math.nan) / 2**20:>12,.0f} MiB"
+    return time_line(row)
 
 
 def table_of(rows):
@@ -449,26 +290,6 @@ def memory_table(rows, reference):
     return table(("model", "peak memory", "ratio"), cells)
 
 
-def time_table(rows):
-    """Times; of training steps also peak memory and the share of the device's rate, where measured."""
-    interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
-    head = ["work", "model", "tokens/s", "ms", f"time ratio {interval}", "speed"]
-    cells = [[r["what"], r["name"], f"{r['tokens_per_s']:,.0f}", f"{r['ms']:.3f}",
-              f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]",
-              f"{1 / r['time_ratio']:.2f}x"] for r in rows]
-    if first := rows[0].get("peak_bytes"):
-        head += ["peak memory", "ratio"]
-        for row, r in zip(cells, rows):
-            peak = r.get("peak_bytes")
-            row += [f"{peak / 2**20:,.0f} MiB", f"{peak / first:.2f}"] if peak else ["", ""]
-    for key, title in (("share_of_matmul_rate", "of the measured rate"), ("mfu", "MFU")):
-        if any(r.get(key) for r in rows):
-            head.append(title)
-            for row, r in zip(cells, rows):
-                row.append(f"{r[key]:.1%}" if r.get(key) else "")
-    return table(head, cells, left=2)
-
-
 # ---- command line ----
 
 def arguments(argv):
@@ -483,13 +304,6 @@ def arguments(argv):
     p.add_argument("--own_mechanism", help="files with mechanisms; --mechanisms=mine.py sets it")
     p.add_argument("--heads_off", nargs="+", type=float,
                    help="shares of pruned heads, from 0 to below 1, each against the first")
-    p.add_argument("--contexts", nargs="+", type=int,
-                   help="decode one token after so many, with routing dense and skipping; with --nanogpt "
-                        "the recipes beside it")
-    p.add_argument("--race", action="store_true",
-                   help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
-    p.add_argument("--seeds", type=int, default=3, help="race: how many")
-    p.add_argument("--iters", type=int, default=175, help="race: our training steps")
     for name, cpu, cuda in SIZES:
         p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
     p.add_argument("--vocab_size", type=int, default=256)
@@ -520,7 +334,7 @@ def check(args):
     args.compile = compiles(args, kind)
     check_compile(args, kind)
     sizes = [name for name, *_ in SIZES]
-    for name in ("rounds", "steps", "threads", "seeds", "iters", "decode_batch", "vocab_size", *sizes):
+    for name in ("rounds", "steps", "threads", "decode_batch", "vocab_size", *sizes):
         if getattr(args, name) < 1:
             raise UserError(f"--{name}={getattr(args, name)} must be at least 1")
         if getattr(args, name) > LARGEST:
@@ -530,17 +344,14 @@ def check(args):
         known = ["all", *mechanisms()]
         if unknown := sorted({*args.mechanisms.split(",")} - {*known}):
             raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {', '.join(known)}")
-    if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
-        raise UserError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: "
-                        "one at a time")
-    if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(
-            not 1 <= n <= LARGEST for n in args.contexts or ()):
-        raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers up to "
-                        f"{LARGEST:,}")
+    if args.mechanisms and args.heads_off:
+        raise UserError("--mechanisms and --heads_off are two different benchmarks: one at a time")
+    if any(not 0 <= share < 1 for share in args.heads_off or ()):
+        raise UserError("--heads_off takes shares from 0 to below 1")
     if args.json:
         args.json = str(writable(args.json))
-    if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
-        raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
+    if args.nanogpt:
+        nanogpt().check(args.nanogpt)
     if args.block_size < 2:
         raise UserError(f"--block_size={args.block_size} must be at least 2")
 
@@ -550,19 +361,12 @@ def run(args):
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
     allow_graphs()  # each contestant is one more of GPT.forward
-    if args.race:
-        print(f"torch {torch.__version__}, {threads.on_processor()}, float32: "
-              "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
-        race(args)
-        return
     machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
           f"{plural(args.n_layer, 'layer')}, {plural(args.n_head, 'head')}, {args.n_embd} wide, "
           f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}", flush=True)
     rate = None
-    if args.contexts:
-        rows = decode_rows(args)
-    elif args.what == "memory":
+    if args.what == "memory":
         rows = memory_rows(args)
     else:
         rate = matmul_rate(args) if on_cuda(args) else None
@@ -571,7 +375,7 @@ def run(args):
     for row in rows:
         done.append(row)
         write(args, done, vars(args), rate, finished=False)
-        if args.mechanisms or args.contexts:  # which come one by one
+        if args.mechanisms:  # which come one by one
             say(line_of(row), flush=True)
     write(args, done, vars(args), rate, finished=True)
     if text := table_of(done):
@@ -595,6 +399,8 @@ def write(args, rows, arguments, rate, finished):
 @as_program("bench")
 def main(argv=None):
     with last_words("bench", "smaller sizes need less"):
+        for option in IN_LAB.keys() & {*(sys.argv[1:] if argv is None else argv)}:
+            raise UserError(f"{option} is part of lab/ now; see python -m {IN_LAB[option]} --help")
         args = arguments(argv)
         own_mechanism.take_argument(args)
         check(args)

@@ -36,6 +36,9 @@ prepared() { [ -f "data/$1/meta.json" ] || "$PY" "data/$1/prepare.py"; }
 # bench NAME ARGS...: bench.py, its figures in $OUT/NAME.json
 bench() { "$PY" bench.py "${@:2}" --json "$OUT/$1.json"; }
 
+# contexts NAME ARGS...: decoding after long contexts, likewise
+contexts() { "$PY" -m lab.bench.contexts "${@:2}" --json "$OUT/$1.json"; }
+
 # each COMMAND...: run it; a failure is remembered for the end of the part
 code=0
 each() { "$@" || code=1; }
@@ -49,7 +52,7 @@ part() {
   bench)
     bench bench $SIZE_124M --what train --batch_size "${BATCH:-16}" --rounds 11 ;;
   decode)
-    bench decode $SIZE_124M --contexts 128 256 512 1024 --batch_size 1 --rounds 9 --steps 20 --no-compile ;;
+    contexts decode 128 256 512 1024 $SIZE_124M --batch_size 1 --rounds 9 --steps 20 ;;
   study)
     prepared pystdlib
     STUDY=(config/studies/demo.py --mechanisms=acag,output_gate --seeds=1,2 --jobs_per_gpu=4
@@ -85,7 +88,7 @@ part() {
       each bench routing-$context --what train $ONE --block_size $context $TIMES \
         --mechanisms routing_moh
     done
-    each bench contexts --contexts 1024 4096 16384 --batch_size 1 $TIMES --no-compile
+    each contexts contexts 1024 4096 16384 --batch_size 1 $TIMES
     each bench pruned --heads_off 0 .25 .5 .75 $TIMES ;;
   esac
   return "$code"

@@ -1245,7 +1245,7 @@ class Agency(Mechanism):
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
         self.learned, self.scope = config.agency_learned, config.agency_scope
         self.skipped = False  # whether pack(), in nanoheads/pruning.py, has removed the withdrawn MLP
-        self.register_buffer("by_hand", None, persistent=False)  # a piece's gate, as gate_override of heads
+        self.register_buffer("gate_override", None, persistent=False)  # of an MLP or a block, as in attention
         if self.learned:
             self.weight = nn.Parameter(torch.empty(len(self.STATES), metrics))
             self.bias = nn.Parameter(torch.empty(len(self.STATES)))
@@ -1290,8 +1290,8 @@ class Agency(Mechanism):
 
     def gate(self):
         """The factor of an MLP or a block, [1], or what was set by hand."""
-        gate = self.static_gate()
-        return gate if self.by_hand is None else torch.where(self.by_hand.isnan(), gate, self.by_hand)
+        gate, hand = self.static_gate(), self.gate_override
+        return gate if hand is None else torch.where(hand.isnan(), gate, hand)
 
     def weigh(self, block, x, y, heads, results):
         """What a block with a state of its own sends on, [B, T, C]; it reads x, and its attention gave y."""

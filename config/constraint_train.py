@@ -1,5 +1,5 @@
 # Constraint heads whose scorers are trained, here on weak labels (unchecked), made by
-#     python data/label.py --dataset=wikitext2_byte --by=weak
+#     python -m lab.label --dataset=wikitext2_byte --by=weak
 # Then python -m lab.probe constraints score --ckpt out/constraint_train --plain out/<a plain GPT> \
 #     --labels=weak
 # Tiny scale: a minute on a core

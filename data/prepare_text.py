@@ -14,6 +14,7 @@ line ends \\n, and removes byte-order marks. You should see three splits that ad
 token takes its place; bytes and characters keep it as text, and documents of training end behind it. It also
 comes between two files that it does not part yet.
 """
+import codecs
 import hashlib
 import re
 import sys
@@ -23,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nanoheads.common import UserError, from_json, plural, text_of, unescaped
-from nanoheads.corpus import (HOME, File, already, arguments, build, counted, cut, joined, marked, normalised,
-                              origin, read, run, stray_bytes, utf16, wrong)
+from nanoheads.corpus import (HOME, STRAY, File, already, arguments, blocks, build, cut, decoded, first_stray,
+                              origin, read, run, wrong)
 from nanoheads.files import cleaned
 from nanoheads.tokenizer import ENDS, Tokenizer
 
@@ -55,6 +56,21 @@ def names(those, most=8):
     return ", ".join(those[:most]) + rest or "nothing"
 
 
+def utf16(path):
+    """"UTF-16", "UTF-16LE", "UTF-16BE" or "UTF-32", as iconv calls it, where a file begins so, else None.
+
+    Those with LE or BE have no byte-order mark; but in the text of an alphabet every other byte is NUL.
+    """
+    data = next(blocks(path), b"")
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # one begins like UTF-16 does
+        return "UTF-32"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    first, second = (data[i::2].count(0) / max(1, len(data[i::2])) for i in (0, 1))
+    if max(first, second) > 0.4 and min(first, second) < 0.1:
+        return "UTF-16BE" if first > second else "UTF-16LE"
+
+
 def in_utf16(paths, encoding):
     """A note on the files that are UTF-16 or UTF-32, for bytes; "": there are none.
 
@@ -70,6 +86,15 @@ def in_utf16(paths, encoding):
     return ""
 
 
+def stray_bytes(path, member=None):
+    """(how many bytes are not UTF-8, the first one's place or None)."""
+    count, first = 0, None
+    for start, text in decoded(path, member):
+        first = first_stray(start, text) if first is None else first
+        count += len(STRAY.findall(text))
+    return count, first
+
+
 def replaced(paths):
     """A note on bytes that are not UTF-8 and are replaced; "": there are none."""
     count, first = 0, ""
@@ -82,6 +107,74 @@ def replaced(paths):
             f"the first at {first}") if count else ""
 
 
+# ---- streams of text, bytes or str in pieces ----
+
+def like(piece, text):
+    """A str as what a stream's piece is: bytes or str."""
+    return text.encode() if isinstance(piece, bytes) else text
+
+
+def counted(pieces, counts):
+    """The same stream; how often each key of `counts`, a str, is in it is added to that key's value."""
+    tail, longest = None, 4 * max(map(len, counts))  # bytes of a character: four at most
+    for piece in pieces:
+        tail = piece[:0] if tail is None else tail
+        for mark in counts:
+            own = like(piece, mark)
+            counts[mark] += (tail[len(tail) - len(own) + 1:] + piece).count(own)
+        tail = (tail + piece[-longest:])[-longest:]
+        yield piece
+
+
+def normalised(pieces):
+    """A stream whose lines all end in \\n alone, without byte-order marks."""
+    rest = None
+    for piece in pieces:
+        mark, cr = like(piece, "\ufeff"), like(piece, "\r")
+        piece = piece if rest is None else rest + piece
+        # what may go on in the next piece
+        held = 1 if piece.endswith(cr) else next((n for n in (2, 1) if piece.endswith(mark[:n])), 0)
+        piece, rest = piece[:len(piece) - held], piece[len(piece) - held:]
+        yield in_lines(piece)
+    if rest:
+        yield in_lines(rest)
+
+
+def in_lines(piece):
+    """normalised() of a text that is whole."""
+    mark, crlf, cr, lf = (like(piece, each) for each in ("\ufeff", "\r\n", "\r", "\n"))
+    return piece.replace(mark, mark[:0]).replace(crlf, lf).replace(cr, lf)
+
+
+def joined(streams, between):
+    """Streams one after the other, and `between` two of them, a str, unless the first ends with it."""
+    end = None
+    for pieces in streams:
+        begins = end is not None
+        for piece in pieces:
+            own = like(piece, between)
+            if begins and not end.endswith(own):
+                yield own
+            begins, end = False, ((end or piece[:0]) + piece)[-len(own):]
+            yield piece
+
+
+def marked(pieces, separator):
+    """A stream with None in the place of each `separator`, a str."""
+    rest = None
+    for piece in pieces:
+        own = like(piece, separator)
+        *whole, rest = (piece if rest is None else rest + piece).split(own)
+        for text in whole:
+            yield from [text, None] if text else [None]
+        done = max(0, len(rest) - len(own) + 1)  # a separator may begin behind it
+        if done:
+            yield rest[:done]
+        rest = rest[done:]
+    if rest:
+        yield rest
+
+
 def measured(pieces, length):
     """(length, where in it the separators begin) of a stream with None for each separator, `length` long."""
     total, places = 0, []
@@ -92,17 +185,17 @@ def measured(pieces, length):
     return total, places
 
 
-def outside(at, places, length):
-    """A place in the text, or the end of the separator that it is in."""
-    i = bisect_left(places, at) - 1
-    return max(at, places[i] + length) if i >= 0 else at
+def outside(place, separators, length):
+    """A place in the text, or the end of the separator that it is in. separators: where they begin."""
+    i = bisect_left(separators, place) - 1
+    return max(place, separators[i] + length) if i >= 0 else place
 
 
-def report(found, args):
+def report(counts, args):
     """Print what of the line ends, marks and special tokens that were counted needs a word."""
-    crlf, marks = found["\r\n"], found["\ufeff"]
-    alone = found["\r"] - crlf
-    lines = found["\n"] + alone
+    crlf, marks = counts["\r\n"], counts["\ufeff"]
+    alone = counts["\r"] - crlf
+    lines = counts["\n"] + alone
     if crlf or alone:
         line = f"line ends: {crlf:,} of {lines:,} are CRLF" + f", {alone:,} are CR" * bool(alone)
         print(line + ("; all are LF now" if args.normalise else "; --normalise makes all of them LF"))
@@ -110,8 +203,8 @@ def report(found, args):
         print(f"byte-order marks (U+FEFF): {marks:,}, which "
               + ("are removed" if args.normalise else "stay in the text; --normalise removes them"))
     for end in ENDS:
-        if found[end] and end != args.separator:
-            print(f"{end} is {plural(found[end], 'time')} in the text and stays text; --separator='{end}' "
+        if counts[end] and end != args.separator:
+            print(f"{end} is {plural(counts[end], 'time')} in the text and stays text; --separator='{end}' "
                   "makes documents of what is between")
 
 
@@ -193,27 +286,28 @@ def main(argv=None):
     options.update({"normalise": True} if args.normalise else {})
     options.update({"separator": separator} if separator else {})
 
-    def text(found=None):
-        """The text with these options, a stream; found: what of the files' own is counted, see counted()."""
+    def text(counts=None):
+        """The text with these options, a stream; counts: what of the files' own is counted, see counted()."""
         streams = (read(path, None, args.encoding, args.errors) for path in paths)
-        if found:
-            streams = (counted(pieces, found) for pieces in streams)
+        if counts:
+            streams = (counted(pieces, counts) for pieces in streams)
         if args.normalise:
             streams = map(normalised, streams)
         return joined(streams, separator) if separator else chain.from_iterable(streams)
 
     # where the splits end, but not inside a separator
-    found = dict.fromkeys(("\r\n", "\r", "\n", "\ufeff", *ENDS), 0)
+    counts = dict.fromkeys(("\r\n", "\r", "\n", "\ufeff", *ENDS), 0)
     length = len(separator.encode() if args.encoding == "byte" else separator)
-    total, places = measured(marked(text(found), separator) if separator else text(found), length)
-    report(found, args)
+    total, places = measured(marked(text(counts), separator) if separator else text(counts), length)
+    report(counts, args)
     if separator and not places:
-        crlf = "; lines end in CRLF: take --normalise as well" if found["\r\n"] and not args.normalise else ""
-        raise UserError(f"{source}: --separator={separator!r} is not in the text{crlf}")
+        crlf = counts["\r\n"] and not args.normalise
+        raise UserError(f"{source}: --separator={separator!r} is not in the text"
+                        + ("; lines end in CRLF: take --normalise as well" if crlf else ""))
     if separator:
         print(f"{separator!r} ends a document {plural(len(places), 'time')}")
     val, test = int(total * args.val), int(total * args.test)
-    ends = [outside(at, places, length) for at in (total - val - test, total - test)]
+    ends = [outside(place, places, length) for place in (total - val - test, total - test)]
     sizes = ends[0], ends[1] - ends[0], total - ends[1]
     if not (val and test and min(sizes)):
         raise UserError(f"{source}: is too small ({total:,}): a split would be empty; "

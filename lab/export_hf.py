@@ -10,7 +10,13 @@ trust_remote_code=True. docs/hugging-face.md.
 """
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
+
+if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alone, none of its imports
+    command = shlex.join(["python", "-m", "lab.export_hf", *sys.argv[1:]])
+    sys.exit(f"export_hf: type, in the repository's folder: {command}")
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads import checkpoint, own_mechanism

@@ -21,9 +21,14 @@ neighbouring windows (late, heads); by the jackknife over prompts (text); of con
 """
 
 import argparse
+import shlex
 import sys
 from functools import partial
 from importlib import import_module
+
+if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alone, none of its imports
+    command = shlex.join(["python", "-m", "lab.probe", *sys.argv[1:]])
+    sys.exit(f"probe: type, in the repository's folder: {command}")
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import ArgumentParser, as_program

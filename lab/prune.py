@@ -25,6 +25,7 @@ text with a cache, in turns with the whole model; MiB are weights, buffers and t
 
 import argparse
 import copy
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -32,6 +33,10 @@ from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
+
+if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alone, none of its imports
+    command = shlex.join(["python", "-m", "lab.prune", *sys.argv[1:]])
+    sys.exit(f"prune: type, in the repository's folder: {command}")
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 

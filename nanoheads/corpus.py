@@ -104,10 +104,10 @@ def check(path, file):
     member = None
     if path.suffix == ".zip":
         with reading(path):
-            wanted = {Path(name).name for name in file.names}
-            member = next((n for n in zipfile.ZipFile(path).namelist() if Path(n).name in wanted), None)
+            names = {Path(name).name for name in file.names}
+            member = next((n for n in zipfile.ZipFile(path).namelist() if Path(n).name in names), None)
         if not member:
-            raise UserError(f"{path}: holds no {' or '.join(sorted(wanted))}; {ADVICE}")
+            raise UserError(f"{path}: holds no {' or '.join(sorted(names))}; {ADVICE}")
     if complaint := wrong(path, file, member):
         raise UserError(f"{path}: {complaint}; {ADVICE}")
     return path, member
@@ -142,10 +142,10 @@ def identity(shas):
     return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
 
 
-def origin(found):
+def origin(sources):
     """What meta.json holds of checked sources [(path, member)]: file, bytes, sha256."""
-    found = list(found)
-    names, got = [Path(member or path).name for path, member in found], [digest(*where) for where in found]
+    sources = list(sources)
+    names, got = [Path(member or path).name for path, member in sources], [digest(*each) for each in sources]
     return {"file": names[0] if len(names) == 1 else names, "bytes": sum(d["bytes"] for d in got),
             "sha256": identity([d["sha256"] for d in got])}
 
@@ -157,15 +157,15 @@ def keep(file):
         if not wrong(path, file):
             return path
         path.unlink()
-    found, _ = find(file)
-    if found != path:
+    source, _ = find(file)
+    if source != path:
         try:
             path.parent.mkdir(exist_ok=True)
             own = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # several runs may be the first one
-            write_atomic(own, lambda file: file.writelines(blocks(found)))
+            write_atomic(own, lambda file: file.writelines(blocks(source)))
             os.replace(own, path)
         except (OSError, UserError):  # a read-only checkout
-            return found
+            return source
     return path
 
 
@@ -205,15 +205,6 @@ def first_stray(start, text):
     return start + len(text[:stray.start()].encode()) if stray else None
 
 
-def stray_bytes(path, member=None):
-    """(how many bytes are not UTF-8, the first one's place or None)."""
-    count, first = 0, None
-    for start, text in decoded(path, member):
-        first = first_stray(start, text) if first is None else first
-        count += len(STRAY.findall(text))
-    return count, first
-
-
 def read(path, member, encoding, errors=None):
     """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2.
 
@@ -230,89 +221,6 @@ def read(path, member, encoding, errors=None):
             ways = ["convert it", *(["take --errors=replace or --encoding=byte"] if errors else [])]
             raise UserError(f"{path}: is not UTF-8 at byte {place:,}; {', or '.join(ways)}")
         yield text
-
-
-def utf16(path):
-    """"UTF-16", "UTF-16LE", "UTF-16BE" or "UTF-32", as iconv calls it, where a file begins so, else None.
-
-    Those with LE or BE have no byte-order mark; but in the text of an alphabet every other byte is NUL.
-    """
-    data = next(blocks(path), b"")
-    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # one begins like UTF-16 does
-        return "UTF-32"
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    first, second = (data[i::2].count(0) / max(1, len(data[i::2])) for i in (0, 1))
-    if max(first, second) > 0.4 and min(first, second) < 0.1:
-        return "UTF-16BE" if first > second else "UTF-16LE"
-
-
-# ---- streams of text, bytes or str in pieces ----
-
-def like(piece, text):
-    """A str as what a stream's piece is: bytes or str."""
-    return text.encode() if isinstance(piece, bytes) else text
-
-
-def counted(pieces, found):
-    """The same stream; how often each key of `found`, a str, is in it is added to that key's value."""
-    tail, longest = None, 4 * max(map(len, found))  # bytes of a character: four at most
-    for piece in pieces:
-        tail = piece[:0] if tail is None else tail
-        for mark in found:
-            own = like(piece, mark)
-            found[mark] += (tail[len(tail) - len(own) + 1:] + piece).count(own)
-        tail = (tail + piece[-longest:])[-longest:]
-        yield piece
-
-
-def normalised(pieces):
-    """A stream whose lines all end in \\n alone, without byte-order marks."""
-    rest = None
-    for piece in pieces:
-        mark, cr = like(piece, "\ufeff"), like(piece, "\r")
-        piece = piece if rest is None else rest + piece
-        # what may go on in the next piece
-        held = 1 if piece.endswith(cr) else next((n for n in (2, 1) if piece.endswith(mark[:n])), 0)
-        piece, rest = piece[:len(piece) - held], piece[len(piece) - held:]
-        yield in_lines(piece)
-    if rest:
-        yield in_lines(rest)
-
-
-def in_lines(piece):
-    """normalised() of a text that is whole."""
-    mark, crlf, cr, lf = (like(piece, each) for each in ("\ufeff", "\r\n", "\r", "\n"))
-    return piece.replace(mark, mark[:0]).replace(crlf, lf).replace(cr, lf)
-
-
-def joined(streams, between):
-    """Streams one after the other, and `between` two of them, a str, unless the first ends with it."""
-    end = None
-    for pieces in streams:
-        begins = end is not None
-        for piece in pieces:
-            own = like(piece, between)
-            if begins and not end.endswith(own):
-                yield own
-            begins, end = False, ((end or piece[:0]) + piece)[-len(own):]
-            yield piece
-
-
-def marked(pieces, separator):
-    """A stream with None in the place of each `separator`, a str."""
-    rest = None
-    for piece in pieces:
-        own = like(piece, separator)
-        *whole, rest = (piece if rest is None else rest + piece).split(own)
-        for text in whole:
-            yield from [text, None] if text else [None]
-        done = max(0, len(rest) - len(own) + 1)  # a separator may begin behind it
-        if done:
-            yield rest[:done]
-        rest = rest[done:]
-    if rest:
-        yield rest
 
 
 def cut(pieces, sizes):
@@ -604,9 +512,9 @@ def prepare(args, files, splits=None, note="", options=None):
     if args.source and len(files) > 1 and Path(args.source).is_file() and not args.source.endswith(".zip"):
         raise UserError(
             f"{args.source}: is one file; name the folder that holds all {len(files)} with --source")
-    found = {key: find(file, args.source) for key, file in files.items()}
+    sources = {key: find(file, args.source) for key, file in files.items()}
     splits = splits or (lambda read: [(split, read(split)) for split in SPLITS])
-    build(args, origin(found.values()), lambda: splits(lambda key: read(*found[key], args.encoding)),
+    build(args, origin(sources.values()), lambda: splits(lambda key: read(*sources[key], args.encoding)),
           note, options)
 
 

@@ -36,8 +36,8 @@ def write_config(path, model_config, config, step, machine, asked):
 
 def stamps(paths):
     """What changes when one of these files does; hashable."""
-    found = ((path, os.stat(path)) for path in paths if path.is_file())
-    return tuple((path, now.st_ino, now.st_mtime_ns, now.st_size) for path, now in found)
+    there = ((path, os.stat(path)) for path in paths if path.is_file())
+    return tuple((path, now.st_ino, now.st_mtime_ns, now.st_size) for path, now in there)
 
 
 def set_aside(*paths, why):
@@ -52,12 +52,12 @@ def set_aside(*paths, why):
 def read_json(path):
     """The dict in a JSON file; None where there is no file, or none that can be read: that is set aside."""
     try:
-        found = from_json(path.read_bytes())
+        content = from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else set_aside(path, why="is damaged")
+        content = None
+    return content if isinstance(content, dict) else set_aside(path, why="is damaged")
 
 
 def parsed(line):
@@ -101,18 +101,6 @@ def warn(run_dir, message):
 
 def write_rows(path, rows):
     write_atomic(path, lambda f: f.write("".join(json.dumps(row) + "\n" for row in rows).encode()))
-
-
-def append_row(run, name, row):
-    """Write a row at the end of a file of a run, from the first rank alone. UserError: the disk refuses."""
-    if run.process.rank:
-        return
-    try:
-        with open(run.out_dir / name, "ab", buffering=0, opener=in_place) as f:
-            write_whole(f, (json.dumps(json_safe(row)) + "\n").encode())
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise UserError(f"could not write {run.out_dir / name} ({e.strerror})") from None
 
 
 def write_whole(file, data):

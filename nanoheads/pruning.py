@@ -86,9 +86,9 @@ def rows_of(axis, heads, attn):
 
 def keep_rows(module, name, dim, rows, optimizers):
     """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold."""
-    def kept(t):
+    def left(t):
         return t.index_select(dim, rows.to(t.device))
-    put(module, name, dim, kept, kept, optimizers)
+    put(module, name, dim, left, left, optimizers)
 
 
 def put(module, name, dim, change, change_moments, optimizers):

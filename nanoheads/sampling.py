@@ -51,14 +51,6 @@ def same_tokens(one, other):
     return (one.encoding, one.vocab) == (other.encoding, other.vocab)
 
 
-def reread(ids, tokenizer, other):
-    """The ids that another tokenizer has for the text of these. ValueError: it cannot spell a character."""
-    if same_tokens(tokenizer, other):
-        return ids
-    raw = tokenizer.decode_bytes(ids)
-    return other.encode(raw if other.encoding == "byte" else raw.decode("utf-8", "replace")).tolist()
-
-
 # ---- settings, from the command line ----
 
 MOST_TOKENS = 100_000_000  # all texts of one call are in memory at once

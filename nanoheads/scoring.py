@@ -1,7 +1,7 @@
 """
-Scoring: the nats of every token of a split, each once, or of a continuation given its prompt.
+Scoring: the nats of every token of a split, each once.
 
-Whole splits are cut into windows; what a token sees before it is part of the number (see windows()).
+A split is cut into windows; what a token sees before it is part of the number (see windows()).
 """
 
 import codecs
@@ -78,15 +78,15 @@ def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
 
 def within(cuts, chosen):
     """The windows of `cuts` that score what the windows of `chosen` score, cut to that."""
-    ends, found = [end for _, end, _ in cuts], []
+    ends, parts = [end for _, end, _ in cuts], []
     for _, to, scored in chosen:
         done = to - scored
         while done < to:  # the window that scores the next token; what follows in it is not read
             start, end, _ = cuts[bisect_right(ends, done)]
             end = min(end, to)
-            found.append((start, end, end - done))
+            parts.append((start, end, end - done))
             done = end
-    return found
+    return parts
 
 
 def window_ids(tokens, separator, start, end):
@@ -159,9 +159,9 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
             # windows of one length and one scored part go together
             for (_, scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
                 group = list(group)
-                for at in range(0, len(group), rows):
+                for first in range(0, len(group), rows):
                     ids = np.stack([window_ids(tokens, dataset.separator, start, end)
-                                    for start, end, _ in group[at:at + rows]])
+                                    for start, end, _ in group[first:first + rows]])
                     ids = torch.from_numpy(ids).to(device)
                     each = nats_of_last(model, ids, scored, most)
                     nats += float(each.sum())
@@ -233,7 +233,7 @@ def text_size(data, split, cuts):
 def check_spelled(data, split, piece=1 << 20):
     """UserError unless the tokens of a split spell as many bytes as its text has."""
     tokens, size = data.sizes[split]
-    cuts = ((0, min(at + piece, tokens), min(piece, tokens - at)) for at in range(0, tokens, piece))
+    cuts = ((0, min(start + piece, tokens), min(piece, tokens - start)) for start in range(0, tokens, piece))
     spelled = sum(len(scored_text(data, split, [cut])[0]) for cut in cuts)
     if spelled != size:
         raise UserError(f"{data.dir}: the tokens of {split} spell {spelled:,} bytes where its text has "
@@ -259,43 +259,13 @@ def count_words(dataset, split, piece=1 << 20):
         return None
     tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
     count, space, mark = 1, False, mark_of(dataset)
-    for at in range(0, len(tokens), piece):
-        data = dataset.tokenizer.decode_bytes(tokens[at:at + piece])
+    for start in range(0, len(tokens), piece):
+        data = dataset.tokenizer.decode_bytes(tokens[start:start + piece])
         text = decoder.decode(data.replace(mark, b"\n") if mark else data)  # between documents a word ends
         if text:
             count += len(re.findall(r"\s+", text)) - (space and text[0].isspace())
             space = text[-1].isspace()
     return count
-
-
-@torch.no_grad()
-def nats_after(model, separator, pairs):
-    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
-
-    Windows move by half a block: beyond the first, a token sees at least half a block before it.
-    """
-    device, T = next(model.parameters()).device, model.config.block_size
-    batch = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
-    found, pieces = np.zeros(len(pairs)), []
-    for i, (before, after) in enumerate(pairs):
-        text = np.array([*before, *after])
-        for start, end, new in windows(len(text), T, max(1, T // 2)):
-            new = min(new, end - len(before))  # the prompt is context alone
-            if new > 0:
-                pieces.append((i, window_ids(text, separator, start, end), new))
-
-    # windows of one length and one scored part go together
-    def shape(piece):
-        return len(piece[1]), piece[2]
-    for (_, new), group in groupby(sorted(pieces, key=shape), shape):
-        group = list(group)
-        for first in range(0, len(group), batch):
-            part = group[first:first + batch]
-            ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
-            nats = nats_of_last(model, ids, new)
-            np.add.at(found, [piece[0] for piece in part], nats.sum(1))
-    refuse_replaced()
-    return found
 
 
 # ---- checkpoints and their data ----
@@ -395,15 +365,15 @@ def tokens_a_step(state, block_size):
 
 def heads_at_work(model):
     """[heads whose gate is above agency_threshold whatever they read, all heads]."""
-    found = [0, 0]
+    at_work = [0, 0]
     for block in model.transformer.h:
         gate, n = block.attn.static_gate(noisy=False), block.attn.n_total
         least, agency = model.config.agency_threshold, block.agency
         if agency is not None and agency.scope == "block" and agency.gate() <= least:
             gate = torch.zeros(n)  # of a withdrawn block no head is at work
-        found[0] += n if gate is None else int((gate > least).sum())
-        found[1] += n
-    return found
+        at_work[0] += n if gate is None else int((gate > least).sum())
+        at_work[1] += n
+    return at_work
 
 
 def some_windows(model, data, split, tokens):
@@ -424,7 +394,7 @@ def of_critic(model, data, split):
     if not hasattr(model, "value"):
         return {}
     from nanoheads.traces import critic_summary  # only here: most models have no critic
-    was_training, found = model.training, []
+    was_training, batches = model.training, []
     model.eval()
     try:
         for ids in some_windows(model, data, split, CRITICISED):
@@ -432,12 +402,12 @@ def of_critic(model, data, split):
             # a pass with traces would measure all rows, too
             nats = model.cross_entropy(x, targets, each=True)[1]
             model.value.losses(x, nats, targets != -1, results["predictions"], traces)
-            found.append(traces)
+            batches.append(traces)
     finally:
         model.train(was_training)
-    traces = {key: torch.cat([each[key] for each in found], 1) for key in found[0]}
-    does = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
-    return {"a2c_explained_variance": float(does["a2c.explained_variance"])}
+    traces = {key: torch.cat([each[key] for each in batches], 1) for key in batches[0]}
+    summary = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
+    return {"a2c_explained_variance": float(summary["a2c.explained_variance"])}
 
 
 @torch.no_grad()
@@ -446,13 +416,13 @@ def routing_of(model, data, split):
     if not model.config.routing:
         return []
     from nanoheads.traces import summaries  # only here: most models have no router
-    found = {}
+    weights = {}
     for ids in some_windows(model, data, split, ROUTED):
         for key, value in model(ids[:, :-1], traces=True).traces.items():
             if key.endswith((".routing_weights", ".selected")):
-                found.setdefault(key, []).append(value)
+                weights.setdefault(key, []).append(value)
     rows = {}
-    for key, value in summaries({key: torch.cat(parts, 1) for key, parts in found.items()}).items():
+    for key, value in summaries({key: torch.cat(parts, 1) for key, parts in weights.items()}).items():
         _, block, what = key.split(".")
         rows.setdefault(block, dict(block=int(block)))[what] = value.tolist()
     return list(rows.values())

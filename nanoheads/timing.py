@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import say
+from nanoheads.common import say, table
 
 
 def on_cuda(args):
@@ -86,6 +86,35 @@ def time_rows(what, seconds, reference, tokens, repeats):
                          time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
                          reference=reference, rounds=len(each)))
     return rows
+
+
+def time_line(row):
+    """A row of time_rows() in a line."""
+    return (f"{row['what']:<8}{row['name']:<24}{row['tokens_per_s']:>12,.0f} tokens/s  "
+            f"{row['time_ratio']:.3f} [{row['time_ratio_low']:.3f}, {row['time_ratio_high']:.3f}] "
+            f"of {row['reference']}'s time")
+
+
+def time_table(rows):
+    """The table of time_rows(); of training steps also peak memory and the share of the device's rate, where
+    measured.
+    """
+    interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
+    head = ["work", "model", "tokens/s", "ms", f"time ratio {interval}", "speed"]
+    cells = [[r["what"], r["name"], f"{r['tokens_per_s']:,.0f}", f"{r['ms']:.3f}",
+              f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]",
+              f"{1 / r['time_ratio']:.2f}x"] for r in rows]
+    if first := rows[0].get("peak_bytes"):
+        head += ["peak memory", "ratio"]
+        for row, r in zip(cells, rows):
+            peak = r.get("peak_bytes")
+            row += [f"{peak / 2**20:,.0f} MiB", f"{peak / first:.2f}"] if peak else ["", ""]
+    for key, title in (("share_of_matmul_rate", "of the measured rate"), ("mfu", "MFU")):
+        if any(r.get(key) for r in rows):
+            head.append(title)
+            for row, r in zip(cells, rows):
+                row.append(f"{r[key]:.1%}" if r.get(key) else "")
+    return table(head, cells, left=2)
 
 
 def peak_memory(device):

@@ -30,7 +30,7 @@ COMMON = ("--scale=tiny --dataset=pystdlib --max_iters=12 --lr_decay_iters=12 --
           "--log_interval=1 --eval_tokens=8192 --device=cpu").split()
 TRAIN = ["train.py", *COMMON]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *TRAIN]
-LABELS = ["data/label.py", "--dataset=pystdlib", "--by=synthetic", "--splits", "train", "val", "--out",
+LABELS = ["-m", "lab.label", "--dataset=pystdlib", "--by=synthetic", "--splits", "train", "val", "--out",
           "{folder}/labels"]
 HEADS = "--constraint_names=['reciprocity','decidability']"
 

@@ -1,6 +1,6 @@
 # Where constraint heads stand: each block of six in turn, beside heads without labels in the default one
 # Six blocks as wide as the tiny scale's: 16 runs of two minutes on a core; the labels first:
-#     python data/label.py --dataset=wikitext2_byte --by=weak
+#     python -m lab.label --dataset=wikitext2_byte --by=weak
 
 question = "Is one block near two thirds of the depth the best place for constraint heads?"
 

@@ -2,7 +2,7 @@
 # (`python -m lab.probe constraints` on these runs). For plays: another --out_dir, and
 #     --settings='{"dataset": "shakespeare_char"}'
 # Tiny scale: 9 runs of about a minute on a core; the labels first:
-#     python data/label.py --dataset=enwiki15 --by=weak        # and shakespeare_char
+#     python -m lab.label --dataset=enwiki15 --by=weak        # and shakespeare_char
 
 question = "Do constraint heads learn their labels on other text?"
 

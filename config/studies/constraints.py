@@ -2,7 +2,7 @@
 # warm-up, stopped gradient, gate and router; a teacher in place of labels. What the heads then know:
 # `python -m lab.probe constraints` on these runs
 # Tiny scale: 75 runs of about a minute on a core, those of the plain GPT aside; labels and teacher first:
-#     python data/label.py --dataset=wikitext2_byte --by=weak        # and --by=synthetic
+#     python -m lab.label --dataset=wikitext2_byte --by=weak        # and --by=synthetic
 
 question = "Do constraint heads learn their labels, at what cost in bits per byte?"
 

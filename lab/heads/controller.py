@@ -18,11 +18,11 @@ import torch
 from nanoheads import checkpoint
 from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
-from nanoheads.log import append_row, read_rows, write_rows
+from nanoheads.log import read_rows, write_rows
 from nanoheads.scoring import heads_at_work
 from lab.heads.gates import MOVERS, move_gates, set_sparsity
-from lab.heads.measuring import Measurements, attentions, static_gates
-from lab.heads.states import States, share_with_agency, states_of
+from lab.heads.measuring import Measurements, attentions, head_ids, static_gates
+from lab.heads.states import States, append_row, share_with_agency, states_of
 from lab.heads.surgery import Surgery, fold_gates
 
 
@@ -50,22 +50,18 @@ class Controller:
         self.measured = Measurements(run)
         self.mover = MOVERS[run.config.controller](run.config, self.generator)
         self.surgery = Surgery(run.config, self.events)
-        self.states = States(run.config, self.events, self.state_shape())
-
-    def state_shape(self):
-        """[blocks, heads], or of pieces [blocks, 1]."""
-        return (self.measured.pieces or self.measured).shape
+        self.states = States(run.config, self.events, self.measured.units.shape)
 
     # ---- keeping ----
 
     def state(self):
         """For a checkpoint: a dict of tensors, lists and numbers."""
-        found = dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
+        state = dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
                      overrides=[attn.gate_override for attn in attentions(self.model)],
                      **self.measured.state(), **self.surgery.state(), **self.states.state())
-        if "pieces" in found:
-            found["pieces"]["overrides"] = [block.agency.by_hand for block in self.model.transformer.h]
-        return found
+        if self.measured.of_pieces:
+            state["pieces"]["overrides"] = [block.agency.gate_override for block in self.model.transformer.h]
+        return state
 
     def load(self, state, run):
         self.seconds = state["seconds"]
@@ -73,10 +69,12 @@ class Controller:
         for part in (self.measured, self.surgery, self.states):
             part.load(state)
         self.mover.load(state["mover"])
-        for attn, override in zip(attentions(run.model), state["overrides"], strict=True):
-            attn.gate_override = override if override is None else override.view(attn.n_total)
-        for block, override in zip(run.model.transformer.h, state.get("pieces", {}).get("overrides", ())):
-            block.agency.by_hand = override
+        device = run.model.transformer.wte.weight.device
+        for attn, gates in zip(attentions(run.model), state["overrides"], strict=True):
+            attn.gate_override = gates if gates is None else gates.view(attn.n_total).to(device)
+        if self.measured.of_pieces:
+            for block, gate in zip(run.model.transformer.h, state["pieces"]["overrides"], strict=True):
+                block.agency.gate_override = gate if gate is None else gate.view(1).to(device)
         set_sparsity(run)
 
     def as_scored(self, run):
@@ -90,7 +88,7 @@ class Controller:
         set_sparsity(run)
         self.measured.update(run)
         if run.model.config.agency:
-            share_with_agency(self.measured, run.model)
+            share_with_agency(self.measured.units, run.model)
 
     def act(self, run):
         """Move states and gates, drop, grow, stack; (whether heads came or went, {new parameter: copied})."""
@@ -112,7 +110,7 @@ class Controller:
         if c.grow_stack:
             copied = self.surgery.stack(self.measured, run)
             if copied:
-                self.states.begin(self.state_shape())
+                self.states.begin(self.measured.units.shape)
         return changed, copied
 
     def step(self, run):
@@ -146,32 +144,31 @@ class Controller:
         return copied if changed or copied else None
 
     def row(self, run):
-        """A row of heads.jsonl."""
-        model, ids = run.model, [attn.all_head_ids() for attn in attentions(run.model)]
-        found = dict(step=run.step, heldout=round(self.measured.held_out_loss, 6),
-                     seconds=round(self.seconds, 3), heads=ids)
-        for name, values in self.measured.now.items():  # nothing is known of a model that was just stacked
-            found[name] = [[float(f"{v:.5g}") for v in values[layer, own]] for layer, own in enumerate(ids)]
-        found["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in static_gates(model)]
-        found["active"] = sum(g > model.config.agency_threshold for g in sum(found["static_gate"], []))
+        """A row of heads.jsonl; what is measured of MLPs or blocks is a dict of its own, a value a block."""
+        model, ids, measured = run.model, head_ids(run.model), self.measured
+        row = dict(step=run.step, heldout=round(measured.held_out_loss, 6), seconds=round(self.seconds, 3),
+                   heads=ids)
+        for name, values in measured.heads.now.items():  # nothing is known of a model that was just stacked
+            row[name] = [rounded(values[layer, own]) for layer, own in enumerate(ids)]
+        row["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in static_gates(model)]
+        row["active"] = sum(g > model.config.agency_threshold for g in sum(row["static_gate"], []))
         if model.config.agency:
             states = states_of(model)
-            if self.measured.pieces is None:
-                found["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
+            if measured.of_pieces:
+                now = {name: rounded(values[:, 0]) for name, values in measured.units.now.items()}
+                row["pieces"] = dict(scope=model.config.agency_scope, state=list(states.values()), **now)
+                row["active"] = heads_at_work(model)[0]
             else:
-                found["pieces"] = self.row_of_pieces(list(states.values()))
-                found["active"] = heads_at_work(model)[0]
+                row["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
             kinds = [kind for _, _, kind in self.states.violating]
-            found.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
+            row.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
         if self.events:
-            found["events"] = self.events
-        return found
+            row["events"] = self.events
+        return row
 
-    def row_of_pieces(self, states):
-        """What a row says of MLPs or blocks: {"scope": mlp | block, name: [a value a block]}."""
-        now = self.measured.pieces.now
-        return dict(scope=self.model.config.agency_scope, state=states,
-                    **{name: [float(f"{v:.5g}") for v in values[:, 0]] for name, values in now.items()})
+
+def rounded(values):
+    return [float(f"{v:.5g}") for v in values]
 
 
 # ---- what train.py calls ----
@@ -204,8 +201,8 @@ def start(run, state):
 
 def heads_in_words(events):
     """The heads that came and went, in a line; "": none."""
-    found = {}
+    heads = {}
     for event in events:
         if event["what"] in ("pruned", "grown", "stacked"):
-            found.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
-    return "   ".join(f"heads {what}: {', '.join(heads)}" for what, heads in found.items())
+            heads.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
+    return "   ".join(f"heads {what}: {', '.join(each)}" for what, each in heads.items())

@@ -11,8 +11,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from model import Agency
 from nanoheads.common import UserError
-from lab.heads.measuring import FEATURES, all_heads, attentions, closed, layer_mean
+from lab.heads.measuring import all_heads, attentions, closed
+
+
+FEATURES = Agency.METRICS + 1  # numbers of a head
+
+
+def features_of(measured):
+    """[heads, FEATURES] of a run's Measurements: those of Metrics.features(), and the depth from 0 to 1."""
+    heads = measured.heads
+    depth = np.nonzero(heads.here)[0] / max(1, len(heads.here) - 1)
+    return torch.cat((heads.features(), torch.from_numpy(depth)[:, None]), 1)
 
 
 def small_net(n, generator):
@@ -51,16 +62,17 @@ class ByRules(FixedGates):
 
     def moves(self, measured, run):
         c, step = self.config, self.config.controller_step
-        entropy, gradient = measured.mean["entropy"], measured.mean["gradient"]
+        heads = measured.heads
+        entropy, gradient = heads.mean["entropy"], heads.mean["gradient"]
         high = measured.high
         high[entropy > c.controller_entropy] = True
         high[~(entropy >= c.controller_entropy - 0.05)] = False
         with np.errstate(invalid="ignore"):
-            small = gradient < c.controller_gradient * layer_mean(gradient)
+            small = gradient < c.controller_gradient * heads.mean_of_peers(gradient)
         long_high = measured.lasting("high", high)
         long_small = measured.lasting("small", small)
         delta = -step * long_high - step / 4 * long_small
-        return torch.from_numpy(delta[measured.here])
+        return torch.from_numpy(delta[heads.here])
 
 
 class ByNetwork(FixedGates):
@@ -80,7 +92,7 @@ class ByNetwork(FixedGates):
         self.seen = torch.zeros(0, FEATURES + 1, dtype=torch.float64)
 
     def moves(self, measured, run):
-        heads, features = all_heads(run.model), measured.features()
+        heads, features = all_heads(run.model), features_of(measured)
         for i in torch.randperm(len(heads), generator=self.generator)[:self.TRIALS].tolist():
             with closed(run.model, [heads[i]]):
                 rise = measured.held_out(run) - measured.held_out_loss
@@ -93,8 +105,8 @@ class ByNetwork(FixedGates):
             error.backward()
             self.adam.step()
         with torch.no_grad():
-            worth = self.net(features).squeeze(-1)
-        return self.config.controller_step * torch.tanh(worth - math.asinh(1))
+            cost = self.net(features).squeeze(-1)
+        return self.config.controller_step * torch.tanh(cost - math.asinh(1))
 
     def state(self):
         return dict(net=self.net.state_dict(), adam=self.adam.state_dict(), seen=self.seen)
@@ -121,10 +133,10 @@ class ByReward(FixedGates):
         self.last = None  # (features, actions, held-out loss) of the move before
 
     def moves(self, measured, run):
-        features = measured.features()
+        features = features_of(measured)
         if self.last is not None:
             before, actions, loss = self.last
-            open_heads = float(np.nansum(measured.now["gate"]))
+            open_heads = float(np.nansum(measured.heads.now["gate"]))
             reward = (loss - measured.held_out_loss) / max(self.config.controller_cost, 1e-6) - open_heads
             value = self.critic(before).mean()
             with torch.no_grad():
@@ -174,7 +186,7 @@ def move_gates(mover, measured, run):
 def set_sparsity(run):
     """The weight of the gates' penalty, which stays from one measurement to the next."""
     if run.config.sparsity_warmup:
-        at = run.step - run.step % run.config.controller_interval
-        done = min(1.0, at / run.config.sparsity_warmup)
+        measured = run.step - run.step % run.config.controller_interval  # the step of the last measurement
+        done = min(1.0, measured / run.config.sparsity_warmup)
         for attn in attentions(run.model):
             attn.sentinel.set_coef(run.model.config.sentinel_coef * done)

@@ -16,7 +16,6 @@ import math
 import re
 from pathlib import Path
 
-from model import Agency
 from nanoheads import checkpoint, own_mechanism, scoring
 from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
                               write_json)
@@ -28,24 +27,11 @@ from lab.heads.surgery import fold_gates
 
 PROGRAM = "probe.py inspect"
 METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
+# the metrics of the table, and how each is written
+SHOWN = {"entropy": ".3f", "importance": ".2e", "utilisation": ".3f", "gradient": ".2e", "conflict": "+.2f"}
 
 
 # ---- what is done to a model ----
-
-def by_hand(block):
-    """{head: gate} of the heads of a block whose gate was set by hand; None: its MLP, or the block."""
-    attn, agency = block.attn, block.agency
-    gates = [] if attn.gate_override is None else attn.gate_override.tolist()
-    found = dict(zip(attn.all_head_ids(), gates))
-    if agency is not None and agency.by_hand is not None:
-        found[None] = agency.by_hand.item()
-    return {head: gate for head, gate in found.items() if not math.isnan(gate)}
-
-
-def in_words(layer, head):
-    """L.H of a head, L of an MLP or a block."""
-    return f"{layer}" if head is None else f"{layer}.{head}"
-
 
 def prune(model, words):
     """Remove the heads that these words L.H name. UserError for a word that names none, or one that stays."""
@@ -56,7 +42,7 @@ def prune(model, words):
             raise UserError(f"--prune: {word!r} is no head; write block.number, as in 0.3")
         layer, head = int(match[1]), int(match[2])
         try:
-            model.set_head(layer, head)  # sets nothing, and says which heads there are
+            model.unit(layer, head)
         except ValueError as e:
             raise UserError(f"--prune: {e}") from None
         if head not in attentions(model)[layer].head_ids:
@@ -72,11 +58,10 @@ def folded(model):
     UserError for a head that runs by hand while its own gate is 0: no factor leads from there.
     """
     copied, stuck = fold_gates(model)
-    for layer, head in stuck:
-        gate, place = by_hand(model.transformer.h[layer])[head], in_words(layer, head)
-        what = "head" if head is not None else model.config.agency_scope
-        raise UserError(f"{what} {place} is at {gate:g} by hand while its own gate is 0, "
-                        f"which no checkpoint can hold; leave out gate.{place}")
+    for unit in stuck:
+        gate = model.unit(unit.layer, unit.head).by_hand
+        raise UserError(f"{unit.kind} {unit} is at {gate:g} by hand while its own gate is 0, "
+                        f"which no checkpoint can hold; leave out gate.{unit}")
     return copied
 
 
@@ -104,55 +89,28 @@ def save(path, model, read, meta, edits):
 
 # ---- what is reported ----
 
-def heads_of(model, x, y):
-    """A dict of each head: where it is, its metrics on a text [B, T], its state and consent under agency."""
-    metrics, found = measure(model, x, y), []
-    for layer, (block, attn) in enumerate(zip(model.transformer.h, attentions(model))):
-        hand = by_hand(block)
-        for i, head in enumerate(attn.all_head_ids()):
-            row = dict(layer=layer, head=head, set_by_hand=head in hand)
-            if attn.agency is not None:
-                row.update(state_in(attn.agency, i))
-            found.append(row | {name: each[layer][i].item() for name, each in metrics.items()})
-    return found
+def rows_of(units, metrics):
+    """A dict of each Unit: where it is, its state and consent under agency, its metrics, as of measure()."""
+    rows = []
+    for unit in units:
+        row = dict(layer=unit.layer, **({} if unit.head is None else dict(head=unit.head)),
+                   set_by_hand=unit.by_hand is not None)
+        if unit.agency is not None:
+            row.update(state=unit.state, consent=unit.consent)
+        rows.append(row | {name: values[unit.layer][unit.i].item() for name, values in metrics.items()})
+    return rows
 
 
-def pieces_of(model, x, y):
-    """The same of each MLP or block, where these have states; else []."""
-    metrics = measure_pieces(model, x, y)
-    return [dict(layer=layer, set_by_hand=None in by_hand(block), **state_in(block.agency, 0),
-                 **{name: each[layer].item() for name, each in metrics.items()})
-            for layer, block in enumerate(model.transformer.h if metrics else [])]
-
-
-def state_in(agency, i):
-    """{"state", "consent"} of the i-th head, MLP or block of an Agency."""
-    return dict(state=list(Agency.STATES)[agency.state[i]], consent=bool(agency.consent[i]))
-
-
-def table_of_heads(heads, pieces, scope):
-    """heads_of() as a table and, where there are any, pieces_of(); scope: what a piece is called."""
-    rows = [(row["layer"], row["head"], *shown_first(row), f"{row['entropy']:.3f}", *shown_last(row))
-            for row in heads]
-    text = table(("layer", "head", "gate ", "state", "consent", "entropy", "importance", "utilisation",
-                  "gradient", "conflict"), rows, left=(3, 4))
-    if pieces:
-        rows = [(row["layer"], *shown_first(row), *shown_last(row)) for row in pieces]
-        text += "\n\n" + table((scope, "gate ", "state", "consent", "importance", "utilisation", "gradient",
-                                "conflict"), rows, left=(2, 3))
-    return text + "\n* set by hand" * any(row["set_by_hand"] for row in [*heads, *pieces])
-
-
-def shown_first(row):
-    """The cells for gate, state and consent."""
-    consent = {True: "yes", False: "no"}.get(row.get("consent"), "-")
-    return f"{row['gate']:.3f}" + (" ", "*")[row["set_by_hand"]], row.get("state", "-"), consent
-
-
-def shown_last(row):
-    """The cells for importance, utilisation, gradient and conflict."""
-    return (f"{row['importance']:.2e}", f"{row['utilisation']:.3f}", f"{row['gradient']:.2e}",
-            f"{row['conflict']:+.2f}")
+def table_of(rows, places):
+    """rows_of() as a table; places: {title: key} of the columns that say where it is."""
+    consent, n = {True: "yes", False: "no", None: "-"}, len(places)
+    metrics, cells = [name for name in SHOWN if name in rows[0]], []
+    for row in rows:
+        cells.append((*(row[key] for key in places.values()),
+                      f"{row['gate']:.3f}" + (" ", "*")[row["set_by_hand"]],
+                      row.get("state", "-"), consent[row.get("consent")],
+                      *(f"{row[name]:{SHOWN[name]}}" for name in metrics)))
+    return table((*places, "gate ", "state", "consent", *metrics), cells, left=(n + 1, n + 2))
 
 
 def table_of_violations(violations):
@@ -196,17 +154,23 @@ def inspect(args):
 
     x, y = fixed_text(data, args.split, T, min(METRIC_TOKENS, len(tokens) - 1))
     x, y = x.to(device), y.to(device)
-    heads, pieces, violations = heads_of(model, x, y), pieces_of(model, x, y), find_violations(model)
-    lines += ["", table_of_heads(heads, pieces, model.config.agency_scope)]
+    heads = rows_of([unit for unit in model.units() if unit.head is not None], measure(model, x, y))
+    pieces = rows_of([unit for unit in model.units() if unit.head is None], measure_pieces(model, x, y))
+    violations = find_violations(model)
+    lines += ["", table_of(heads, {"layer": "layer", "head": "head"})]
+    if pieces:
+        lines += ["", table_of(pieces, {model.config.agency_scope: "layer"})]
+    if any(row["set_by_hand"] for row in [*heads, *pieces]):
+        lines.append("* set by hand")
     if violations:
         lines += ["", table_of_violations(violations)]
     if written:
         save(written, model, read, data.meta, dict(ckpt=str(path), set=args.settings, prune=args.prune))
         lines += ["", str(written)]
-        for layer, block in enumerate(model.transformer.h):
-            for head, gate in by_hand(block).items():
-                where = "its output projection" if head is not None else "its output projections"
-                lines.append(f"gate {gate:g} of {in_words(layer, head)} is in {where} there")
+        for unit in model.units():
+            if unit.by_hand is not None:
+                where = "its output projection" if unit.head is not None else "its output projections"
+                lines.append(f"gate {unit.by_hand:g} of {unit} is in {where} there")
     if out:
         write_json(out, dict(ckpt=path, dataset=data.meta["name"], split=args.split, tokens=scored,
                              set=args.settings, prune=args.prune, bpb=before, bpb_after=after,

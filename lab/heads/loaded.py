@@ -148,7 +148,7 @@ class Measured(HeadControl):
 
     def __call__(self, x, y, traces=False):
         """The Output of x, y [B, T]; traces: those of a GPT, with the copies of weights in their place."""
-        parts, found = {}, {}
+        parts, traced = {}, {}
         for layer in self.layers if traces else ():
             for projection in layer.copied:
                 parts.update(projection.in_place())
@@ -160,11 +160,11 @@ class Measured(HeadControl):
             for layer in self.layers:
                 layer.gates.wants_traces = False
         for i, layer in enumerate(self.layers if traces else ()):
-            found.update({f"blocks.{i}.{name}": t for name, t in layer.traces.items()})
+            traced.update({f"blocks.{i}.{name}": t for name, t in layer.traces.items()})
             layer.gates.traces = {"n_keys": layer.traces["n_keys"]}  # the others hold the graph
         dtype = torch.promote_types(logits.dtype, torch.float32)
         loss = F.cross_entropy(logits.to(dtype).flatten(0, 1), y.flatten())
-        return Output(logits, loss, {}, found)
+        return Output(logits, loss, {}, traced)
 
 
 # ---- what a training loop calls ----
@@ -191,11 +191,11 @@ def settings(keys, config):
             meant = near(name, known)
             raise UserError(f"no key {name!r} of dynamic heads; " + (
                 f"did you mean {meant}?" if meant else f"there are {', '.join(known)}"))
-    found = TrainConfig(**{"controller_log": True, "dtype": "float32", "max_iters": 2**62, **keys})
-    problems = [*found.problems(), *controller_conflicts(config, found)]
+    config_of_run = TrainConfig(**{"controller_log": True, "dtype": "float32", "max_iters": 2**62, **keys})
+    problems = [*config_of_run.problems(), *controller_conflicts(config, config_of_run)]
     if problems:
         raise UserError("; ".join(problems))
-    return found
+    return config_of_run
 
 
 class DynamicHeads:

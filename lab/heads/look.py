@@ -199,7 +199,7 @@ class Viewer:
 
         Raises UserError for axes that are not as trace_axes has them.
         """
-        found, T = {}, traces["blocks.0.entropy"].size(-1)
+        series, T = {}, traces["blocks.0.entropy"].size(-1)
         for key, x in traces.items():
             axes, (block, name) = self.axes.get(key, GATE), parted(key)
             if len(axes) != x.dim():
@@ -230,9 +230,9 @@ class Viewer:
                 key, values = key.replace("sink_gate", "sink_mass"), 1 - values
             if key.startswith("a2c."):
                 values[-1] = np.nan  # nothing has come yet
-            found[key] = Series(values, heads)
+            series[key] = Series(values, heads)
         rank = {name: number for number, name in enumerate(KINDS)}
-        return dict(sorted(found.items(), key=lambda item: rank.get(parted(item[0])[1], -1)))
+        return dict(sorted(series.items(), key=lambda item: rank.get(parted(item[0])[1], -1)))
 
 
 def parted(key):
@@ -280,14 +280,14 @@ def packed(p):
 
     First, for each row, what 0 and 255 stand for, float32, little-endian; then the rows, 1 to T long.
     """
-    found, seen = [], np.tri(p.size(-1), dtype=bool)
+    texts, seen = [], np.tri(p.size(-1), dtype=bool)
     for head in p.float():
         low, high = head.amin(-1, keepdim=True).clamp_max(0), head.amax(-1, keepdim=True)
         codes = ((head - low) * (255 / (high - low).clamp_min(1e-30))).round().clamp(0, 255)
         ends = torch.cat((low, high), -1).cpu().numpy().astype("<f4")
         raw = ends.tobytes() + codes.to(torch.uint8).cpu().numpy()[seen].tobytes()
-        found.append(base64.b64encode(raw).decode())
-    return found
+        texts.append(base64.b64encode(raw).decode())
+    return texts
 
 
 class Room:
@@ -318,13 +318,13 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
     maps; None: there are none, nor the weight on the first token. Raises UserError for what is no number.
     """
     ids, raw, offsets = (part[start:end] for part in text)
-    kept, rows, first = {}, {}, {}
+    packed_maps, rows, first = {}, {}, {}
 
     def take(block, p):
         first[f"blocks.{block}.first_token"] = Series(p[..., 0].cpu().double().numpy(),
                                                       viewer.layers[block].all_head_ids())
         if room and room.takes(p):
-            kept[block] = packed(p)
+            packed_maps[block] = packed(p)
         if maps:
             rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
 
@@ -346,7 +346,7 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
     scored = [parted(key)[0] for key in traces if key.endswith(".head_scores")]
     line["blocks"] = {str(block): constraint_block(viewer, traces, block, tokens, rows) for block in scored}
     check_numbers(viewer, nats, series)
-    return Look(line, series, kept)
+    return Look(line, series, packed_maps)
 
 
 def check_numbers(viewer, nats, series):
@@ -373,16 +373,16 @@ def constraint_block(viewer, traces, block, tokens, rows):
         """{name: the rows of its heads}; heads stand name after name."""
         return {name: values[i * heads:(i + 1) * heads] for i, name in enumerate(names)}
 
-    found = dict(logits={name: plain(each) for name, each in logits.items()},
-                 probabilities={name: plain(in_float64(each).sigmoid()) for name, each in logits.items()},
-                 head_logits=by_name(plain(of["head_scores"])), gates=by_name(plain(of["router_gates"].T)),
-                 top={})
+    block_line = dict(
+        logits={name: plain(each) for name, each in logits.items()},
+        probabilities={name: plain(in_float64(each).sigmoid()) for name, each in logits.items()},
+        head_logits=by_name(plain(of["head_scores"])), gates=by_name(plain(of["router_gates"].T)), top={})
     for name, each in logits.items():
         best = each.topk(min(TOP, len(tokens))).indices.tolist()
-        found["top"][name] = [dict(token=i, text=tokens[i], logit=plain(each[i])) for i in best]
+        block_line["top"][name] = [dict(token=i, text=tokens[i], logit=plain(each[i])) for i in best]
     if rows:
-        found["maps"] = by_name(rows[block][viewer.layers[block].n_head:])
-    return found
+        block_line["maps"] = by_name(rows[block][viewer.layers[block].n_head:])
+    return block_line
 
 
 # ---- means over a text ----
@@ -408,14 +408,14 @@ class Means:
             self.counts[key] = self.counts.get(key, 0) + there.sum(-1)
             self.heads[key] = each.heads
 
-    def found(self):
+    def means(self):
         """{series: mean, or {head: mean}}; None where no token has a number."""
-        found = {}
+        means = {}
         for key, total in self.sums.items():
-            means = plain(np.where(self.counts[key], total / np.maximum(self.counts[key], 1), np.nan))
+            numbers = plain(np.where(self.counts[key], total / np.maximum(self.counts[key], 1), np.nan))
             heads = self.heads[key]
-            found[key] = dict(zip(map(str, heads), means)) if heads else means
-        return found
+            means[key] = dict(zip(map(str, heads), numbers)) if heads else numbers
+        return means
 
 
 # ---- the page ----
@@ -480,16 +480,16 @@ def for_page(looks, raw):
 
 def series_for_page(viewer, series):
     """[what the page has to know of each series, in the order of its list]."""
-    found = []
+    described = []
     for key, each in series.items():
         block, name = parted(key)
         labels = each.heads
         if labels and viewer.names:
             n, per = viewer.layers[block].n_base, viewer.model.config.constraint_heads
             labels = [i if i < n else f"{i} {viewer.names[(i - n) // per]}" for i in labels]
-        found.append(dict(key=key, block=block, name=name, heads=labels and [*map(str, labels)],
-                          **kind_of(name)._asdict()))
-    return found
+        described.append(dict(key=key, block=block, name=name, heads=labels and [*map(str, labels)],
+                              **kind_of(name)._asdict()))
+    return described
 
 
 def page(lines, panes, notes=()):
@@ -577,16 +577,16 @@ def untrained(model):
 
 def notes_of(viewers):
     """Sentences for the top of the page and for the terminal."""
-    found = []
+    notes = []
     for viewer in viewers:
         own = untrained(viewer.model)
         if viewer.model.config.routing and not any(attn.router.in_eval for attn in viewer.layers):
             own.append("The router acts in training alone: it chooses nothing here.")
-        found += own if len(viewers) == 1 else [f"{printable(viewer.path)}: {note}" for note in own]
-    return found
+        notes += own if len(viewers) == 1 else [f"{printable(viewer.path)}: {note}" for note in own]
+    return notes
 
 
-def write(found, out, page_path, viewers, notes=()):
+def write(windows, out, page_path, viewers, notes=()):
     """Write the lines and the page of windows, each ([a Look of each viewer], bytes of its tokens).
 
     notes: sentences for the top of the page. Returns explain()'s lines of each window's first Look.
@@ -594,7 +594,7 @@ def write(found, out, page_path, viewers, notes=()):
     shown, explained = Page(viewers, notes), []
 
     def write_lines(f):
-        for looks, raw in found:
+        for looks, raw in windows:
             for each in looks:
                 f.write(json.dumps(each.line).encode() + b"\n")
             explained.append(looks[0].line["explain"])
@@ -633,7 +633,7 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False):
     write(windows(), *files, viewers, notes)
     numbers = dict(text=printable(name), tokens=len(text.ids), windows=len(starts), block_size=T, notes=notes,
                    lines=str(files[0]), page=str(files[1]),
-                   runs=[dict(ckpt=printable(viewer.path), set=viewer.settings, means=mean.found())
+                   runs=[dict(ckpt=printable(viewer.path), set=viewer.settings, means=mean.means())
                          for viewer, mean in zip(viewers, means)])
     summary = f"{name}: {plural(len(text.ids), 'token')} in {plural(len(starts), 'window')} of {T:,}"
     return numbers, [summary, *notes, *map(str, files)]
@@ -644,15 +644,15 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
 
     prompt: its ids; samples: the ids that follow it, a list each. files: paths().
     """
-    T, found = viewer.model.config.block_size, []
+    T, windows = viewer.model.config.block_size, []
     room = room_for([viewer], T)
     for number, ids in enumerate(samples, 1):
         text = spell(tokenizer, [*prompt, *ids])
         start = max(0, len(text.ids) - T)
         seen = look(viewer, text, f"sample {number}", prompt=len(prompt), start=start, room=room)
-        found.append(([seen], text.raw[start:]))
+        windows.append(([seen], text.raw[start:]))
     notes = notes_of([viewer])
-    return ["\n".join([*notes, *rows]) for rows in write(found, *files, [viewer], notes)]
+    return ["\n".join([*notes, *rows]) for rows in write(windows, *files, [viewer], notes)]
 
 
 # ---- command line ----

@@ -40,11 +40,15 @@ def attentions(model):
     return [block.attn for block in model.transformer.h]
 
 
+def static_gate(attn):
+    """[H]: the factor of each head of a layer that depends on no token, as evaluated; 1: no gate."""
+    gate = attn.static_gate(noisy=False)
+    return attn.c_proj.weight.new_ones(attn.n_total) if gate is None else gate.detach()
+
+
 def static_gates(model):
-    """[a tensor [H] a block]: the factor of each head that depends on no token, as evaluated; 1: no gate."""
-    gates = [attn.static_gate(noisy=False) for attn in attentions(model)]
-    return [attn.c_proj.weight.new_ones(attn.n_total) if gate is None else gate.detach()
-            for attn, gate in zip(attentions(model), gates)]
+    """[static_gate() of each block]."""
+    return [static_gate(attn) for attn in attentions(model)]
 
 
 @torch.no_grad()
@@ -55,9 +59,14 @@ def cache_bytes(model):
     return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
 
 
+def head_ids(model):
+    """[a list a block] of the original numbers of all heads, constraint heads too."""
+    return [attn.all_head_ids() for attn in attentions(model)]
+
+
 def all_heads(model):
     """[(layer, head)] of every head, constraint heads too, by the original numbers."""
-    return [(layer, head) for layer, attn in enumerate(attentions(model)) for head in attn.all_head_ids()]
+    return [(layer, head) for layer, numbers in enumerate(head_ids(model)) for head in numbers]
 
 
 # ---- text to measure on ----
@@ -87,21 +96,21 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
 
 
 @contextmanager
-def kept_by_hooks(modules, register, part):
+def seen_by_hooks(modules, register, part):
     """A list of part(...) of what each module's hook was given last, filled by forward passes meanwhile.
 
     register: the name of the method by which a module takes a hook.
     """
-    kept = [None] * len(modules)
+    seen = [None] * len(modules)
 
     def keep(i):
         def hook(module, *passed):
-            kept[i] = part(*passed)
+            seen[i] = part(*passed)
         return hook
 
     hooks = [getattr(module, register)(keep(i)) for i, module in enumerate(modules)]
     try:
-        yield kept
+        yield seen
     finally:
         for hook in hooks:
             hook.remove()
@@ -109,12 +118,12 @@ def kept_by_hooks(modules, register, part):
 
 def inputs_of(modules):
     """A list of what each of these modules was given last, filled by forward passes meanwhile."""
-    return kept_by_hooks(modules, "register_forward_pre_hook", lambda args: args[0])
+    return seen_by_hooks(modules, "register_forward_pre_hook", lambda args: args[0])
 
 
 def outputs_of(modules):
     """The same of what each module gave, of a tuple the first."""
-    return kept_by_hooks(modules, "register_forward_hook",
+    return seen_by_hooks(modules, "register_forward_hook",
                          lambda args, out: out[0] if isinstance(out, tuple) else out)
 
 
@@ -146,32 +155,19 @@ def measure(model, x, y, autocast=None):
 
     Importance is Michel et al.'s (arXiv 1905.10650, eq. 2). Raises ValueError where one is not finite.
     """
-    layers, halves = attentions(model), list(zip(x.chunk(2), y.chunk(2)))
-    if len(halves) < 2 or x.size(1) < 2:
+    layers, texts = attentions(model), list(zip(x.chunk(2), y.chunk(2)))
+    if len(texts) < 2 or x.size(1) < 2:
         raise ValueError(f"measuring heads takes two sequences of two tokens, not {tuple(x.shape)}")
-    parts, weights = [], [w for attn in layers for w in projections(attn)]
+    halves, weights = [], [w for attn in layers for w in projections(attn)]
     outs = [p for attn in layers for p in out_projections(attn)]
     with inputs_of(outs) as ys_of, evaluating(model), torch.enable_grad():
-        for xs, ys in halves:
+        for xs, ys in texts:
             with autocast or nullcontext():
                 out = model(xs, ys, traces=True)
-            found = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
-            found = [torch.zeros_like(t) if g is None else g for t, g in zip([*weights, *ys_of], found)]
-            parts.append(half_metrics(model, out.traces, found, ys_of))
-    metrics = {name: [] for name in METRICS}
-    for layer, (a, b) in enumerate(zip(*parts)):
-        both = (a["slope"] + b["slope"]) / 2
-        metrics["gradient"].append(both.norm(dim=-1))
-        metrics["conflict"].append(F.cosine_similarity(a["slope"], b["slope"], dim=-1, eps=1e-30))
-        norms = ((a["power"] + b["power"]) / 2).clamp_min(0).sqrt()
-        metrics["utilisation"].append(norms / norms.sum().clamp_min(1e-30))
-        for name in ("entropy", "importance", "gate"):
-            metrics[name].append((a[name] + b[name]) / 2)
-    for name, values in metrics.items():
-        for layer, value in enumerate(values):
-            if not value.isfinite().all():
-                raise ValueError(f"{name} of a head in block {layer} is not finite")
-    return metrics
+            grads = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
+            grads = [torch.zeros_like(t) if g is None else g for t, g in zip([*weights, *ys_of], grads)]
+            halves.append(half_of_heads(model, out.traces, grads, ys_of))
+    return of_both_halves(halves, METRICS, share_of_layer, "a head in")
 
 
 def measure_pieces(model, x, y, autocast=None):
@@ -189,21 +185,42 @@ def measure_pieces(model, x, y, autocast=None):
                 loss = model(xs, ys).loss
             groups = [[y, m, *piece_matrices(block)] for block, y, m in zip(blocks, ys_of, ms_of)]
             every = [t for group in groups for t in group]
-            found = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
-            halves.append([piece_metrics(block, stream, *group[:2], [next(found) for _ in group])
+            grads = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
+            halves.append([half_of_piece(block, stream, *group[:2], [next(grads) for _ in group])
                            for block, stream, group in zip(blocks, streams, groups)])
-    metrics = {name: [] for name in PIECE_METRICS}
-    for layer, (block, a, b) in enumerate(zip(blocks, *halves)):
-        metrics["gradient"].append(((a["slope"] + b["slope"]) / 2).norm()[None])
-        metrics["conflict"].append(F.cosine_similarity(a["slope"], b["slope"], dim=0, eps=1e-30)[None])
-        metrics["importance"].append((a["importance"] + b["importance"])[None] / 2)
-        adds, onto = (((a[name] + b[name]) / 2).sqrt() for name in ("adds", "onto"))
-        metrics["utilisation"].append((adds / (adds + onto).clamp_min(1e-30))[None])
-        metrics["gate"].append(in_float64(block.agency.gate().detach()))
-        for name in metrics:
-            if not metrics[name][layer].isfinite():
-                raise ValueError(f"{name} of the {block.agency.scope} of block {layer} is not finite")
+    return of_both_halves(halves, PIECE_METRICS, share_of_stream, f"the {blocks[0].agency.scope} of")
+
+
+def of_both_halves(halves, names, share, what):
+    """{metric: [a float64 tensor [units] a block]} of what was found on each half of a text, a dict a block.
+
+    The metrics are means over the halves. share: from these means to utilisation; what: in words, for what is
+    not finite.
+    """
+    metrics = {name: [] for name in names}
+    for a, b in zip(*halves):
+        mean = {name: (a[name] + b[name]) / 2 for name in a}
+        mean.update(gradient=mean["slope"].norm(dim=-1), utilisation=share(mean),
+                    conflict=F.cosine_similarity(a["slope"], b["slope"], dim=-1, eps=1e-30))
+        for name in names:
+            metrics[name].append(mean[name])
+    for name, values in metrics.items():
+        for layer, value in enumerate(values):
+            if not value.isfinite().all():
+                raise ValueError(f"{name} of {what} block {layer} is not finite")
     return metrics
+
+
+def share_of_layer(mean):
+    """[H]: the norm of what each head sends, over the sum of its layer's."""
+    norms = mean["power"].clamp_min(0).sqrt()
+    return norms / norms.sum().clamp_min(1e-30)
+
+
+def share_of_stream(mean):
+    """[1]: the norm of what an MLP or a block adds, over that plus the norm of the stream that it adds to."""
+    adds, onto = mean["adds"].sqrt(), mean["onto"].sqrt()
+    return adds / (adds + onto).clamp_min(1e-30)
 
 
 def piece_matrices(block):
@@ -212,20 +229,19 @@ def piece_matrices(block):
     return [*own, *(weight for weight, _ in block.mlp.matrices())]
 
 
-def piece_metrics(block, x, y, m, found):
-    """A dict of a block's piece, whose block reads the stream x [B, T, C].
+def half_of_piece(block, x, y, m, grads):
+    """A dict of [1] tensors of a block's MLP or of the block, which reads the stream x [B, T, C].
 
-    y, m: what its attention and its MLP put out, before the factor; found: the gradients of y, m and
-    piece_matrices().
+    y, m: what its attention and its MLP put out, before the factor; grads: of y, m and piece_matrices().
     """
-    x, y, m, dy, dm = (in_float64(t.detach()) for t in (x, y, m, *found[:2]))
-    worth, gate = (m * dm).sum((1, 2)), in_float64(block.agency.gate().detach())
+    x, y, m, dy, dm = (in_float64(t.detach()) for t in (x, y, m, *grads[:2]))
+    by_factor, gate = (m * dm).sum((1, 2)), in_float64(block.agency.gate().detach())
     adds, onto = gate * m, x + y
     if block.agency.scope == "block":
-        worth, adds, onto = worth + (y * dy).sum((1, 2)), adds + gate * y, x
-    return dict(slope=torch.cat([in_float64(slope).flatten() for slope in found[2:]]),
-                importance=worth.abs().mean() * len(x),  # times the sequences, as in half_metrics()
-                adds=adds.square().sum(-1).mean(), onto=onto.square().sum(-1).mean())
+        by_factor, adds, onto = by_factor + (y * dy).sum((1, 2)), adds + gate * y, x
+    return dict(slope=torch.cat([in_float64(each).flatten() for each in grads[2:]])[None], gate=gate,
+                importance=by_factor.abs().mean()[None] * len(x),  # times the sequences, as of heads
+                adds=adds.square().sum(-1).mean()[None], onto=onto.square().sum(-1).mean()[None])
 
 
 def projections(attn):
@@ -247,11 +263,10 @@ def rows_of_heads(weight, n, count, size):
     return each.view(count, n, each.size(-1)).transpose(0, 1).flatten(1)
 
 
-def half_metrics(model, traces, found, outputs):
-    """A dict of [H] tensors a block, from gradients `found` of projections and of what goes into c_proj."""
+def half_of_heads(model, traces, grads, outputs):
+    """A dict of [H] tensors a block, from gradients of projections() and of what goes into c_proj."""
     layers, rows, T = attentions(model), [], outputs[0].size(1)
-    slopes, grads = found[:-len(outputs)], found[-len(outputs):]
-    slopes, grads, outputs = iter(slopes), iter(grads), iter(outputs)
+    slopes, grads, outputs = iter(grads[:-len(outputs)]), iter(grads[-len(outputs):]), iter(outputs)
     for layer, attn in enumerate(layers):
         row = dict(slope=[], power=[], importance=[])
         groups = [(attn.n_head, attn.parts, attn.c_proj)]
@@ -315,34 +330,93 @@ def closed(model, heads):
 
 # ---- measurements all through a run ----
 
-class Pieces:
-    """What has been measured of a run's MLPs or blocks, as of heads in Measurements; arrays [blocks, 1]."""
+class Metrics:
+    """What has been measured of a run's heads, or of the MLPs or blocks that have states.
 
-    def __init__(self, n_layer):
-        self.shape, self.mean, self.now = (n_layer, 1), {}, {}
-        self.withdrawn = np.full(self.shape, False)
+    Arrays are [blocks, heads] by the original numbers, NaN: gone; of MLPs or blocks [blocks, 1]. now:
+    {metric: array}, of the last measurement. mean: the moving averages, see add(). withdrawn: what sends
+    nothing because agency's factor is 0.
+    """
+
+    def __init__(self, shape, of_heads=True):
+        self.shape, self.of_heads, self.mean, self.now = shape, of_heads, {}, {}
+        self.withdrawn = np.full(shape, False)
+
+    @property
+    def here(self):
+        """Which of them there are."""
+        return np.isfinite(self.now["gate"])
+
+    def spread(self, values, ids):
+        """[a tensor [units] a block] -> an array, by their numbers, [a list a block]."""
+        array = np.full(self.shape, math.nan)
+        for layer, (numbers, value) in enumerate(zip(ids, values)):
+            array[layer, numbers] = value.cpu().numpy()
+        return array
+
+    def add(self, values, factors, ids, past):
+        """Put a measurement {metric: [a tensor a block]} into now and, where the past has that weight, mean.
+
+        The averages have `load` in the place of utilisation: what a head sends, over the mean of its layer's
+        heads at work (of MLPs or blocks: of all at work), as both were at that measurement. 1 is an equal
+        share. So an average load is never above the largest load that was measured, whoever came and went
+        meanwhile; an average of shares would be, since a share grows when others are withdrawn. While a head
+        is withdrawn, STAND_STILL stay what they were, since nobody can see what it would send. One that was
+        never at work counts as the mean of those that are.
+
+        factors: agency's factors, [a tensor a block]; ids: see spread().
+        """
+        self.now = {name: self.spread(each, ids) for name, each in values.items()}
+        # not where it was opened by hand
+        self.withdrawn = (self.spread(factors, ids) == 0) & (self.now["gate"] == 0)
+        sent = self.now["utilisation"]
+        equal = self.mean_at_work(sent)
+        load = np.divide(sent, equal, out=0 * sent, where=equal > 0)
+        for name, new in {**self.now, "load": load}.items():
+            old = self.mean.get(name, np.full(self.shape, math.nan))
+            keep = past * np.isfinite(old)
+            mean = new * (1 - keep) + np.nan_to_num(old) * keep
+            if name in STAND_STILL:
+                as_before = np.where(np.isfinite(old), old, self.mean_at_work(new))
+                mean = np.where(self.withdrawn, as_before, mean)
+            self.mean[name] = mean
+
+    def mean_of_peers(self, values):
+        """The mean over the heads of each layer, [blocks, 1]; of MLPs or blocks over all, [1, 1]; 0: none."""
+        if not self.of_heads:
+            values = values[np.isfinite(values)][None]
+        n = np.isfinite(values).sum(1, keepdims=True)
+        return np.nansum(values, 1, keepdims=True) / np.maximum(n, 1)
 
     def mean_at_work(self, values):
-        """The mean over all blocks whose gate is not 0, [blocks, 1]; 0: none."""
-        at_work = self.now["gate"] != 0
-        return np.full(self.shape, values[at_work].mean() if at_work.any() else 0.0)
+        """The mean over the peers whose gate is not 0."""
+        return self.mean_of_peers(np.where(self.now["gate"] != 0, values, math.nan))
 
     def features(self):
-        """[blocks, FEATURES - 2], as of heads, without entropy and depth."""
-        relative = [np.log(np.maximum(self.mean[k], 1e-12) / max(self.mean[k].mean(), 1e-12)).clip(-5, 5)
+        """[units, Agency.METRICS] of those that are here, in the order of GPT.units(); of MLPs or blocks
+        without entropy.
+        """
+        m, floor = self.mean, 1e-12
+        relative = [np.log(np.maximum(m[k], floor) / np.maximum(self.mean_of_peers(m[k]), floor)).clip(-5, 5)
                     for k in ("gradient", "importance")]
-        columns = [*relative, self.mean["load"].clip(0, 5), self.mean["gate"], self.mean["conflict"]]
-        return torch.from_numpy(np.concatenate(columns, 1))
+        entropy = [m["entropy"]] if self.of_heads else []
+        columns = [*entropy, *relative, m["load"].clip(0, 5), m["gate"], m["conflict"]]
+        return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
+
+    def state(self):
+        """For a checkpoint: a dict of tensors."""
+        return dict(mean=tensors_of(self.mean), now=tensors_of(self.now))
+
+    def load(self, state):
+        self.mean, self.now = (arrays_of(state[name], self.shape) for name in ("mean", "now"))
 
 
 class Measurements:
-    """What has been measured of a run's heads; arrays are [blocks, heads] by the original numbers, NaN: gone.
+    """What is measured of a run: its heads, what else has states, its loss on held-out text.
 
-    now: {metric: array}, of the last measurement. mean: the moving averages, see average(). here: which heads
-    there are; withdrawn: which of them send nothing because agency's factor is 0.
-    pieces: the same of MLPs or blocks, where those have states, or None. losses: nats per token on the
-    held-out text since the last growth; held_out_loss: the last of them.
-    count: measurements so far.
+    heads: Metrics; units: the Metrics of what has states, so of MLPs or blocks where those have; without
+    agency those of the heads. losses: nats per token on the held-out text since the last growth;
+    held_out_loss: the last of them. count: measurements so far.
     """
 
     def __init__(self, run):
@@ -358,23 +432,17 @@ class Measurements:
 
     def begin(self, model):
         """Nothing is known of any head of the model."""
-        extra = max(attn.n_extra for attn in attentions(model))
-        self.shape = (model.config.n_layer, model.config.n_head + extra)
-        self.mean, self.now = {}, {}
-        self.withdrawn = self.full(False)
-        self.pieces = Pieces(model.config.n_layer) if model.transformer.h[0].agency is not None else None
-        self.counts = {name: self.full(0) for name in ("high", "small", "low")}
-        self.high = self.full(False)  # whose entropy is high, with hysteresis
+        extra, n_layer = max(attn.n_extra for attn in attentions(model)), model.config.n_layer
+        self.heads = self.units = Metrics((n_layer, model.config.n_head + extra))
+        if model.transformer.h[0].agency is not None:
+            self.units = Metrics((n_layer, 1), of_heads=False)
+        self.counts = {name: np.full(self.heads.shape, 0) for name in ("high", "small", "low")}
+        self.high = np.full(self.heads.shape, False)  # whose entropy is high, with hysteresis
 
-    def full(self, value):
-        return np.full(self.shape, value)
-
-    def spread(self, values, model):
-        """[a tensor [H] a block] -> [blocks, heads] by the original numbers."""
-        found = self.full(math.nan).astype(float)
-        for layer, (attn, value) in enumerate(zip(attentions(model), values)):
-            found[layer, attn.all_head_ids()] = value.cpu().numpy()
-        return found
+    @property
+    def of_pieces(self):
+        """Whether MLPs or blocks have states."""
+        return self.units is not self.heads
 
     def held_out(self, run):
         """Mean nats per token of the held-out text, of all ranks."""
@@ -385,75 +453,29 @@ class Measurements:
 
     def update(self, run):
         """Measure once more. UserError where a metric is not finite."""
+        model, past = run.model, self.config.controller_average
         try:
-            found = measure(run.model, *self.text, self.autocast)
-            of_pieces = measure_pieces(run.model, *self.text, self.autocast)
+            of_heads = measure(model, *self.text, self.autocast)
+            of_pieces = measure_pieces(model, *self.text, self.autocast)
         except ValueError as e:
             raise UserError(f"step {run.step}: {e}; lower adamw_lr or muon_lr") from None
         factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
-                   for attn in attentions(run.model)]
-        self.average(run, found, self, factors, lambda values: self.spread(values, run.model))
-        if self.pieces is not None:
-            factors = [block.agency.static_gate().detach() for block in run.model.transformer.h]
-            self.average(run, of_pieces, self.pieces, factors,
-                         lambda values: np.stack([value.cpu().numpy() for value in values]))
-        self.here = np.isfinite(self.now["gate"])
+                   for attn in attentions(model)]
+        self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past)
+        if self.of_pieces:
+            factors = [block.agency.static_gate().detach() for block in model.transformer.h]
+            self.units.add(mean_of_ranks(of_pieces, run.process), factors, [[0]] * len(factors), past)
         self.held_out_loss = self.held_out(run)
         self.losses.append(self.held_out_loss)
 
-    def average(self, run, found, into, factors, spread):
-        """Put {metric: [a tensor a block]}, the mean of all ranks', into the now and mean of `into`.
-
-        The averages have `load` in the place of utilisation: what a head sends, over the mean of its layer's
-        heads at work (of pieces: of all at work), as both were at that measurement. 1 is an equal share. So
-        an average load is never above the largest load that was measured, whoever came and went meanwhile;
-        an average of shares would be, since a share grows when others are withdrawn. While a head is
-        withdrawn, STAND_STILL stay what they were, since nobody can see what it would send. One that was
-        never at work counts as the mean of those that are.
-
-        factors: agency's factors, [a tensor a block].
-        """
-        flat = torch.cat([t.cpu().double() for values in found.values() for t in values]).tolist()
-        sizes = [len(t) for values in found.values() for t in values]
-        world = run.process.world
-        flat = torch.tensor(run.process.all_reduce_sum(flat), dtype=torch.float64) / world
-        parts = iter(flat.split(sizes))
-        into.now = {name: spread([next(parts) for _ in values]) for name, values in found.items()}
-        into.withdrawn = (spread(factors) == 0) & (into.now["gate"] == 0)  # not where it was opened by hand
-        sent = into.now["utilisation"]
-        equal = into.mean_at_work(sent)
-        load = np.divide(sent, equal, out=0 * sent, where=equal > 0)
-        for name, new in {**into.now, "load": load}.items():
-            old = into.mean.get(name, np.full(into.shape, math.nan))
-            keep = self.config.controller_average * np.isfinite(old)
-            mean = new * (1 - keep) + np.nan_to_num(old) * keep
-            if name in STAND_STILL:
-                as_before = np.where(np.isfinite(old), old, into.mean_at_work(new))
-                mean = np.where(into.withdrawn, as_before, mean)
-            into.mean[name] = mean
-
     def forget_missing(self, model):
         """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
-        gone = self.full(True)
-        for layer, head in all_heads(model):
-            gone[layer, head] = False
-        for values in (*self.mean.values(), *self.now.values()):
+        gone = np.full(self.heads.shape, True)
+        for place in all_heads(model):
+            gone[place] = False
+        for values in (*self.heads.mean.values(), *self.heads.now.values()):
             values[gone] = math.nan
-        self.here = ~gone
         return gone
-
-    def mean_at_work(self, values):
-        """The mean over each layer's heads whose gate is not 0, [blocks, 1]; 0: none."""
-        return layer_mean(np.where(self.now["gate"] != 0, values, math.nan))
-
-    def features(self):
-        """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
-        m, floor = self.mean, 1e-12
-        relative = [np.log(np.maximum(m[k], floor) / np.maximum(layer_mean(m[k]), floor)).clip(-5, 5)
-                    for k in ("gradient", "importance")]
-        depth = np.arange(self.shape[0])[:, None] / max(1, self.shape[0] - 1) + 0 * m["gate"]
-        columns = [m["entropy"], *relative, m["load"].clip(0, 5), m["gate"], m["conflict"], depth]
-        return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
 
     def lasting(self, name, holds):
         """Where `holds` has held for controller_patience measurements in a row, [blocks, heads]."""
@@ -463,23 +485,28 @@ class Measurements:
 
     def state(self):
         """For a checkpoint: a dict of tensors, lists and numbers."""
-        found = dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
-                     high=torch.from_numpy(self.high.copy()))
-        for name in ("counts", "mean", "now"):
-            found[name] = tensors_of(getattr(self, name))
-        if self.pieces is not None:
-            found["pieces"] = dict(mean=tensors_of(self.pieces.mean), now=tensors_of(self.pieces.now))
-        return found
+        state = dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
+                     high=torch.from_numpy(self.high.copy()), counts=tensors_of(self.counts),
+                     **self.heads.state())
+        return dict(state, pieces=self.units.state()) if self.of_pieces else state
 
     def load(self, state):
         self.count, self.losses, self.held_out_loss = (
             state[key] for key in ("measured", "losses", "heldout_now"))
-        self.high = arrays_of(dict(high=state["high"]), self.shape)["high"]
-        for name in ("counts", "mean", "now"):
-            setattr(self, name, arrays_of(state[name], self.shape))
-        for name, values in state.get("pieces", {}).items():
-            if name != "overrides":
-                setattr(self.pieces, name, arrays_of(values, self.pieces.shape))
+        self.high = arrays_of(dict(high=state["high"]), self.heads.shape)["high"]
+        self.counts = arrays_of(state["counts"], self.heads.shape)
+        self.heads.load(state)
+        if self.of_pieces:
+            self.units.load(state["pieces"])
+
+
+def mean_of_ranks(values, process):
+    """{metric: [a tensor a block]} as the mean of all ranks, float64 on the CPU."""
+    flat = torch.cat([t.cpu().double() for each in values.values() for t in each]).tolist()
+    sizes = [len(t) for each in values.values() for t in each]
+    parts = torch.tensor(process.all_reduce_sum(flat), dtype=torch.float64) / process.world
+    parts = iter(parts.split(sizes))
+    return {name: [next(parts) for _ in each] for name, each in values.items()}
 
 
 def tensors_of(arrays):
@@ -489,12 +516,3 @@ def tensors_of(arrays):
 def arrays_of(tensors, shape):
     """tensors_of() backwards. RuntimeError: one is not of this shape."""
     return {key: value.view(shape).cpu().numpy().copy() for key, value in tensors.items()}
-
-
-FEATURES = 7  # numbers of a head in Measurements.features()
-
-
-def layer_mean(values):
-    """[L, S] with NaN for heads that are gone -> [L, 1], the mean of each layer's."""
-    n = np.isfinite(values).sum(1, keepdims=True)
-    return np.nansum(values, 1, keepdims=True) / np.maximum(n, 1)

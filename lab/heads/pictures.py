@@ -34,7 +34,6 @@ ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is,
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
 MEASURED = ("static_gate", "gate")
-SCOPES = (None, "mlp", "block")
 MOST_HEADS = 1000  # no layer's or head's number in a log is above it
 
 
@@ -58,7 +57,7 @@ def sound(row):
         return False
     if not all(is_list_of_lists(row.get(key) or []) for key in (*MEASURED, "state")):
         return False
-    if not (isinstance(events, list) and isinstance(pieces, dict) and pieces.get("scope") in SCOPES
+    if not (isinstance(events, list) and isinstance(pieces, dict) and pieces.get("scope") in [*ROWS]
             and isinstance(pieces.get("state") or [], list)):
         return False
     return all(isinstance(e, dict) and (e.get("what") not in [*MARKS] or names_head(e)) for e in events)
@@ -76,12 +75,12 @@ def number_of_state(state):
 
 def spread(rows, key, shape, value=number):
     """One key of all rows, [rows, layers, heads] by the heads' numbers; NaN: gone, or not measured."""
-    found = np.full((len(rows), *shape), np.nan)
+    array = np.full((len(rows), *shape), np.nan)
     for i, row in enumerate(rows):
         for layer, (own, values) in enumerate(zip(row["heads"], row.get(key) or [])):
             for head, v in zip(own, values):
-                found[i, layer, head] = value(v)  # None becomes NaN
-    return found
+                array[i, layer, head] = value(v)  # None becomes NaN
+    return array
 
 
 def history(run_dir):
@@ -252,11 +251,11 @@ def active(runs, title):
         ax.plot(n[-1], bpb[-1], shape, color=colour, mfc="white", ms=9, mew=2)
         ends.append((bpb[-1], f"{name}\n{bpb[-1]:.3f}", colour))
         for j in dict.fromkeys([len(step) - 1, 0, *range(0, len(step), max(1, len(step) // 10))]):
-            at = np.array([(n[j] - left) / (right - left), (bpb[j] - low) / (high - low + 2 * pad)])
-            if bpb[j] > high or any((abs(at - other) < (0.11, 0.05)).all() for other in taken):
+            place = np.array([(n[j] - left) / (right - left), (bpb[j] - low) / (high - low + 2 * pad)])
+            if bpb[j] > high or any((abs(place - other) < (0.11, 0.05)).all() for other in taken):
                 continue
-            taken.append(at)
-            side, ha = (-7, "right") if at[0] > 0.85 else (7, "left")
+            taken.append(place)
+            side, ha = (-7, "right") if place[0] > 0.85 else (7, "left")
             ax.annotate(f"step {step[j]:,g}", (n[j], bpb[j]), (side, 7), textcoords="offset points", ha=ha,
                         va="center", fontsize=9, color=colour,
                         path_effects=[withStroke(linewidth=3, foreground="white")])

@@ -8,6 +8,7 @@ Nothing here touches the training step. Source: the Adaptive Transformer write-u
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,46 +16,41 @@ from torch import nn
 
 from model import GPT
 from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
-from lab.heads.measuring import all_heads, attentions, closed, out_projections, static_gates
+from lab.heads.measuring import all_heads, attentions, closed, head_ids, out_projections, static_gate
 
 
 def fold_gates(model):
-    """(a copy whose output projections hold the gates that were set by hand, [(layer, head)] it cannot hold).
+    """(a copy whose output projections hold the gates that were set by hand, [Unit] of what it cannot hold).
 
-    No factor leads from a head's own gate of 0 to another: in the copy such a head stays closed. So does a
-    block or its MLP, (layer, None), with a state.
+    No factor leads from an own gate of 0 to another: in the copy such a head, MLP or block stays closed.
     """
     model, stuck = copy.deepcopy(model), []
-    for layer, attn in enumerate(attentions(model)):
-        hand, attn.gate_override = attn.gate_override, None
-        if hand is None:
-            continue
-        own = static_gates(model)[layer]
-        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
-        if passes_on(attn):  # what a closed head sends out is not all that it gives
-            factor = torch.where(factor == 0, math.inf, factor)
-        stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
-        scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
     for layer, block in enumerate(model.transformer.h):
-        if block.agency is not None and not fold_piece(block):
-            stuck.append((layer, None))
+        holders = [(block.attn, partial(static_gate, block.attn), partial(scale_heads, block.attn))]
+        if block.agency is not None:
+            holders.append((block.agency, block.agency.gate, partial(scale_outputs, block)))
+        for holder, gates, scale in holders:
+            hand, holder.gate_override = holder.gate_override, None
+            if hand is None:
+                continue
+            own = gates().detach()
+            factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
+            if holder is block.attn and passes_on(holder):
+                # what a closed head sends out is not all that it gives
+                factor = torch.where(factor == 0, math.inf, factor)
+            stuck += [unit for unit in model.units_of(layer)
+                      if unit.holder is holder and not factor[unit.i].isfinite()]
+            scale(torch.where(factor.isfinite(), factor, 1.0))
     return model, stuck
 
 
 @torch.no_grad()
-def fold_piece(block):
-    """Multiply the gate of a block's piece that was set by hand into its projections; False: its own is 0."""
-    hand, block.agency.by_hand = block.agency.by_hand, None
-    own = block.agency.gate()
-    if hand is None or hand.isnan() or hand == own:
-        return True
-    if own == 0:
-        return False
+def scale_outputs(block, factor):
+    """Multiply what a block's MLP, or the whole block, adds to the stream by factor [1], for good."""
     whole = block.agency.scope == "block"
-    for proj in (block.mlp.c_proj, *(out_projections(block.attn) if whole else ())):
-        for p in proj.parameters():
-            p.mul_(hand / own)
-    return True
+    for projection in (block.mlp.c_proj, *(out_projections(block.attn) if whole else ())):
+        for p in projection.parameters():
+            p.mul_(factor)
 
 
 def passes_on(attn):
@@ -161,22 +157,23 @@ class Surgery:
             prune_heads(run.model, dropped, run.optimizers)
             self.frozen = []
             gone = measured.forget_missing(run.model)
-            self.ramps = {at: step for at, step in self.ramps.items() if not gone[at]}
+            self.ramps = {place: step for place, step in self.ramps.items() if not gone[place]}
         return bool(dropped)
 
     def freeze(self, measured, run):
         """Close heads whose gate has long been low, for good if the held-out loss agrees."""
         c = self.config
         # the sentinel's own gate: a withdrawn head may come back
-        gates = measured.spread([attn.sentinel.static_gate(noisy=False).detach()
-                                 for attn in attentions(run.model)], run.model)
+        gates = measured.heads.spread([attn.sentinel.static_gate(noisy=False).detach()
+                                       for attn in attentions(run.model)], head_ids(run.model))
         gates[:, run.model.config.n_head:] = math.nan  # constraint heads stay: their scores are their purpose
         with np.errstate(invalid="ignore"):
             low = measured.lasting("low", gates < c.prune_gate)
         before = measured.held_out_loss
         for layer, head in sorted(zip(*np.nonzero(low)), key=lambda place: gates[place]):
             layer, head = int(layer), int(head)
-            left = len(attentions(run.model)[layer].head_ids) - sum(at == layer for at, _ in self.frozen)
+            closing = sum(place[0] == layer for place in self.frozen)
+            left = len(attentions(run.model)[layer].head_ids) - closing
             if left <= c.prune_floor:
                 continue
             with closed(run.model, [(layer, head)]):
@@ -219,8 +216,8 @@ class Surgery:
             free = sorted(set(range(model.config.n_head)) - set(attn.head_ids))
             if not free or not attn.head_ids or passes_on(attn):
                 continue
-            sent = np.where(measured.withdrawn, 0.0, measured.mean["load"])[layer, attn.head_ids]
-            if sent.min() >= c.grow_used:
+            load = np.where(measured.heads.withdrawn, 0.0, measured.heads.mean["load"])[layer, attn.head_ids]
+            if load.min() >= c.grow_used:
                 new[layer] = free[:c.grow_heads]
         if not new:
             return False

@@ -8,7 +8,7 @@ where a model reads tokens s to s + T, bytes s to s + T belong to its scores. No
 
 labels.json: dataset, note, weak (unchecked), names, and for each split its tokens, the sha256
 of its .bin, and for each name the sha256 of its file, how many tokens are labelled, and their mean.
-data/label.py writes such folders.
+lab/label.py writes such folders.
 """
 
 import math
@@ -87,7 +87,7 @@ def command_for(dataset, labels):
     place = dataset.dir.resolve()
     name = place.name if place in [folder.resolve() for folder in folders_of(place.name)] else dataset.dir
     by = f" --by={labels}" if labels in ("weak", "synthetic") else ", see docs/labels.md,"
-    return f"python data/label.py --dataset={name}{by}"
+    return f"python -m lab.label --dataset={name}{by}"
 
 
 class Targets:
@@ -107,7 +107,7 @@ class Targets:
             self.meta = from_json((self.dir / "labels.json").read_text(encoding="utf-8"))
             check_meta(self.meta)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{self.dir / 'labels.json'} is not what data/label.py writes "
+            raise UserError(f"{self.dir / 'labels.json'} is not what lab/label.py writes "
                             f"({type(e).__name__}: {e}): label it anew with --force") from None
         known, self.splits = self.meta["names"], self.meta["splits"]
         self.dataset, self.names = dataset, known if names is None else list(names)

@@ -17,13 +17,13 @@ from model import GPT
 from nanoheads import sampling
 from nanoheads.common import UserError, last_folders, say, table, text_of, unescaped
 from nanoheads.dataset import Dataset
-from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
-from nanoheads.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, stop_of, until_stop, write
-from nanoheads.scoring import bits, load, nats_after
+from nanoheads.sampling import bfloat16_on_gpu, same_tokens, settings_of, stop_of, until_stop, write
+from nanoheads.scoring import bits, load
 from nanoheads.timing import progress_bar
 from lab.probes import quality as textquality
-from lab.probes.shared import ask, finite
+from lab.probes.intervals import jackknife
+from lab.probes.shared import ask, finite, nats_after
 
 TEXT = "the text itself"
 SHORT = 4  # words: fewer have no rep-4
@@ -115,6 +115,14 @@ def open_writers(args):
             raise UserError(f"--judge {judge.name}: its {judge.data.vocab_size:,} characters cannot spell "
                             f"all that {writer.name} may write")
     return writers, judge, real
+
+
+def reread(ids, tokenizer, other):
+    """The ids that another tokenizer has for the text of these. ValueError: it cannot spell a character."""
+    if same_tokens(tokenizer, other):
+        return ids
+    raw = tokenizer.decode_bytes(ids)
+    return other.encode(raw if other.encoding == "byte" else raw.decode("utf-8", "replace")).tolist()
 
 
 def continuations(writer, length, args):

@@ -31,12 +31,13 @@ from scipy.stats import hypergeom
 
 from model import Agency, Roles
 from nanoheads.common import UserError, plural, table
-from nanoheads.intervals import by_jackknife, t_interval
+from nanoheads.intervals import t_interval
 from nanoheads.scoring import LOGITS_AT_ONCE, nats_of_last
 from nanoheads.timing import progress_bar
 from lab.heads.measuring import (all_heads, attentions, closed, even_starts, ids_at, inputs_of,
                                  out_projections)
 from lab.probes.detectors import common_tokens, joined
+from lab.probes.intervals import by_jackknife
 from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                positive)
 

@@ -1,7 +1,7 @@
 """
 Facts such as "[QZX4831]" in a text of bytes, and the question for one, "[QZX" at the end of a text.
 
-data/needle/prepare.py plants them, `probe.py needle` asks for them.
+lab/needle.py plants them, `lab/probe.py needle` asks for them.
 """
 
 from itertools import product

@@ -21,10 +21,9 @@ import numpy as np
 
 from nanoheads.common import UserError, from_json, plural, text_of, writable, write_atomic
 from nanoheads.intervals import t_interval
-from nanoheads.scoring import nats_after
 from nanoheads.timing import progress_bar
-from lab.probes.shared import (OVER, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
-                               positive, run_table)
+from lab.probes.shared import (OVER, about_text, ask, finite, nats_after, numbers_of, open_checkpoints,
+                               plus_minus, positive, run_table)
 
 TASKS = {
     "copy": "the word again: river: river",

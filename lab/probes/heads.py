@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from scipy.stats import rankdata, spearmanr
 
-from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
 from nanoheads.timing import progress_bar
 from lab.heads.measuring import all_heads, attentions, closed, static_gates
+from lab.probes.intervals import over_windows
 from lab.probes.shared import (CONTEXT, about_windows, ask, numbers_of, open_checkpoints, plus_minus,
                                position_in_windows, run_table, token_nats, window_text)
 

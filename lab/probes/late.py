@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 
-from nanoheads.intervals import over_windows
 from nanoheads.scoring import windows_of
+from lab.probes.intervals import over_windows
 from lab.probes.shared import (CONTEXT, OVER, about_windows, ask, beyond, numbers_of, open_checkpoints,
                                plus_minus, position_in_windows, run_table, token_nats)
 

@@ -7,6 +7,7 @@ A probe is a function probe(args) -> (what --json writes, the lines that are pri
 import argparse
 import sys
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ from model import GPT
 from nanoheads import checkpoint
 from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
                               write_json)
-from nanoheads.scoring import add_arguments, load, score, window_ids
+from nanoheads.scoring import (LOGITS_AT_ONCE, add_arguments, load, nats_of_last, refuse_replaced, score,
+                               window_ids, windows)
 
 
 class Checkpoint(NamedTuple):
@@ -71,6 +73,36 @@ def token_nats(ckpt, data, args, progress=False):
     """Nats of every scored token, [n] float64. UserError where they are not finite."""
     nats = score(ckpt.model, data, args.split, max_tokens=args.tokens, per_token=True, progress=progress)
     return finite(nats.astype(np.float64), ckpt)
+
+
+@torch.no_grad()
+def nats_after(model, separator, pairs):
+    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
+
+    Windows move by half a block: beyond the first, a token sees at least half a block before it.
+    """
+    device, T = next(model.parameters()).device, model.config.block_size
+    rows = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
+    pieces = []  # (number of its pair, ids of a window, how many of its last tokens are scored)
+    for number, (prompt, continuation) in enumerate(pairs):
+        text = np.array([*prompt, *continuation])
+        for start, end, scored in windows(len(text), T, max(1, T // 2)):
+            scored = min(scored, end - len(prompt))  # the prompt is context alone
+            if scored > 0:
+                pieces.append((number, window_ids(text, separator, start, end), scored))
+
+    # windows of one length and one scored part go together
+    def shape(piece):
+        return len(piece[1]), piece[2]
+    totals = np.zeros(len(pairs))
+    for (_, scored), group in groupby(sorted(pieces, key=shape), shape):
+        group = list(group)
+        for first in range(0, len(group), rows):
+            batch = group[first:first + rows]
+            ids = torch.from_numpy(np.stack([piece[1] for piece in batch])).to(device)
+            np.add.at(totals, [piece[0] for piece in batch], nats_of_last(model, ids, scored).sum(1))
+    refuse_replaced()
+    return totals
 
 
 def finite(values, ckpt, what="nats"):

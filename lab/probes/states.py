@@ -12,6 +12,7 @@ from nanoheads.config import ControllerConfig
 from nanoheads.intervals import t_interval
 from nanoheads.timing import progress_bar
 from lab.heads.measuring import even_starts, ids_at, measure, nats_on
+from lab.heads.states import conditions
 from lab.probes.heads import in_words, spearman_tests
 from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                positive)
@@ -25,15 +26,14 @@ def states_on(model, x, y):
 
     A withdrawn head sends nothing, so that it may count as idle.
     """
-    limits, found = ControllerConfig(), measure(model, x, y)
+    found = measure(model, x, y)
     # 1: the mean of its layer's heads at work, as for the policy
     sent = torch.cat([each / each[gate > 0].mean().nan_to_num(1.0)
                       for each, gate in zip(found["utilisation"], found["gate"])])
-    entropy, conflict = torch.cat(found["entropy"]), torch.cat(found["conflict"])
-    return dict(nats=nats_on(model, x, y), largest=sent.max().item(),
-                overloaded=(sent > limits.policy_overloaded).sum().item(),
-                misaligned=(conflict < limits.policy_conflict).sum().item(),
-                idle=((entropy > limits.policy_entropy) & (sent < 0.5)).sum().item())
+    mean = dict(load=sent, **{name: torch.cat(found[name]) for name in ("entropy", "conflict")})
+    count = {state: holds.sum().item() for state, holds in conditions(mean, ControllerConfig()).items()}
+    return dict(nats=nats_on(model, x, y), largest=sent.max().item(), overloaded=count["overloaded"],
+                misaligned=count["misaligned"], idle=count["withdrawn"])
 
 
 def probe(args):

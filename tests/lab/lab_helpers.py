@@ -12,6 +12,7 @@ from lab.study import costs, digest, queue, results, trial
 from lab.study.variants import StudyConfig
 
 MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names at the root say where they are
+MOVED_FROM_DATA = {"data/label.py": "label", "data/needle/prepare.py": "needle"}  # likewise
 
 
 # ---- studies ----

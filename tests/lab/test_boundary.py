@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from helpers import CODE, ROOT
+from lab_helpers import MOVED, MOVED_FROM_DATA
 from model import MECHANISMS
 
 WITHOUT = {"lab", "results", "tests/lab", "out"}
@@ -121,16 +122,21 @@ def test_a_mechanism_of_ones_own_trains_and_is_looked_into_first(core):
     ("--trial", ["train.py", "--trial", "out/trials/0"]),
     ("a study", ["compare.py", "--mechanisms=sink"]),
     ("--audit", ["sample.py", "--ckpt=out/plain", "--audit=x.jsonl", "--device=cpu"]),
+    ("--nanogpt", ["bench.py", "--nanogpt=."]),
     ("--heads", ["plot_curves.py", "--heads", "out/plain"]),
-    ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"]),
-    ("labelling a text", ["data/label.py", "--dataset=x", "--by=weak"]),
-    ("a text with planted facts", ["data/needle/prepare.py"])], ids=lambda each: str(each)[:20])
+    ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"])],
+    ids=lambda each: str(each)[:20])
 def test_what_is_the_labs_says_so_in_a_line(core, what, command):
     if command[0] == "train.py" and "--check" not in command and "--trial" not in command:
         command = [*command, f"--dataset={core.data}", "--out_dir=out/other"]
     said = core(*command, fails=True)
-    program = "error" if command[0].startswith("data/") else command[0].removesuffix(".py")
-    assert said == f"{program}: {what} {MISSING}\n"
+    assert said == f"{command[0].removesuffix('.py')}: {what} {MISSING}\n"
+
+
+@pytest.mark.parametrize("old, new", [*((f"{name}.py", name) for name in MOVED), *MOVED_FROM_DATA.items()])
+def test_the_old_name_of_a_program_of_the_lab_says_the_new_one(core, old, new):
+    said = core(old, "--ckpt", "a folder", fails=True)
+    assert said == f"{new}: it is part of lab/ now; type: python -m lab.{new} --ckpt 'a folder'\n"
 
 
 @pytest.mark.slow

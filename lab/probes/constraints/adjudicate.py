@@ -10,13 +10,13 @@ from sklearn.preprocessing import StandardScaler
 
 from nanoheads.common import UserError, plural
 from nanoheads.dataset import TITLE, beginnings
-from nanoheads.intervals import by_draws
 from nanoheads.timing import progress_bar
 from lab.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
                                             over_documents)
 from lab.probes.constraints.setup import (COMPARED, about_setup, labels_of, layers_of, numbers_of_setup,
                                           open_setup, outputs, two_classes)
 from lab.probes.constraints.token_probes import takers_of
+from lab.probes.intervals import by_draws
 from lab.probes.shared import ask, positive
 
 STATE = "mean hidden state"

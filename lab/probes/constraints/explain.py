@@ -6,9 +6,9 @@ probe.py keys, against those with the lowest, random ones, and their neighbours.
 import numpy as np
 
 from nanoheads.common import UserError, plural, table
-from nanoheads.intervals import over_windows
 from nanoheads.timing import progress_bar
 from lab.probes.constraints.setup import names_of, numbers_of_setup, open_setup, read, windows_of_split
+from lab.probes.intervals import over_windows
 from lab.probes.keys import without_each
 from lab.probes.shared import CONTEXT, about_text, ask, finite, plus_minus, positive
 

@@ -11,8 +11,8 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
 
 from nanoheads.common import table
 from nanoheads.drawing import COLOURS, canvas
-from nanoheads.intervals import over_checkpoints
 from lab.probes.constraints.setup import HEADS
+from lab.probes.intervals import over_checkpoints
 from lab.probes.shared import plus_minus
 
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")

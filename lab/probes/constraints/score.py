@@ -10,7 +10,7 @@ import numpy as np
 
 from nanoheads.common import writable, write_atomic
 from nanoheads.drawing import drawn
-from nanoheads.intervals import blocks_of, by_jackknife, t_interval
+from nanoheads.intervals import t_interval
 from nanoheads.scoring import score_windows
 from nanoheads.timing import progress_bar
 from lab.labels.targets import UNKNOWN
@@ -19,6 +19,7 @@ from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compa
 from lab.probes.constraints.setup import (COMPARED, HEADS, about_setup, branch_size, labels_of,
                                           numbers_of_setup, open_setup, outputs, starts_of, two_classes)
 from lab.probes.constraints.token_probes import takers_of
+from lab.probes.intervals import blocks_of, by_jackknife
 from lab.probes.shared import ask, plus_minus
 
 PRIOR = "prior"

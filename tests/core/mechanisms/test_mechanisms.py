@@ -744,6 +744,21 @@ def test_a_gate_by_hand_overrides_the_state_of_a_block():
     assert model(idx, traces=True).traces["blocks.0.agency"].tolist() == [0.0]
 
 
+@pytest.mark.parametrize("scope, head", [("head", 4), ("mlp", None), ("block", None)])
+def test_a_head_an_mlp_and_a_block_say_their_gate_and_state_in_the_same_way(scope, head):
+    model = GPT(GPTConfig(**TINY, agency=True, agency_scope=scope))
+    model.set_head(1, head, state="overloaded")
+    unit = model.unit(1, head)
+    assert (unit.state, unit.consent, unit.gate) == ("overloaded", True, 0.5) and unit.by_hand is None
+    assert unit.place == dict(layer=1, **(dict(head=4) if head else dict(scope=scope)))
+    assert (str(unit), unit.kind, unit.key) == (("1.4", scope, (1, 4)) if head else ("1", scope, (1, 0)))
+    model.set_head(1, head, gate=0.25, consent=False)
+    assert (unit.state, unit.consent, unit.gate, unit.by_hand) == ("overloaded", False, 0.25, 0.25)
+    with_states = [unit for unit in model.units() if unit.agency is not None]
+    assert len(with_states) == (12 if head else 2) and {unit.kind for unit in with_states} == {scope}
+    assert [other for other in model.units() if other.by_hand is not None] == [unit]
+
+
 @pytest.mark.parametrize("flags, arguments, words", [
     (dict(agency=True), (0, None, 0.5), "block 0 has no state: agency_scope"),
     ({}, (0, None, None, "active"), "block 0 has no state: agency_scope"),

@@ -71,15 +71,15 @@ def test_every_part_is_described_in_its_order_and_is_there():
 
 def test_programs_of_the_script_exist():
     programs = set(re.findall(r'"\$PY" (\w+\.py)', TEXT))
-    modules = set(re.findall(r'"\$PY" -m (tests\.[\w.]+)', TEXT))
-    assert {"bench.py", "compare.py"} <= programs and modules == {"tests.lab.gpu.agree"}
+    modules = set(re.findall(r'"\$PY" -m ((?:tests|lab)\.[\w.]+)', TEXT))
+    assert {"bench.py", "compare.py"} <= programs and modules == {"tests.lab.gpu.agree", "lab.bench.contexts"}
     programs |= {module.replace(".", "/") + ".py" for module in modules}
     assert all((ROOT / program).is_file() for program in programs)
 
 
 @pytest.mark.slow
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(start, tmp_path):
-    script = start("agree", "decode", "bench", LIMIT="2", SLOW="--contexts", BAD="gpu.agree")
+    script = start("agree", "decode", "bench", LIMIT="2", SLOW="lab.bench.contexts", BAD="gpu.agree")
     printed, _ = script.communicate(timeout=60)
     assert script.returncode == 1
     assert summary(tmp_path) == {"agree": "failed", "decode": "cut short", "bench": "done"}
@@ -89,7 +89,7 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(start, tmp_path):
 
 
 def test_an_interrupt_ends_the_part_and_the_plan(start, tmp_path):
-    script = start("decode", "bench", SLOW="--contexts")
+    script = start("decode", "bench", SLOW="lab.bench.contexts")
     while not (tmp_path / "calls").exists():
         time.sleep(0.05)
     time.sleep(0.5)

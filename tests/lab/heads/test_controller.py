@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,8 +23,8 @@ from nanoheads.dataset import Batches, Dataset
 from nanoheads.pruning import pack
 from nanoheads.ranks import Process
 from lab.heads import controller, measuring
-from lab.heads.gates import move_gates
-from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
+from lab.heads.gates import features_of, move_gates
+from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, Metrics, all_heads, attentions
 from lab.heads.rules import Rules
 from lab.heads.states import States, states_of
 from helpers import ROOT, TINY
@@ -115,12 +114,8 @@ def given(monkeypatch, **values):
 
 def without_past(monkeypatch):
     """Averages weigh the last measurement alone."""
-    average = Measurements.average
-
-    def of_now(self, *args):
-        self.config = replace(self.config, controller_average=0.0)
-        average(self, *args)
-    monkeypatch.setattr(Measurements, "average", of_now)
+    add = Metrics.add
+    monkeypatch.setattr(Metrics, "add", lambda self, *args: add(self, *args[:-1], 0.0))
 
 
 def logits(run):
@@ -152,15 +147,15 @@ def test_measuring_changes_no_digit_of_the_training(args, tmp_path):
 def test_averages_weigh_the_past(run):
     r = run(controller_log=True, controller_average=0.7)
     measured(r)
-    found = r.controller.measured
-    first, mean = found.now["importance"].copy(), found.mean["importance"].copy()
+    heads = r.controller.measured.heads
+    first, mean = heads.now["importance"].copy(), heads.mean["importance"].copy()
     assert np.allclose(first, mean, rtol=1e-14)  # 0.7 x + 0.3 x
     with torch.no_grad():
         for p in r.model.parameters():
             p.mul_(1.1)
     measured(r)
-    now = r.controller.measured.now["importance"]
-    assert np.allclose(r.controller.measured.mean["importance"], 0.7 * first + 0.3 * now, rtol=1e-12)
+    now = heads.now["importance"]
+    assert np.allclose(heads.mean["importance"], 0.7 * first + 0.3 * now, rtol=1e-12)
     assert not np.allclose(now, first)
 
 
@@ -235,11 +230,11 @@ def test_a_policy_by_reward_learns_to_close_what_costs(run, monkeypatch):
     def as_they_are(self, run, update=Measurements.update):
         update(self, run)
         for layer, attn in enumerate(attentions(run.model)):
-            self.now["gate"][layer] = attn.static_gate(noisy=False).detach().numpy()
+            self.heads.now["gate"][layer] = attn.static_gate(noisy=False).detach().numpy()
     monkeypatch.setattr(Measurements, "update", as_they_are)
     measured(r, 300)
     with torch.no_grad():
-        assert r.controller.mover.actor(r.controller.measured.features()).mean() < -0.1
+        assert r.controller.mover.actor(features_of(r.controller.measured)).mean() < -0.1
     assert logits(r).mean() < 2.0
 
 
@@ -303,7 +298,7 @@ def test_heads_are_frozen_then_dropped_and_the_logits_stay(run):
     assert torch.allclose(r.model.eval()(idx).logits, before, atol=1e-5)
     assert [e[1:] for e in events(r.out_dir)] == [("frozen", 0, 2), ("pruned", 0, 2)]
     assert parameters_of(r) == sum(p.numel() for p in r.model.parameters()) < whole
-    assert np.isnan(r.controller.measured.mean["entropy"][0, 2])
+    assert np.isnan(r.controller.measured.heads.mean["entropy"][0, 2])
     assert len(rows_of(r.out_dir)[-1]["entropy"][0]) == 3
     x = torch.randint(256, (4, 17))
     train.training_step(r, x[:, :-1], x[:, 1:])  # training goes on
@@ -374,7 +369,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
             policy_no_consent=[])
     measured(r, 12)
     assert {e[1] for e in events(r.out_dir)} <= {"grown", "state"} and len(r.controller.surgery.ramps) == 2
-    r.controller.states.change(r, "policy", 0, 2, "withdrawn")
+    r.controller.states.change(r, "policy", r.model.unit(0, 2), "withdrawn")
     r.controller.surgery.open_ramps(r)
     assert attentions(r.model)[0].static_gate(noisy=False)[2] == 0
     r.config.policy_dwell = 1000
@@ -610,10 +605,11 @@ def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monk
     r = run(dict(agency=True), policy=True, policy_dwell=1)
     for head in set(range(4)) - set(at_work):
         r.model.set_head(0, head, state="withdrawn", consent=False)
-    monkeypatch.setattr(States, "wanted", keep_withdrawn(States.wanted))
+    monkeypatch.setattr(States, "state_by_metrics", keep_withdrawn(States.state_by_metrics))
     before = states_of(r.model)
     measured(r, 5)
-    load, share = r.controller.measured.mean["load"][0], r.controller.measured.now["utilisation"][0]
+    heads = r.controller.measured.heads
+    load, share = heads.mean["load"][0], heads.now["utilisation"][0]
     assert np.isfinite(load).all()
     if at_work:
         assert load[list(at_work)].mean() == pytest.approx(1.0)
@@ -685,12 +681,12 @@ def test_averages_of_a_withdrawn_head_stand_still(run):
     measured(r, 2)
     r.model.set_head(0, 1, state="withdrawn")
     r.model.set_head(1, 2, consent=False)
-    mean = {name: values.copy() for name, values in r.controller.measured.mean.items()}
+    mean = {name: values.copy() for name, values in r.controller.measured.heads.mean.items()}
     with torch.no_grad():
         for p in r.model.parameters():
             p.mul_(1.1)
     measured(r, 3)
-    found = r.controller.measured
+    found = r.controller.measured.heads
     for name in ("load", "importance", "gradient", "conflict"):
         assert found.now.get(name, found.now["importance"])[0, 1] == 0
         same = found.mean[name] == mean[name]
@@ -705,7 +701,7 @@ def test_averages_of_a_withdrawn_head_stand_still(run):
 def test_a_head_that_was_never_at_work_counts_as_the_mean(run):
     r = run(dict(agency=True), policy=True, policy_no_consent=["0.1"])
     measured(r)
-    mean = r.controller.measured.mean
+    mean = r.controller.measured.heads.mean
     others = [0, 2, 3]
     assert mean["load"][0, 1] == pytest.approx(1.0)
     assert mean["importance"][0, 1] == pytest.approx(mean["importance"][0, others].mean())
@@ -717,12 +713,13 @@ def test_a_withdrawn_head_that_runs_all_the_same_is_measured(run):
     r = run(dict(agency=True, agency_enforce=False), controller_log=True)
     r.model.set_head(0, 1, state="withdrawn")
     measured(r)
-    assert not r.controller.measured.withdrawn.any() and r.controller.measured.mean["load"][0, 1] > 0
+    heads = r.controller.measured.heads
+    assert not heads.withdrawn.any() and heads.mean["load"][0, 1] > 0
     r = run(dict(agency=True), controller_log=True)
     r.model.set_head(0, 1, state="withdrawn", gate=0.5)
     r.model.set_head(0, 2, state="withdrawn")
     measured(r)
-    assert np.argwhere(r.controller.measured.withdrawn).tolist() == [[0, 2]]
+    assert np.argwhere(r.controller.measured.heads.withdrawn).tolist() == [[0, 2]]
 
 
 def test_heads_without_consent_take_no_room_of_the_budget(run, monkeypatch):
@@ -732,10 +729,10 @@ def test_heads_without_consent_take_no_room_of_the_budget(run, monkeypatch):
     assert {row["state"][0][0] for row in rows} == {"withdrawn"}
 
 
-def keep_withdrawn(wanted):
+def keep_withdrawn(policy):
     """The policy, but what is withdrawn stays so: no head's turn comes."""
-    return lambda self, measured, at, now, resting: \
-        now if now == "withdrawn" else wanted(self, measured, at, now, resting)
+    return lambda self, metrics, key, now, resting: \
+        now if now == "withdrawn" else policy(self, metrics, key, now, resting)
 
 
 def test_a_dwell_is_kept(run, monkeypatch):
@@ -810,6 +807,11 @@ def test_a_head_that_grows_back_is_still_without_consent(run):
     withdrawn = {at for at, state in states_of(r.model).items() if state == "withdrawn"}
     assert withdrawn == {(0, 1), (1, 2)}, "and no other"
     assert rows_of(r.out_dir)[-1]["blocked"] == 2
+
+
+def test_a_head_without_consent_must_be_there_unless_heads_grow(run):
+    with pytest.raises(UserError, match="^policy: block 0 has no head 1; it has 0, 2$"):
+        run(dict(agency=True, head_ids=[[0, 2], [0, 1]]), policy=True, policy_no_consent=["0.1"])
 
 
 @pytest.mark.slow

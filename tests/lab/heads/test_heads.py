@@ -144,16 +144,16 @@ def slow_piece_metrics(model, x, y):
             slopes.append(torch.cat([g.flatten() for g in grads]))
         changes = []
         for b in range(len(x)):
-            block.agency.by_hand = torch.tensor([own], dtype=torch.float64, requires_grad=True)
+            block.agency.gate_override = torch.tensor([own], dtype=torch.float64, requires_grad=True)
             loss = model(x[b:b + 1], y[b:b + 1]).loss
-            changes.append(own * torch.autograd.grad(loss, block.agency.by_hand)[0].abs().item())
+            changes.append(own * torch.autograd.grad(loss, block.agency.gate_override)[0].abs().item())
         streams = []  # behind the block: with what it adds, and without
         for gate in (own, 0.0):
-            block.agency.by_hand = torch.tensor([gate], dtype=torch.float64)
+            block.agency.gate_override = torch.tensor([gate], dtype=torch.float64)
             hook = block.register_forward_hook(lambda module, args, out: streams.append(out[0]))
             model(x)
             hook.remove()
-        block.agency.by_hand = None
+        block.agency.gate_override = None
         adds, onto = (t.square().sum(-1).mean().sqrt().item() for t in (streams[0] - streams[1], streams[1]))
         for name, value in dict(gradient=((slopes[0] + slopes[1]) / 2).norm().item(), gate=own,
                                 conflict=torch.cosine_similarity(*slopes, dim=0).item(),
@@ -184,9 +184,10 @@ def test_the_metrics_of_a_block_that_a_slip_would_give_are_others():
     assert abs(measure_pieces(model, X, Y)["utilisation"][0] - got["utilisation"][0]) > 0.01
     model.set_head(0, None, gate=math.nan)
     for block in model.transformer.h:
-        block.agency.by_hand = block.agency.gate().detach().double().requires_grad_()
-    slopes = torch.autograd.grad(model(X, Y).loss, [block.agency.by_hand for block in model.transformer.h])
-    at_once = [block.agency.by_hand * slope.abs() for block, slope in zip(model.transformer.h, slopes)]
+        block.agency.gate_override = block.agency.gate().detach().double().requires_grad_()
+    gates = [block.agency.gate_override for block in model.transformer.h]
+    slopes = torch.autograd.grad(model(X, Y).loss, gates)
+    at_once = [gate * slope.abs() for gate, slope in zip(gates, slopes)]
     assert all(mine > batch + 1e-6 for mine, batch in zip(got["importance"], at_once))
 
 

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 import helpers
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, intervals, timing
+from nanoheads import checkpoint, timing
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score as lm_score
 from lab.probe import main as probe
+from lab.probes import intervals
 from lab.probes.constraints import explain, metrics, token_probes
 from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
 from lab.probes.constraints.explain import removal_sets, scores_without, window_changes

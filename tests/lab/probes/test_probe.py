@@ -1,6 +1,5 @@
 """Probes against slow references and hand-made models: who remembers, what removing a key or head means."""
 import functools
-import importlib
 import json
 import math
 import re
@@ -20,22 +19,21 @@ from torch.nn import functional as F
 
 from nanoheads import checkpoint
 from model import MECHANISMS
-from nanoheads.common import UserError
 from nanoheads.config import ControllerConfig
 from nanoheads.dataset import Dataset
-from nanoheads.intervals import over_windows
 from nanoheads.scoring import score, windows_of
+from lab import needle
 from lab.heads.measuring import measure
 from lab.probe import PROBES, main
 from lab.probes import keys
 from lab.probes.facts import DIGITS, names
 from lab.probes.heads import head_metrics, without_head
+from lab.probes.intervals import over_windows
 from lab.probes.keys import gone, gradient_times_input, nats_without, rankings, window_effects, without_keys
 from lab.probes.needle import answers, haystacks, recalled
 from lab.probes.shared import open_checkpoints, window_text
 from lab.probes.states import states_on
 
-prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")
 
 
@@ -54,9 +52,9 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def facts(source, tmp_path_factory):
-    """The same with facts in it, as data/needle/prepare.py writes it."""
+    """The same with facts in it, as lab/needle.py writes it."""
     out = tmp_path_factory.mktemp("data") / "needle"
-    prepare.main([f"--source={source}", f"--out={out}"])
+    needle.main([f"--source={source}", f"--out={out}"])
     return Dataset(out)
 
 
@@ -91,20 +89,20 @@ def say(capsys, tmp_path, *args):
 @pytest.mark.slow
 def test_facts_are_planted_the_same_every_time_and_leave_the_text_as_it_was(source, facts, tmp_path, capsys):
     again = tmp_path / "needle"
-    prepare.main([f"--source={source}", f"--out={again}"])
+    needle.main([f"--source={source}", f"--out={again}"])
     sums = [[data.splits[s]["sha256"] for s in facts.splits] for data in (facts, Dataset(again))]
     assert sums[0] == sums[1]
     for split in facts.splits:
         assert LINE.sub(b"", facts.tokens(split).tobytes()) == Dataset(source).tokens(split).tobytes()
-    prepare.main([f"--source={source}", f"--out={again}"])
+    needle.main([f"--source={source}", f"--out={again}"])
     assert "already prepared, verified" in capsys.readouterr().out
-    prepare.main([f"--source={source}", f"--out={again}", "--seed=1"])
+    needle.main([f"--source={source}", f"--out={again}", "--seed=1"])
     assert Dataset(again).splits["test"]["sha256"] != facts.splits["test"]["sha256"]
 
 
 def test_every_question_has_its_answer_before_it_and_no_name_two_answers_at_once(source):
     text, far = Dataset(source).tokens("train").tobytes() * 4, 4000
-    planted = b"".join(prepare.plant(text, "test", per_kib=16, asks=2, near=64, far=far, seed=3))
+    planted = b"".join(needle.plant(text, "test", per_kib=16, asks=2, near=64, far=far, seed=3))
     lines, last, runs, distances = list(LINE.finditer(planted)), {}, {}, []
     for m in lines:
         if last.get(m[1], (None,))[0] != m[2]:  # a new fact
@@ -128,11 +126,11 @@ def test_names_of_the_test_are_never_trained_on(facts):
 def test_what_cannot_be_planted_is_refused(source, tmp_path, monkeypatch):
     damaged = write_dataset(tmp_path / "damaged", {s: words(2000, 1) for s in ("train", "val", "test")})
     (damaged / "val.bin").write_bytes(b"x" * 2000)
-    with pytest.raises(UserError, match="val.bin is not the file that meta.json describes"):
-        prepare.main([f"--source={damaged}", f"--out={tmp_path / 'out'}"])
-    monkeypatch.setattr(prepare, "names", lambda split: [b"ABC", b"DEF"])
-    with pytest.raises(UserError, match="need more than the 2 names of train"):
-        prepare.main([f"--source={source}", f"--out={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit, match="^needle: .*val.bin is not the file that meta.json describes"):
+        needle.main([f"--source={damaged}", f"--out={tmp_path / 'out'}"])
+    monkeypatch.setattr(needle, "names", lambda split: [b"ABC", b"DEF"])
+    with pytest.raises(SystemExit, match="need more than the 2 names of train"):
+        needle.main([f"--source={source}", f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out/meta.json").exists()
 
 

@@ -16,16 +16,15 @@ from helpers import ROOT, write_dataset
 from scipy import stats
 from torch import nn
 
-from nanoheads import scoring
 from nanoheads.dataset import Dataset
 import helpers
 from model import GPTConfig
-from nanoheads.intervals import jackknife
-from nanoheads.scoring import nats_after
 from lab.probe import main
-from lab.probes import continuations, quality as textquality
+from lab.probes import continuations, quality as textquality, shared
 from lab.probes.continuations import text_table
+from lab.probes.intervals import jackknife
 from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
+from lab.probes.shared import nats_after
 
 PROGRAM = "probe.py text"  # see the fixture refusal
 
@@ -268,8 +267,8 @@ def test_the_judge_scores_each_byte_in_its_context(block_size):
 
 
 def test_the_slow_judge_catches_another_context(monkeypatch):
-    right = scoring.windows
-    monkeypatch.setattr(scoring, "windows", lambda n, T, stride: right(n, T, T))
+    right = shared.windows
+    monkeypatch.setattr(shared, "windows", lambda n, T, stride: right(n, T, T))
     assert not judge_agrees(8)
 
 

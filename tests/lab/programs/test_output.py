@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import TINY
 from helpers import ROOT
-from lab_helpers import MOVED
+from lab_helpers import MOVED, MOVED_FROM_DATA
 
 import bench
 import compare
@@ -67,6 +67,14 @@ def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
         assert lines == [f"{program}: input or output: No space left on device"]
 
 
+@pytest.mark.parametrize("name", MOVED)
+def test_a_program_of_the_lab_that_is_run_as_a_script_says_how_to_type_it(name, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / f"lab/{name}.py", "--ckpt", "a b"], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{name}: type, in the repository's folder: python -m lab.{name} --ckpt 'a b'\n"
+
+
 @pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(f"{sys.executable} evaluate.py --help | head -1", shell=True, cwd=ROOT,
@@ -98,11 +106,12 @@ def test_help_is_shown_whatever_the_encoding(program, monkeypatch):
 
 
 def test_all_else_that_runs_prints_in_the_same_way():
-    """What runs a study's trial, and every script of data/."""
+    """What runs a study's trial, and every script of data/ but for old names of programs of the lab."""
     assert hasattr(trial.main, "__wrapped__")
     for path in ROOT.glob("data/**/*.py"):
         text = path.read_text(encoding="utf-8")
-        assert "__main__" not in text or text.endswith('if __name__ == "__main__":\n    run(main)\n')
+        old = path.relative_to(ROOT).as_posix() in MOVED_FROM_DATA
+        assert old or "__main__" not in text or text.endswith('if __name__ == "__main__":\n    run(main)\n')
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

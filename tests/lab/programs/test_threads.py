@@ -12,7 +12,7 @@ import pytest
 import nanoheads
 from nanoheads import threads, corpus
 from helpers import ROOT
-from lab_helpers import MOVED
+from lab_helpers import MOVED, MOVED_FROM_DATA
 
 PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py"))
             if "__main__" in path.read_text() and path.stem not in MOVED]
@@ -48,7 +48,7 @@ def test_these_are_the_programs():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP is left as it is")
-@pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py"])
+@pytest.mark.parametrize("program", [*PROGRAMS, "lab/label.py"])
 def test_threads_are_told_to_wait_briefly_before_torch_is_imported(program):
     assert environment_at_torch(program) == {"GOMP_SPINCOUNT": "10000"}
 
@@ -114,7 +114,8 @@ sys.meta_path.insert(0, AtImport())
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-IN_DATA = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("data/*/prepare.py"))]
+IN_DATA = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("data/*/prepare.py"))
+           if str(path.relative_to(ROOT)) not in MOVED_FROM_DATA]
 CTRL_C = "os.kill(os.getpid(), signal.SIGINT)"
 
 
@@ -126,7 +127,8 @@ def at_import(program, code, **more):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="os.kill() asks nobody there")
-@pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py", "data/prepare_text.py", *IN_DATA])
+@pytest.mark.parametrize("program", [*PROGRAMS, "lab/label.py", "lab/needle.py", "data/prepare_text.py",
+                                     *IN_DATA])
 def test_ctrl_c_while_a_program_imports_is_one_line(program):
     done = at_import(program, CTRL_C)
     name = program.split("/")[-1].removesuffix(".py")

@@ -1,4 +1,4 @@
-"""data/label.py: labels stand at their tokens, follow from the text before, and are written whole."""
+"""lab/label.py: labels stand at their tokens, follow from the text before, and are written whole."""
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers import write_dataset
-from data.label import main
+from lab.label import main
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from lab.labels import labellers, weak
@@ -68,7 +68,7 @@ def run(dataset, *args):
 
 
 def refused(dataset, words, *args):
-    with pytest.raises(UserError, match=words) as e:
+    with pytest.raises(SystemExit, match=words) as e:
         main([f"--dataset={dataset.dir}", *args])
     assert "\n" not in str(e.value)
 
@@ -394,7 +394,7 @@ def test_a_stopped_run_leaves_nothing_and_starts_over(mixed, tmp_path, monkeypat
             raise KeyboardInterrupt
         return call(self, piece)
 
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as m, pytest.raises(SystemExit):
         m.setattr(labellers.Weak, "__call__", stops)
         run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/forced", "--force")
     with pytest.raises(UserError, match="no labels"):

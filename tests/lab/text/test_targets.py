@@ -69,7 +69,7 @@ def test_a_wrong_value_in_labels_json_is_one_line(labelled, change):
     meta = json.loads((folder / "labels.json").read_text())
     change(meta)
     (folder / "labels.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="labels.json is not what data/label.py writes .*label it anew"):
+    with pytest.raises(UserError, match="labels.json is not what lab/label.py writes .*label it anew"):
         Targets(dataset, folder)
 
 
@@ -94,8 +94,8 @@ def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_d
             Targets(data, labels, names).rows(split, [0], 4)
         assert "\n" not in str(e.value)
 
-    refused("'none'.*python data/label.py --dataset=.*, see docs/labels.md, makes them", "none")
-    refused(f"'weak'.*: python data/label.py --dataset={dataset.dir} --by=weak makes them", "weak")
+    refused("'none'.*python -m lab.label --dataset=.*, see docs/labels.md, makes them", "none")
+    refused(f"'weak'.*: python -m lab.label --dataset={dataset.dir} --by=weak makes them", "weak")
     refused("'test'", split="test")
     refused("truth.*digit, soft", names=["digit", "truth"])
     refused("train", data=Dataset(chars_data))

@@ -1,0 +1,132 @@
+"""
+How soon is the result that nanoGPT's README names reached? Trains nanoGPT and recipe=modern on a CPU.
+
+    python -m lab.bench.race --nanogpt ../nanoGPT [--seeds 5] [--iters 175] [--json FILE]
+
+Each side trains by its own train.py as its users would, in turn, at the CPU setting of nanoGPT's README, and
+is scored on all of validation. Both need shakespeare_char prepared, each by its own script.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nanoheads import threads  # before torch, whose threads it has wait briefly
+
+import torch
+
+from nanoheads import checkpoint
+from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, say, writable,
+                              write_json)
+from nanoheads.dataset import Dataset
+from nanoheads.scoring import score
+from lab.bench import nanogpt
+
+# nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
+REFERENCE_LOSS = 1.886
+
+
+def race(args):
+    """Train both with each seed, print a line for each run, and compare them. UserError."""
+    rows, data, out = [], Dataset("shakespeare_char"), Path("out/race").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in range(1337, 1337 + args.seeds):
+        row = dict(seed=seed)
+        for name in ("nanogpt", "modern") if seed % 2 else ("modern", "nanogpt"):
+            folder = out / f"{name}-{seed}"
+            if name == "nanogpt":
+                steps, loop, process = 2000, *race_nanogpt(args.nanogpt, seed, folder)
+            else:
+                steps, loop, process = args.iters, *race_modern(args.iters, seed, folder)
+            model = checkpoint.build(checkpoint.read(folder / "ckpt.pt"), folder)
+            nats, count = score(model, data, "val")
+            result = dict(steps=steps, val_loss=nats / count, loop_s=loop, process_s=process)
+            row.update({f"{key}_{name}": value for key, value in result.items()})
+            print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char "
+                  f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
+        rows.append(row)
+        if args.json:
+            write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
+                                       arguments=dict(seeds=args.seeds, iters=args.iters), rows=rows,
+                                       finished=len(rows) == args.seeds))
+    for part in ("loop", "process"):
+        ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
+        print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
+              f"(each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
+    modern = statistics.mean(r["val_loss_modern"] for r in rows)
+    theirs = statistics.mean(r["val_loss_nanogpt"] for r in rows)
+    print(f"mean val loss: modern {modern:.4f} after {args.iters} steps, nanoGPT {theirs:.4f} after 2,000; "
+          f"{REFERENCE_LOSS} {'reached' if modern <= REFERENCE_LOSS else 'not reached'}")
+
+
+def race_nanogpt(path, seed, folder):
+    """(seconds of the loop, of the process) of its README's CPU command."""
+    # its seed is fixed in the script, so each run gets another by text
+    source = (Path(path) / "train.py").read_text()
+    source = source.replace("torch.manual_seed(1337", f"torch.manual_seed({seed}")
+    options = ("--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 "
+               "--device=cpu --compile=False --eval_iters=1 --eval_interval=2000 --log_interval=10 "
+               "--max_iters=2000 --lr_decay_iters=2000 --always_save_checkpoint=True")
+    lines = run_timed(["-c", f"__file__ = 'train.py'\n{source}", "config/train_shakespeare_char.py",
+                       *options.split(), f"--out_dir={folder}"], path)
+    stamps = [seconds for seconds, line in lines if re.match(r"iter \d+:", line)]
+    return stamps[-1] - stamps[0], lines[-1][0]
+
+
+def race_modern(iters, seed, folder):
+    """(seconds of the loop, of the process) of our config for the same model."""
+    lines = run_timed([str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu",
+                       f"--max_iters={iters}", "--eval_interval=1000000", "--eval_tokens=1000",
+                       f"--seed={seed}", f"--out_dir={folder}", "--overwrite"], ROOT)
+    log = (folder / "log.jsonl").read_text().splitlines()
+    return json.loads(log[-1])["elapsed_s"], lines[-1][0]
+
+
+def run_timed(command, folder):
+    """[(seconds since the start, line)] of a Python command's output, with one more entry for its end."""
+    began, lines = time.perf_counter(), []
+    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in process.stdout:
+        lines.append((time.perf_counter() - began, line.rstrip()))
+    if process.wait():
+        raise UserError(f"{command[0][:40]} failed: {process.stderr.read()[-800:]}")
+    return lines + [(time.perf_counter() - began, "")]
+
+
+def arguments(argv):
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--nanogpt", required=True, help="a nanoGPT checkout")
+    p.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    p.add_argument("--iters", type=int, default=175, help="our training steps (default: 175)")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the scoring")
+    p.add_argument("--json", help="write all figures to this file, anew with each seed")
+    return p.parse_args(argv)
+
+
+@as_program("race")
+def main(argv=None):
+    with last_words("race"):
+        args = arguments(argv)
+        for name in ("seeds", "iters", "threads"):
+            if getattr(args, name) < 1:
+                raise UserError(f"--{name}={getattr(args, name)} must be at least 1")
+        nanogpt.check(args.nanogpt)
+        if args.json:
+            args.json = str(writable(args.json))
+        torch.set_num_threads(args.threads)
+        torch.set_float32_matmul_precision("high")
+        print(f"torch {torch.__version__}, {threads.on_processor()}, float32: "
+              "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
+        race(args)
+        if args.json:
+            say(args.json)
+
+
+if __name__ == "__main__":
+    main()
