@@ -35,7 +35,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, configurator, tasks
+from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, from_lab, plural,
                               say, writable, write_json)
 from nanoheads.config import (TrainConfig, check_model, conflicts, data_of, flags_by_name,
@@ -424,7 +424,7 @@ def save_checkpoint(run, name, resumable=True):
                         f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
-    content.update({key: getattr(run, key) for key in PROGRESS})
+    content.update({key: getattr(run, key) for key in checkpoint.entries(checkpoint.PROGRESS)})
     if run.model.config.own:
         from nanoheads import own_mechanism
         if mine := own_mechanism.record(run.model.config):
@@ -443,9 +443,6 @@ def save_checkpoint(run, name, resumable=True):
 
 FIRST_SCALE = 2.0 ** 16  # of the loss in float16
 
-# of a Run, in its checkpoints
-PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
-
 
 @dataclass
 class Run:
@@ -455,7 +452,7 @@ class Run:
     dataset: Dataset | tasks.TaskData
     process: Process
     targets: Optional[Any] = None    # Targets of constraint heads, with labels
-    asked: dict = field(default_factory=dict)  # what was set for it, for config.json: checkpoint.asked_for()
+    asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.asked_for()
     # in every checkpoint
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
@@ -577,7 +574,7 @@ def load_optimizers(run, state, path):
                         f"this run has {len(run.optimizers)}")
     trained = with_moments(run, state)
     for optimizer, saved in zip(run.optimizers, state["optimizers"]):
-        checkpoint.restore(optimizer, saved, path, run.step, trained)
+        start.restore(optimizer, saved, path, run.step, trained)
     if state["scaler"]:  # empty when dtype was another one
         counts = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
         run.scaler.load_state_dict({**run.scaler.state_dict(), **counts})
@@ -625,13 +622,13 @@ def train(model_config, config, given=()):
 def train_alone(model_config, config, given, process):
     """What train() does once no other run can write into out_dir; each rank of this run calls it."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
-    saves, dataset = checkpoint.saves_in(config), data_of(config, model_config.block_size)
-    asked = checkpoint.asked_for(model_config, config)
+    saves, dataset = start.saves_in(config), data_of(config, model_config.block_size)
+    asked = start.asked_for(model_config, config)
     if config.dynamic_heads or config.grow_from is not None:
         controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         model_config = controller.starting_config(model_config, config)
-    model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
-    progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
+    model, state = start.starting_point(model_config, config, dataset, process.device, given)
+    progress = {key: state[key] for key in checkpoint.entries(checkpoint.PROGRESS) if key in (state or ())}
     if config.task:  # a checkpoint may have brought another block_size
         dataset = data_of(config, model.config.block_size)
     check_model(model, config)
@@ -676,7 +673,9 @@ def train_alone(model_config, config, given, process):
 
     # batches, optimizers, precision
     run.batches = batches_of(run)
-    run.teacher = checkpoint.teacher_of(config, model, process.device)
+    if config.teacher:
+        from nanoheads.teacher import teacher_of  # only here: most runs have none
+        run.teacher = teacher_of(config, model, process.device)
     set_up(run)
     if config.dynamic_heads:
         run.controller = controller.start(run, state)
@@ -847,15 +846,16 @@ def main(argv=None):
         # that becomes a GPTConfig and a TrainConfig; configurator.resolve() says which wins; what --resume
         # --out_dir=X leaves open is as X/config.json says
         trusted = asked.get("trust_code", False)
-        of_run = checkpoint.left_open(command, trusted)
+        of_run = start.left_open(command, trusted)
         (model_config, config), given = configurator.made(
             command, __doc__, flags_by_name(), base=of_run, together=conflicts)
         notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:
-            config.out_dir, line = checkpoint.default_folder(model_config, config)
+            config.out_dir, line = start.default_folder(model_config, config)
             notes.append(line)
-        checkpoint.trust_what_it_starts_from(config if trusted else None)
+        if trusted:
+            start.trust_what_it_starts_from(config)
         for note in filter(None, notes):
             configurator.print_once(note)
         if config.json:

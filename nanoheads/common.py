@@ -466,11 +466,6 @@ def checked_device(name):
     return name
 
 
-def in_float64(tensor):
-    """A tensor in float64: on its device, or on the CPU where that is a Mac's GPU, which has no float64."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
-
-
 def number(value):
     """A float; NaN for whatever is missing, not a number, or infinite."""
     try:

@@ -6,8 +6,15 @@ Config files and --key=value arguments -> typed, validated dataclasses.
 
 A config file is plain Python assignments and holds only what differs from the defaults; later files and then
 the command line win. It is Python code, and reading it runs it: name only files that you trust. Values that
-may be chosen stand in the type, a Literal. Two keys are the configurator's own: see Presets. Every problem is
-reported at once, in plain lines, before anything is trained.
+may be chosen stand in the type, a Literal. Every problem is reported at once, in plain lines, before anything
+is trained.
+
+How a flag reaches its dataclass, in three steps:
+    read()      takes the command line apart, once, into Settings: (source, key, value)
+    resolve()   gives each its type, adds what a scale and mechanisms by name set, and says which one wins
+    made()      makes the dataclasses, has them checked, and refuses or prints what there is to say
+The keys are not here, but for the four of Presets: those of a model are GPTConfig's in model.py, those of
+training TrainConfig's in config.py. What nanoGPT calls otherwise is translated in other_names.py.
 """
 
 import ast
@@ -165,14 +172,14 @@ def typed(values, cls):
 
     ValueError, which names the key, where one is of another type.
     """
-    found = {}
+    of_their_types = {}
     for key, t in hints_of(cls).items():
         if key in values:
             try:
-                found[key] = check(values[key], t)
+                of_their_types[key] = check(values[key], t)
             except ValueError:
                 raise ValueError(f"{key}={reprlib.repr(values[key])} is not {type_name(t)}") from None
-    return found
+    return of_their_types
 
 
 class Key(NamedTuple):
@@ -213,9 +220,9 @@ def near(word, names):
     # one letter of three may be wrong, two of eight: what differs more is another word
     close = difflib.get_close_matches(word, low, 1, 0.75 if len(word) > 3 else 0.66)
     inside = [name for name in low if word in name and len(word) > 2]
-    for found in (close, [name for name in inside if name.startswith(word)], inside):
-        if len(found) == 1:
-            return low[found[0]]
+    for candidates in (close, [name for name in inside if name.startswith(word)], inside):
+        if len(candidates) == 1:
+            return low[candidates[0]]
     return None
 
 
@@ -223,8 +230,8 @@ def nearest(key, keys):
     """(the key that was probably meant or None, a few words about it)."""
     if not isinstance(key, str):  # out of a dict of flags
         return None, "a key must be a name in quotes"
-    theirs = difflib.get_close_matches(key, other_names.NAMES, 1, 0.75)
-    meant = near(key, keys) or (other_names.NAMES[theirs[0]][1] if theirs else None)
+    other = difflib.get_close_matches(key, other_names.NAMES, 1, 0.75)
+    meant = near(key, keys) or (other_names.NAMES[other[0]][1] if other else None)
     meant = meant if meant in keys else None
     return meant, f"did you mean {meant}?" if meant else "--help lists the keys"
 
@@ -241,10 +248,10 @@ def help_text(classes, doc, mechanisms=()):
             key = f"  --{f.name:<24}  {type_name(t):<31}  {default!r:<16}"
             words = textwrap.wrap(about, HELP_WIDE)
             # help begins in its column, also where what is before it is too long to leave it that room
-            at = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
-            first = [] if len(key) + 2 > at else words[:1]
+            column = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
+            first = [] if len(key) + 2 > column else words[:1]
             lines += [(f"{key}  {first[0]}" if first else key).rstrip(),
-                      *(" " * at + line for line in words[len(first):])]
+                      *(" " * column + line for line in words[len(first):])]
             if f.name == "mechanism":
                 lines += [f"      {line}" for line in textwrap.wrap(", ".join(mechanisms), 100)]
     return "\n".join(lines)
@@ -254,9 +261,9 @@ def help_text(classes, doc, mechanisms=()):
 
 def find_file(path):
     """A config file's path: looked for here, then in the repository. UserError."""
-    found = next((p for p in (Path(path), ROOT / path) if p.is_file()), None)
-    if found:
-        return found
+    file = next((p for p in (Path(path), ROOT / path) if p.is_file()), None)
+    if file:
+        return file
     if "=" in path:
         raise UserError(f"no config file {path}; a key takes two dashes: --{path.lstrip('-')}")
     # of two files with one name, the one whose folder is called as the one that was asked for
@@ -279,13 +286,13 @@ def read_file(path, keys=()):
 
     keys: names under which an import is a mistake, too. UserError names the file and what is wrong in it.
     """
-    found = find_file(path)
+    file = find_file(path)
     try:
-        names = runpy.run_path(str(found))
+        names = runpy.run_path(str(file))
     except SystemExit as e:
-        raise UserError(f"{path}, {where_it_failed(e, found)}: a config file cannot end the program")
+        raise UserError(f"{path}, {where_it_failed(e, file)}: a config file cannot end the program")
     except Exception as e:
-        raise UserError(f"{path}, {where_it_failed(e, found)}")
+        raise UserError(f"{path}, {where_it_failed(e, file)}")
     public = {key: value for key, value in names.items() if not key.startswith("_")}
     code = {key: value for key, value in public.items()
             if isinstance(value, types.ModuleType) or callable(value)}
@@ -410,14 +417,14 @@ def with_theirs(keys):
 
 
 def with_types(settings, keys):
-    """(those of these Settings that are of the types of their keys, as these have them, [problems], {keys in
+    """([Setting] with values of their keys' types, without those that are of another, [problems], {keys in
     problems}). Keys of other programs keep their names, see in_our_names().
     """
-    found, bad, wrong, known = [], [], set(), with_theirs(keys)
+    of_their_types, problems, wrong, known = [], [], set(), with_theirs(keys)
     for source, key, value in settings:
         if key not in known:
             meant, words = nearest(key, keys)
-            bad.append(f"{source}: unknown key {key}; {words}")
+            problems.append(f"{source}: unknown key {key}; {words}")
             wrong |= {meant} - {None}
             continue
         t = known[key].type
@@ -425,21 +432,21 @@ def with_types(settings, keys):
         if value is None and is_text and bool in alternatives(t):
             value = "True"
         if value is None and is_text:
-            bad.append(f"{source}: --{key} needs a value ({type_name(t)})")
+            problems.append(f"{source}: --{key} needs a value ({type_name(t)})")
             wrong.add(key)
             continue
         try:
-            found.append(Setting(source, key, parse(value, t) if is_text else check(value, t)))
+            of_their_types.append(Setting(source, key, parse(value, t) if is_text else check(value, t)))
         except UserError as e:
-            bad.append(f"{source}: {key}={value!r} {e}")
+            problems.append(f"{source}: {key}={value!r} {e}")
             wrong.add(key)
         except ValueError:
             words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
             meant = [near(str(word), choices(t)) for word in words if word not in choices(t)]
             hint = f"; did you mean {meant[0]}?" if any(meant[:1]) else ""
-            bad.append(f"{source}: {key}={value!r} is not {type_name(t)}{hint}")
+            problems.append(f"{source}: {key}={value!r} is not {type_name(t)}{hint}")
             wrong.add(key)
-    return found, bad, wrong
+    return of_their_types, problems, wrong
 
 
 # ---- presets ----
@@ -447,9 +454,9 @@ def with_types(settings, keys):
 def scale_of(path):
     """The scale that a config file is, or None: config/tiny.py means --scale=tiny."""
     with suppress(UserError):
-        found = find_file(path).resolve()
-        if found.parent == ROOT / "config" and found.stem in typing.get_args(Scale):
-            return found.stem
+        file = find_file(path).resolve()
+        if file.parent == ROOT / "config" and file.stem in typing.get_args(Scale):
+            return file.stem
 
 
 def text_problems(config):
@@ -474,7 +481,7 @@ def preset_settings(by_hand, mechanisms, files):
         scale = "task"
     source, _, names = by_hand.get("mechanism", (None, None, None))
     names = re.findall(r"\w+", names) if isinstance(names, str) else names or []
-    settings, bad, first = [], [], {}
+    settings, problems, set_by = [], [], {}  # {flag: (name that sets it, value)}
     turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
     if scale:
         file = f"config/{scale}.py"
@@ -486,26 +493,28 @@ def preset_settings(by_hand, mechanisms, files):
     for name in names:
         if name not in mechanisms:
             meant = near(name, mechanisms)
-            bad.append(f"{source}: unknown mechanism {name}; "
-                       + (f"did you mean {meant}?" if meant else f"there are {', '.join(mechanisms)}"))
+            known = (f"there are {', '.join(mechanisms)}; a class in model.py must be in a list there, as "
+                     "HEAD_MECHANISMS, and one in a file of your own is named by the file, mine.py")
+            problems.append(f"{source}: unknown mechanism {name}; "
+                            + (f"did you mean {meant}?" if meant else known))
             continue
         # flags that turn one on belong to one name; others may be set twice, to one value
-        clash = next((key for key, value in mechanisms[name].items() if key in first
-                      and (key in turn_on or first[key][1] != value)), None)
+        clash = next((key for key, value in mechanisms[name].items() if key in set_by
+                      and (key in turn_on or set_by[key][1] != value)), None)
         if clash:
-            other = first[clash][0]
-            bad.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {clash}")
+            other = set_by[clash][0]
+            problems.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {clash}")
             continue
-        first.update({key: (name, value) for key, value in mechanisms[name].items()})
+        set_by.update({key: (name, value) for key, value in mechanisms[name].items()})
         settings += [Setting(f"mechanism {name}", key, value) for key, value in mechanisms[name].items()]
-    return scale, names, settings, bad
+    return scale, names, settings, problems
 
 
 def run_name(scale, names, files, flags):
     """What a run is called: tiny-moh+unet_add, tiny-routing=published; without a scale after its last file.
 
     files: those that set more than presets; flags: {key: value} of the command line that turn a mechanism on.
-    What else is set is no part of it: folders.find() tells runs of one name apart by a number.
+    What else is set is no part of it: files.find() tells runs of one name apart by a number.
     """
     base = "-".join(filter(None, (scale, files and Path(files[-1]).stem))) or "gpt"
     return joined([*names, *(setting_in_name(key, value) for key, value in flags.items())], base)
@@ -541,7 +550,7 @@ def resolve(command, mechanisms=None, base=None):
     (TrainConfig.for_recipe()).
     """
     keys, mechanisms, notes = keys_of(command.classes), mechanisms or {}, []
-    own_keys = keys_of((Presets,)) if Presets in command.classes else {}
+    preset_keys = keys_of((Presets,)) if Presets in command.classes else {}
 
     def values(*settings):
         """{key: value} of all keys, the later of these Settings wins."""
@@ -551,7 +560,7 @@ def resolve(command, mechanisms=None, base=None):
     # what is set by hand, and below that what scale, mechanisms and the run that goes on set
     by_hand, bad, wrong = with_types(command.settings, keys)
     scale, names, presets, bad_presets = preset_settings(
-        by_hand, mechanisms, command.files) if own_keys else (None, [], [], [])
+        by_hand, mechanisms, command.files) if preset_keys else (None, [], [], [])
     asked = [Setting(base[0], *each) for each in base[1].items()] if base else []
     weaker, bad_weaker, _ = with_types([*asked, *presets], keys)
     lost = bool(command.problems or bad_presets or wrong & {"scale", "mechanism"})
@@ -569,14 +578,14 @@ def resolve(command, mechanisms=None, base=None):
     turn_on = {next(iter(flags), None) for flags in mechanisms.values()}
     before = [each for each in by_hand if each.source != COMMAND_LINE]
     without = values(*weaker, *before)
-    settings = {each.key: each for each in [*weaker, *by_hand] if each.key not in own_keys}
+    settings = {each.key: each for each in [*weaker, *by_hand] if each.key not in preset_keys}
     differ = {key: each.value for key, each in settings.items()
               if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
-    setting = {each.source for each in before if each.key not in own_keys}
+    setting = {each.source for each in before if each.key not in preset_keys}
     files = [file for file in command.files if file in setting or not scale]
-    task = settings["task"].value if own_keys and "task" in settings else None
-    base = "-".join(filter(None, (None if task and scale == "task" else scale, task)))
-    folder = f"out/{run_name(base, names, files, differ)}"
+    task = settings["task"].value if preset_keys and "task" in settings else None
+    begin = "-".join(filter(None, (None if task and scale == "task" else scale, task)))
+    folder = f"out/{run_name(begin, names, files, differ)}"
 
     problems = [*command.problems, *bad, *bad_presets, *bad_weaker]
     return Resolved(scale, names, settings, folder, problems, notes + lines, wrong, lost)
@@ -591,21 +600,21 @@ def in_our_names(settings, keys, known):
     meanings = {}
     if last:
         meanings = other_names.meanings({key: each.value for key, each in last.items()}, known)
-    found, lines = [], []
+    translated, lines = [], []
     for each in settings:
         source, key, value = each
         if key == "init_from" and value in ("scratch", "resume") and "adamw_lr" in keys:
             # nanoGPT's words for two other keys
-            found += [Setting(source, "init_from", None), Setting(source, "resume", value == "resume")]
+            translated += [Setting(source, "init_from", None), Setting(source, "resume", value == "resume")]
             lines.append(f"{source}: init_from={value} sets resume={value == 'resume'}")
         elif key in keys:
-            found.append(each)
+            translated.append(each)
         elif each is last[key] and key in meanings:
             sets, words = meanings[key]
-            found += [Setting(source, *pair) for pair in sets.items()]
+            translated += [Setting(source, *pair) for pair in sets.items()]
             what = ", ".join(f"{ours}={value}" for ours, value in sets.items()) or "nothing here"
             lines.append(f"{source}: {key}={value} sets {what}{words and f': {words}'}")
-    return found, lines
+    return translated, lines
 
 
 def load(classes, argv, more=None):
@@ -627,23 +636,23 @@ def made(command, doc="", mechanisms=None, base=None, together=None):
     if command.wants_help and not (command.files or command.settings):
         print(help_text(command.classes, doc, mechanisms or ()))
         raise SystemExit(0)
-    found = resolve(command, mechanisms, base)
-    settings, problems = dict(found.settings), list(found.problems)
+    resolved = resolve(command, mechanisms, base)
+    settings, problems = dict(resolved.settings), list(resolved.problems)
     if Presets in command.classes and ("out_dir" not in settings or settings["out_dir"].value is None):
-        settings["out_dir"] = Setting("a name made of scale and mechanisms", "out_dir", found.folder)
+        settings["out_dir"] = Setting("a name made of scale and mechanisms", "out_dir", resolved.folder)
     classes = [cls for cls in command.classes if cls is not Presets]
     configs = [instance(cls, settings) for cls in classes]
-    if not found.lost:
+    if not resolved.lost:
         bad = [p for config in configs for p in config.problems()] + (together(*configs) if together else [])
         # a key named in `wrong` kept its default, which nobody asked for: what follows from that is left out
-        problems += [p for p in bad if not any(re.search(rf"\b{key}\b", p) for key in found.wrong)]
+        problems += [p for p in bad if not any(re.search(rf"\b{key}\b", p) for key in resolved.wrong)]
     if problems:
         raise UserError("\n".join(problems))
     if command.wants_help:
         print(help_of_values(configs, settings))
         raise SystemExit(0)
-    given = {key: each for key, each in found.settings.items() if not base or each.source != base[0]}
-    for note in [*found.notes, *what_the_run_says(configs, found.settings, given, base)]:
+    given = {key: each for key, each in resolved.settings.items() if not base or each.source != base[0]}
+    for note in [*resolved.notes, *what_the_run_says(configs, resolved.settings, given, base)]:
         print_once(note)
     return configs, {key: each.value for key, each in given.items()}
 

@@ -18,7 +18,7 @@ from nanoheads.common import (ROOT, UserError, from_json, git_commit, in_place, 
 def write_config(path, model_config, config, step, machine, asked):
     """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch.
 
-    asked: see checkpoint.asked_for().
+    asked: see start.asked_for().
     """
     import torch  # late here and below: the reader of a log does without
     launch = dict(command=shlex.join(["python", *sys.argv]), commit=git_commit(), machine=machine,

@@ -56,16 +56,16 @@ def nanogpt_defaults(values, known):
     known: see meanings(). A model that comes from a checkpoint brings its sizes, and a rate that does not
     fall has no end.
     """
-    out = {*values, *(NAMES[key][1] for key in values if key in NAMES)}
+    set_already = {*values, *(NAMES[key][1] for key in values if key in NAMES)}
     if values.get("init_from") not in (None, "scratch", "resume"):
-        out |= {"n_layer", "n_head", "n_embd", "block_size", "bias"}
+        set_already |= {"n_layer", "n_head", "n_embd", "block_size", "bias"}
     if values.get("decay_lr") is False or values.get("schedule") == "constant":
-        out |= {"min_lr", "warmup_iters", "lr_decay_iters"}
-    found = {key: value for key, value in NANOGPT.items() if key not in out}
-    batches = found.pop("eval_iters", None)
+        set_already |= {"min_lr", "warmup_iters", "lr_decay_iters"}
+    defaults = {key: value for key, value in NANOGPT.items() if key not in set_already}
+    batches = defaults.pop("eval_iters", None)
     if batches and "eval_tokens" not in values:
-        found.update(meanings({"eval_iters": batches}, {**known, **found})["eval_iters"].sets)
-    return found
+        defaults.update(meanings({"eval_iters": batches}, {**known, **defaults})["eval_iters"].sets)
+    return defaults
 
 
 class Meaning(NamedTuple):
@@ -78,26 +78,26 @@ def meanings(theirs, known):
 
     theirs: {name: value}. known: {key: value} of all keys here, as they are without these.
     """
-    found = {}
+    by_name = {}
     for name, value in theirs.items():
         if name in ("learning_rate", "lr"):
-            found[name] = Meaning(dict(adamw_lr=value),
-                                  "the peak rate of AdamW; that of Muon, where it is on, is muon_lr")
+            by_name[name] = Meaning(dict(adamw_lr=value),
+                                    "the peak rate of AdamW; that of Muon, where it is on, is muon_lr")
         elif name == "gradient_accumulation_steps":
-            found[name] = Meaning(dict(grad_accum=value), "")
+            by_name[name] = Meaning(dict(grad_accum=value), "")
         elif name == "eval_iters":
             batch, block = known["batch_size"], known["block_size"]
-            found[name] = Meaning(dict(eval_tokens=value * batch * block),
-                                  f"{value} batches of {batch} x {block} tokens, the same ones each time")
+            by_name[name] = Meaning(dict(eval_tokens=value * batch * block),
+                                    f"{value} batches of {batch} x {block} tokens, the same ones each time")
         elif name == "decay_lr" and not value:
-            found[name] = Meaning(dict(schedule="constant", warmup_iters=0), "")
+            by_name[name] = Meaning(dict(schedule="constant", warmup_iters=0), "")
         elif name == "decay_lr":
-            found[name] = Meaning({}, "the rate falls unless schedule=constant")
+            by_name[name] = Meaning({}, "the rate falls unless schedule=constant")
         elif name == "always_save_checkpoint":
-            found[name] = Meaning({}, "ckpt.pt is always the last save, and best.pt the best")
+            by_name[name] = Meaning({}, "ckpt.pt is always the last save, and best.pt the best")
         elif name == "backend":
-            found[name] = Meaning({}, "the device decides it: nccl on cuda, gloo on a CPU")
-    return {**found, **of_routing(theirs, known)}
+            by_name[name] = Meaning({}, "the device decides it: nccl on cuda, gloo on a CPU")
+    return {**by_name, **of_routing(theirs, known)}
 
 
 def of_routing(theirs, known):
@@ -105,22 +105,22 @@ def of_routing(theirs, known):
 
     Its GPTConfig has use_routing=False, top_k_heads=None, which uses every head, and entropy_reg_coef=0.01.
     """
-    found = {}
+    by_name = {}
     if theirs.get("use_routing"):
-        found["use_routing"] = Meaning(
+        by_name["use_routing"] = Meaning(
             dict(routing="published", routing_mask="zero", routing_eval_gate=False,
                  routing_top_k=theirs.get("top_k_heads") or known["n_head"],
                  routing_coef=theirs.get("entropy_reg_coef", 0.01)), "the router as its write-up prints it")
     elif "use_routing" in theirs:
-        found["use_routing"] = Meaning(dict(routing=None), "")
+        by_name["use_routing"] = Meaning(dict(routing=None), "")
     on = theirs.get("use_routing", known["routing"] is not None)
     for name in ("top_k_heads", "entropy_reg_coef"):
         if name in theirs and not on:
-            found[name] = Meaning({}, "there is no routing")
+            by_name[name] = Meaning({}, "there is no routing")
         elif name in theirs:
             value = known["n_head"] if theirs[name] is None else theirs[name]
-            found[name] = Meaning({NAMES[name][1]: value}, "")
-    return found
+            by_name[name] = Meaning({NAMES[name][1]: value}, "")
+    return by_name
 
 
 # ---- arguments of programs that do not train ----
@@ -167,19 +167,21 @@ def in_our_arguments(program, argv):
 
     Ends the program in one line where a value is missing.
     """
-    names, rest, found = ARGUMENTS[program], list(argv), []
+    names, rest = ARGUMENTS[program], list(argv)
+    translated = []  # (place in names, [arguments])
     while rest:
         given = rest.pop(0)
         name, equals, value = given.partition("=")
         if name not in names:
-            found.append((len(names), [given]))
+            translated.append((len(names), [given]))
             continue
         if not equals and name not in WITHOUT_VALUE:
             if not rest:
                 sys.exit(f"{program}: {name} needs a value")
             value = rest.pop(0)
         ours = names[name](value)
-        found.append((list(names).index(name), ours))  # the baseline comes before what is compared with it
+        # the baseline comes before what is compared with it
+        translated.append((list(names).index(name), ours))
         words = " ".join(ours) or "nothing here"
         say(f"{program}: {name} {value}".rstrip() + f" means {words}", file=sys.stderr)
-    return [each for _, ours in sorted(found, key=lambda pair: pair[0]) for each in ours]
+    return [each for _, ours in sorted(translated, key=lambda pair: pair[0]) for each in ours]

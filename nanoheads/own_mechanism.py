@@ -15,10 +15,8 @@ what runs, what is copied and what is recorded is that text.
 
 import ast
 import difflib
-import functools
 import hashlib
 import importlib.util
-import platform
 import re
 import sys
 import types
@@ -27,7 +25,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import fields
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,71 +99,6 @@ def place_of(name):
         spec = importlib.util.find_spec(name)
         if spec and (places := [spec.origin] if spec.has_location else spec.submodule_search_locations):
             return Path([*places][0]).resolve()
-
-
-@functools.cache
-def libraries_of(file):
-    """{name: version and digest} of Python and of what is installed that an OwnFile imports; None: not there.
-
-    A library's Python files may be changed by hand, so their digest is part of it, as they were when this
-    process asked first. PyTorch and NumPy are left out: every run has their versions.
-    """
-    found = {"python": platform.python_version()}
-    for name in sorted(imported(file) - OURS - {"torch", "numpy"}):
-        place = place_of(name)
-        found[name] = place and version_of(name, place)
-    return found
-
-
-def version_of(name, place):
-    """The versions of the distributions that a module is of, if any, and a digest of its Python files."""
-    found = [metadata.version(each) for each in sorted({*metadata.packages_distributions().get(name, ())})]
-    folder = place.parent if place.name == "__init__.py" else place
-    text = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [place]:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        text.update(f"{digest} {path.relative_to(folder).as_posix()}\n".encode())
-    return ", ".join([*found, f"sha256 {text.hexdigest()[:16]}"])
-
-
-READERS = {"environ", "environb", "getenv", "getenvb", "expandvars"}  # names in os that read the environment
-
-
-def variables_of(file):
-    """The names of the environment variables that an OwnFile reads, sorted.
-
-    UserError: it uses the environment and does not name the variable in that place, so no run can record it.
-    """
-    tree, names, said = tree_of(file), set(), set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(place, ast.Constant(str(name))):           # os.environ["NAME"]
-                pass
-            case ast.Compare(ast.Constant(str(name)), _, [place]):        # "NAME" in os.environ
-                pass
-            case ast.Call(place, [ast.Constant(str(name)), *_]):          # os.getenv("NAME")
-                place = place if word_of(place) == "getenv" else getattr(place, "value", None)  # environ.get
-            case _:
-                continue
-        if word_of(place) in ("environ", "getenv"):
-            said.add(place)
-            if not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
-                names.add(name)
-    for node in ast.walk(tree):
-        if word_of(node) in READERS and node not in said:
-            raise UserError(f"{file.path}, line {node.lineno}: it uses the environment and does not name the "
-                            "variable there, so no run can record it: write os.environ[\"NAME\"] or "
-                            "os.getenv(\"NAME\")")
-    return sorted(names)
-
-
-def word_of(node):
-    """The name that a node of a syntax tree is or ends with, or renames in an import; of a text that text."""
-    match node:
-        case ast.Attribute(attr=word) | ast.Name(id=word) | ast.Constant(str(word)):
-            return word
-        case ast.alias(word, str()):
-            return word
 
 
 # ---- adding, which runs the file ----
@@ -249,23 +181,23 @@ def checked_classes(module, file):
     count = Counter(node.name for node in tree_of(file).body if isinstance(node, ast.ClassDef))
     if twice := [name for name in count if count[name] > 1]:
         raise UserError(f"{file.path} defines {twice[0]} twice, so that the first would be lost: rename one")
-    found = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
+    classes = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
              and cls.__module__ == module.__name__]
     # a class without a flag that others extend is what they share
-    found = [cls for cls in found if cls.flag or not any(cls in other.__mro__[1:] for other in found)]
-    if not found:
+    classes = [cls for cls in classes if cls.flag or not any(cls in other.__mro__[1:] for other in classes)]
+    if not classes:
         raise UserError(f"{file.path} must define a class that extends Mechanism; it defines none")
-    for i, cls in enumerate(found):
+    for i, cls in enumerate(classes):
         if other := next((each for known, each in ADDED.items() if known.flag == cls.flag), None):
             raise UserError(f"{file.path} and {other.path} are two texts of one mechanism, with the flag "
                             f"{cls.flag}: one at a time")
-        if problem := next(problems(cls, found[:i]), None):
+        if problem := next(problems(cls, classes[:i]), None):
             raise UserError(f"{file.path}: {cls.__name__}: {problem}")
     for other in ADDED.values():
         if other.path.name == file.path.name:
             raise UserError(f"{file.path} and {other.path} have one name, and a run keeps both in its "
                             "folder: rename one of them")
-    return found
+    return classes
 
 
 def problems(cls, before=()):
@@ -289,8 +221,8 @@ def problems(cls, before=()):
     if not cls.flag or cls.flag not in own:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
         return
-    if loose := [name for name in own if not name.startswith(cls.flag)]:
-        yield f"Options: {loose[0]} must begin with {cls.flag}, as all its flags do"
+    if misnamed := [name for name in own if not name.startswith(cls.flag)]:
+        yield f"Options: {misnamed[0]} must begin with {cls.flag}, as all its flags do"
     if any(getattr(cls.Options, name, ...) is ... for name in own):
         yield "Options: every flag needs a default, at which it does nothing"
     elif getattr(cls.Options, cls.flag) not in (None, False):
@@ -417,14 +349,11 @@ def lost_constants(cls, mode, gpt):
 
 def meant(name, known):
     """Words behind a name that is none of the known ones; "": nothing is like it."""
-    found = near(str(name), known)
-    return f"; did you mean {found}?" if found else ""
+    nearest = near(str(name), known)
+    return f"; did you mean {nearest}?" if nearest else ""
 
 
 # ---- the command line ----
-
-TRUST = "--trust_code"
-
 
 def add_arguments(parser):
     """The arguments of every program that reads checkpoints, by which code of one's own may run."""
@@ -462,24 +391,24 @@ def take_argument(args):
 
 def named(words, files, keep=None, every=True):
     """Names of mechanisms, in which a file is those of its modes; its path is put to `files`. UserError."""
-    found = []
+    names = []
     for word in map(str.strip, map(str, words)):
         if not (match := FILE.fullmatch(word)):
-            found.append(word)
+            names.append(word)
             continue
         path, mode = match.groups()
         if "," in path:
             raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
         file = opened(path)
         file = file._replace(path=copy(file, Path(keep, file.digest))) if keep else file
-        names = add(file)
-        if mode and mode not in names:
-            raise UserError(f"{path} has no mode {mode}; it has {', '.join(names)}")
+        modes = add(file)
+        if mode and mode not in modes:
+            raise UserError(f"{path} has no mode {mode}; it has {', '.join(modes)}")
         if not (mode or every) and any(len(cls.modes) > 1 for cls in classes_of(file)):
-            raise UserError(f"{path} has the modes {', '.join(names)}: name one, as in {path}:{names[0]}")
+            raise UserError(f"{path} has the modes {', '.join(modes)}: name one, as in {path}:{modes[0]}")
         files.append(str(file.path))
-        found += [mode] if mode else names
-    return found
+        names += [mode] if mode else modes
+    return names
 
 
 def add_named(args):
@@ -507,19 +436,14 @@ def held(config, folder):
     """What a new checkpoint in a folder holds of them: {} or {"own_mechanism": ...}; copies go there."""
     for file in files_for(config):
         copy(file, folder)
-    found = record(config)
-    return dict(own_mechanism=found) if found else {}
+    records = record(config)
+    return dict(own_mechanism=records) if records else {}
 
 
-def lacking(state, path):
-    """The records in a read checkpoint, [{"file", "digest"}], whose code was not added. UserError."""
-    found = state.get("own_mechanism") or []
-    for each in found if isinstance(found, list) else [None]:
-        texts = [isinstance(each, dict) and isinstance(each.get(key), str) for key in ("file", "digest")]
-        if not all(texts):
-            raise UserError(f"{path}: own_mechanism={found!r} must be a list of files' names and digests")
+def lacking(state):
+    """The records in a read checkpoint, [{"file", "digest"}], whose code was not added."""
     there = {file.digest for file in ADDED.values()}
-    return [each for each in found if each["digest"] not in there]
+    return [each for each in state.get("own_mechanism") or [] if each["digest"] not in there]
 
 
 def flags_of(state, path):
@@ -527,7 +451,7 @@ def flags_of(state, path):
     flags = {name: value for name, value in state["config"].items() if name != "own"}
     if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
         flags.update(own)
-    if missing := lacking(state, path):
+    if missing := lacking(state):
         files = " and ".join(map(words_of, missing))
         if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
             raise UserError(f"{path} was made with {files}, and {other.path} is another text (sha256 "
@@ -547,7 +471,7 @@ def words_of(record):
 def trust(state, path):
     """Add what a read checkpoint's flags need from its own folder, and say what is run. UserError."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for each in lacking(state, path):
+    for each in lacking(state):
         place = Path(folder, each["file"])
         if not place.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{path} was made with {words_of(each)}, a name that leads out of {folder}: such "

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from model import KVCache
-from nanoheads.common import UserError, in_float64
+from nanoheads.common import UserError
 from nanoheads.optim import precision
 from nanoheads.tasks import TaskData
 
@@ -35,6 +35,11 @@ PIECE_METRICS = {
 # averages that stand still while a head is withdrawn: it sends nothing, so that all of these would read 0
 STAND_STILL = ("load", "importance", "gradient", "conflict")
 GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
+
+
+def in_float64(tensor):
+    """A tensor in float64: on its device, or on the CPU where that is a Mac's GPU, which has no float64."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def attentions(model):

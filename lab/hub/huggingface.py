@@ -103,11 +103,10 @@ def fetch(name):
                         "into a folder and give that folder") from None
 
 
-def read(folder, trust_code=False):
+def read(folder):
     """A folder in the form of our checkpoints: dict(model, config, meta, dataset). UserError.
 
     What export() wrote for our own class is read here, and its code is not run; all else transformers reads.
-    trust_code: of a mechanism in a file of one's own, that in the folder is run; without, nothing is.
     """
     c = config_of(folder)
     try:
@@ -125,8 +124,6 @@ def read(folder, trust_code=False):
     state = dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None)
     if c.get("own_mechanism"):
         state["own_mechanism"] = c["own_mechanism"]
-    if trust_code:
-        own.trust(state, folder)
     return state
 
 

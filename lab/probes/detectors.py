@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from nanoheads.common import in_float64, table
+from nanoheads.common import table
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import nats_of
-from lab.heads.measuring import all_heads, evaluating
+from lab.heads.measuring import all_heads, evaluating, in_float64
 from lab.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                positive)
 

@@ -25,10 +25,10 @@ import torch
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads import causality, configurator, own_mechanism as own
 from nanoheads.causality import Perturbation
-from nanoheads.checkpoint import make_neutral
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.config import flags_by_name
 from nanoheads.mechanism import Mechanism
+from nanoheads.neutral import make_neutral
 from nanoheads.optim import of_mechanisms
 from nanoheads.pruning import prune_heads
 

@@ -43,6 +43,7 @@ from nanoheads.timing import peak_memory
 from lab.heads import controller
 from lab.labels.targets import Targets, sha256
 from lab.study.digest import code_digest
+from lab.study.own_files import libraries_of, variables_of
 
 TRIALS = Path("out/trials")
 TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU
@@ -336,8 +337,8 @@ def surroundings_of(files=()):
     """
     libraries, environment = {"numpy": np.__version__}, {}
     for file in files:
-        libraries.update(own.libraries_of(file))
-        environment.update({name: os.environ.get(name) for name in own.variables_of(file)})
+        libraries.update(libraries_of(file))
+        environment.update({name: os.environ.get(name) for name in variables_of(file)})
     return dict(libraries=libraries, **(dict(environment=environment) if environment else {}))
 
 

@@ -19,6 +19,7 @@ from nanoheads.configurator import Scale
 from nanoheads.mechanism import flag
 from nanoheads.optim import block_matrices, of_mechanisms
 from nanoheads.tasks import TASKS, TaskConfig
+from nanoheads.teacher import is_function
 from lab.study import effects
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
@@ -430,8 +431,8 @@ class VariantBuilder:
                             "study compares runs of equal length: leave it out")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         teacher = training.teacher and checkpoint.file_of(training.teacher)
-        teacher = None if checkpoint.is_function(training.teacher) else teacher
-        if teacher and teacher.is_file() and checkpoint.needs_code_of_own(training.teacher):
+        teacher = None if is_function(training.teacher) else teacher
+        if teacher and teacher.is_file() and own_mechanism.lacking(checkpoint.read(teacher)):
             raise UserError(f"{name}: teacher={training.teacher} has a mechanism in a file of one's own, "
                             "which a study cannot name to its runs: train the student with train.py")
         mine = ",".join(str(file.path) for file in own_mechanism.files_for(model))

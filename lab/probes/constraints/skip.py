@@ -8,10 +8,10 @@ import copy
 
 import torch
 
-from nanoheads.common import UserError, in_float64, table
+from nanoheads.common import UserError, table
 from nanoheads.scoring import score_windows
 from nanoheads.timing import take_turns, time_rows
-from lab.heads.measuring import attentions
+from lab.heads.measuring import attentions, in_float64
 from lab.probes.constraints.setup import numbers_of_setup, open_setup, windows_of_split
 from lab.probes.shared import CONTEXT, about_text, ask, positive
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
-from nanoheads import attention, checkpoint, kernels
+from nanoheads import attention, checkpoint, kernels, start
 from nanoheads.common import UserError
 from helpers import config_of_variant_b as config_of, flags_of_variant_b as flags_of
 from helpers import tiny
@@ -254,7 +254,7 @@ def test_a_checkpoint_with_a_rounded_size_is_another_model(tmp_path):
     path = written(model, tmp_path / "ckpt.pt")
     state, flags = checkpoint.read(path), set(GPTConfig.defaults())
     with pytest.raises(UserError, match="constraint_round=1 here is 8 there"):
-        checkpoint.same_model(state, path, config_of((64, 4, 3)), flags)
-    checkpoint.same_model(state, path, config_of((64, 4, 3), constraint_round=8), flags)
+        start.same_model(state, path, config_of((64, 4, 3)), flags)
+    start.same_model(state, path, config_of((64, 4, 3), constraint_round=8), flags)
     with pytest.raises(UserError, match="constraint_round cannot be changed after training"):
         checkpoint.build(state, path, settings=["constraint_round=1"])

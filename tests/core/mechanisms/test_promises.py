@@ -22,8 +22,8 @@ import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
                    ConstraintHeads, ForwardPass, GPTConfig, Heads, Routing, KVCache, Sentinel)
 from nanoheads import checkpoint
-from nanoheads.checkpoint import make_neutral, mode_of
 from nanoheads.configurator import check, choices, keys_of
+from nanoheads.neutral import make_neutral, mode_of
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import pack, prune_heads
 from helpers import ROOT

@@ -415,7 +415,7 @@ def test_a_config_made_without_names_has_a_folder_too():
     (["--scale=tniy", "--n_head=7"], ["scale='tniy'", "tiny?"]),
     (["--mechanism=mohh,agency"], ["mohh", "moh?"]),
     (["--mechanism=sentinl_l0"], ["sentinl_l0", "sentinel_l0?"]),
-    (["--mechanism=zzz"], ["zzz", *flags_by_name()]),
+    (["--mechanism=zzz"], ["zzz", *flags_by_name(), "HEAD_MECHANISMS", "mine.py"]),
     (["--mechanism"], ["--mechanism"]),
     # also where no flag differs: two modes of one mechanism are no pair, in either order
     (["--mechanism=acag,agency,acag_elementwise"], ["acag", "acag_elementwise", "both set acag"]),

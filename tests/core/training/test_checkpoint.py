@@ -23,7 +23,7 @@ import sample
 import train
 from helpers import TINY as RUN
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, common
+from nanoheads import checkpoint, common, start
 from nanoheads.common import UserError, explain, pick_device
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
@@ -89,8 +89,14 @@ def test_a_full_disk_at_the_first_save_leaves_nothing(state, tmp_path, limit):
 
 def test_what_is_wrong_in_the_state_is_not_called_a_full_disk(tmp_path):
     with pytest.raises(Exception) as e:
-        checkpoint.save(tmp_path / "ckpt.pt", {"f": lambda: 0})
-    assert not isinstance(e.value, UserError)
+        checkpoint.save(tmp_path / "ckpt.pt", {"model": lambda: 0})
+    assert not isinstance(e.value, (UserError, OSError))
+
+
+def test_nothing_is_saved_that_the_description_does_not_have(state, tmp_path):
+    with pytest.raises(ValueError, match="CONTENT describes no optimiser$"):
+        checkpoint.save(tmp_path / "ckpt.pt", {**state, "optimiser": {}})
+    assert os.listdir(tmp_path) == []
 
 
 def test_content_reaches_the_disk_before_the_name_does(state, saved, monkeypatch):
@@ -290,7 +296,7 @@ def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
     new = AdamW([p], lr=2.0, weight_decay=0.3)
     p.grad = torch.ones(3)
     old.step()
-    checkpoint.restore(new, old.state_dict(), "x.pt", steps=1)
+    start.restore(new, old.state_dict(), "x.pt", steps=1)
     assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (2.0, 0.3)
     assert torch.equal(new.state[p]["exp_avg"], old.state[p]["exp_avg"])
 
@@ -298,27 +304,27 @@ def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
 def test_an_optimizer_state_that_does_not_fit_is_one_line():
     old = AdamW([torch.nn.Parameter(torch.ones(3))])
     new = AdamW([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))])
-    assert "x.pt" in line(checkpoint.restore, new, old.state_dict(), "x.pt", steps=1)
+    assert "x.pt" in line(start.restore, new, old.state_dict(), "x.pt", steps=1)
 
 
 def test_resuming_with_changed_model_flags_names_them_all(state):
-    checkpoint.same_model(state, "x.pt", replace(GPTConfig(**TINY), vocab_size=None), set(TINY))
-    said = line(checkpoint.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}),
+    start.same_model(state, "x.pt", replace(GPTConfig(**TINY), vocab_size=None), set(TINY))
+    said = line(start.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}),
                 {"n_layer", "n_head", "dropout"})
     assert all(name in said for name in ("x.pt", "n_layer=3", "n_head=4")) and "dropout" not in said
-    assert "qk_norm" in line(checkpoint.same_model, state, "x.pt",
+    assert "qk_norm" in line(start.same_model, state, "x.pt",
                              GPTConfig(**TINY, qk_norm=True), set(state["config"]))
 
 
 def test_a_flag_that_the_checkpoint_does_not_know_yet_counts_as_its_default(state):
     del state["config"]["softcap"]
-    checkpoint.same_model(state, "x.pt", GPTConfig(**TINY), {"softcap"})
-    softcap = line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
+    start.same_model(state, "x.pt", GPTConfig(**TINY), {"softcap"})
+    softcap = line(start.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
     assert "softcap=5.0" in softcap
 
 
 def test_a_checkpoint_without_a_state_to_go_on_from_is_one_line(state, bytes_data):
-    said = line(checkpoint.same_run, state, "best.pt", TrainConfig().for_recipe("gpt2"), Dataset(bytes_data))
+    said = line(start.same_run, state, "best.pt", TrainConfig().for_recipe("gpt2"), Dataset(bytes_data))
     assert said.startswith("best.pt ") and "--init_from=best.pt" in said
 
 
@@ -407,6 +413,13 @@ def finished(bytes_data, tmp_path_factory):
     return folder, checkpoint.read(folder / "ckpt.pt")
 
 
+def test_a_run_saves_what_the_description_says(finished):
+    """What only going on needs is in ckpt.pt alone."""
+    of_both = checkpoint.entries(checkpoint.EVERY, checkpoint.RUN, checkpoint.PROGRESS)
+    assert finished[1].keys() == {*of_both, *checkpoint.entries(checkpoint.GOING_ON)}
+    assert checkpoint.read(finished[0] / "best.pt").keys() == {*of_both}
+
+
 def command(data, folder, **keys):
     keys = {"dataset": data, **RUN, "optimizer": "muon", "out_dir": folder, **keys}
     return [f"--{key}={value}" for key, value in keys.items()]
@@ -481,6 +494,9 @@ DAMAGED = {  # whoever reads it
     "scaler.scale=0.0 must be a number above 0": lambda s: s.update(scaler=dict(scale=0.0)),
     "scaler._growth_tracker=None must be a number of steps": lambda s: s.update(scaler=dict(scale=1.0)),
     "controller=[] must be a dict": lambda s: s.update(controller=[]),
+    "own_mechanism='mine.py' must be a list of files' names": lambda s: s.update(own_mechanism="mine.py"),
+    "own_mechanism=[{'file': 'mine.py'}] must be a list of files' names":
+        lambda s: s.update(own_mechanism=[dict(file="mine.py")]),
 }
 MISFITS = {  # who builds the model
     "n_layer=20000, and there are tensors of 1 block": lambda s: s["config"].update(n_layer=20000),
@@ -501,6 +517,7 @@ NO_START = {  # --resume
     "no state to go on from (no meta)": lambda s: s.update(meta=None),
     "no state to go on from (no last_eval, optimizers)":
         lambda s: (s.pop("optimizers"), s.pop("last_eval")),
+    "no state to go on from (no evals_since_best)": lambda s: s.pop("evals_since_best"),
     "sums holds other data than sums did": lambda s: s["meta"].pop("splits"),
     "trained with is impossible: batch_size='4' is not int": lambda s: s["train"].update(batch_size="4"),
     "trained with is impossible: adamw_lr=nan is not float or None":
@@ -570,6 +587,21 @@ def test_what_a_run_may_write_is_no_damage(change, changed, bytes_data):
     folder = changed(change)
     train.main([*command(bytes_data, folder, max_iters=7), "--resume"])
     assert checkpoint.read(folder / "ckpt.pt")["step"] == 7
+
+
+def test_a_run_on_a_task_goes_on(tmp_path, fails, capsys):
+    """Its evaluations have other numbers than those of text, and its rows follow from its flags."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, block_size=24, batch_size=4, device="cpu")
+    folder = f"--out_dir={tmp_path / 'run'}"
+    train.main(["--task=parity", *(f"--{key}={value}" for key, value in sizes.items()), "--max_iters=2",
+                "--eval_interval=2", folder])
+    train.main(["--resume", folder, "--max_iters=3"])
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 3
+    said, = fails(["--resume", folder, "--max_iters=4", "--task_levels=2,4"])
+    assert "cannot go on like this: task_levels=[2, 4] here is None there" in said
+    capsys.readouterr()
+    train.main(["--eval_only", folder])
+    assert "nats/answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("keys", [dict(dtype="float16"), dict(constraint_names="a,b")], ids=lambda k: [*k][0])

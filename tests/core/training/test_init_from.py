@@ -8,7 +8,7 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig
-from nanoheads import checkpoint, pruning
+from nanoheads import checkpoint, neutral, start
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from helpers import tiny
@@ -28,7 +28,7 @@ def started(path, dataset, flags, anyway=False, recipe="gpt2"):
     """The model that a run with these flags over a checkpoint starts from."""
     config = GPTConfig(**{**SIZES, "recipe": recipe, **flags})
     run = train.TrainConfig(init_from=str(path), init_anyway=anyway, out_dir=str(path.parent / "run"))
-    return checkpoint.starting_point(config, run, dataset, "cpu", flags)[0].eval()
+    return start.starting_point(config, run, dataset, "cpu", flags)[0].eval()
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_window_over_a_checkpoint_follows_its_context(name, tmp_path, data):
     config = GPTConfig(**MECHANISMS[name])  # of which nothing else is known, as at the command line
     assert config.window == 256
     run = train.TrainConfig(init_from=str(tmp_path / "plain.pt"), init_anyway=True, out_dir=str(tmp_path))
-    model, _ = checkpoint.starting_point(config, run, data, "cpu", MECHANISMS[name])
+    model, _ = start.starting_point(config, run, data, "cpu", MECHANISMS[name])
     assert (model.config.block_size, model.config.window, model.mask.window) == (16, 4, 4)
 
 
@@ -111,7 +111,7 @@ def test_gates_over_a_checkpoint_can_learn(flags, tmp_path, data):
 
 def test_a_setting_that_is_not_neutral_after_all_is_noticed(tmp_path, data, monkeypatch):
     saved(tmp_path / "plain.pt", {})
-    monkeypatch.setattr(pruning, "scale_heads", lambda attn, factor: None)
+    monkeypatch.setattr(neutral, "scale_heads", lambda attn, factor: None)
     with pytest.raises(UserError, match="sentinel"):
         started(tmp_path / "plain.pt", data, dict(sentinel="sigmoid"))
 

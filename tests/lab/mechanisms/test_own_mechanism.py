@@ -31,7 +31,7 @@ from nanoheads.config import TrainConfig
 from nanoheads.configurator import help_text, keys_of, read
 from nanoheads.dataset import Dataset
 from lab.hub import huggingface as hf
-from lab.study import digest, queue, results, trial
+from lab.study import digest, own_files, queue, results, trial
 from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
@@ -237,7 +237,7 @@ def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
     about["own_mechanism"][0]["file"] = str(folder / "mine.py")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match="leads out of .*: such a file is never run"):
-        hf.read(tmp_path / "hf", trust_code=True)
+        checkpoint.read(tmp_path / "hf", trust_code=True)
     assert not was_run()
 
 
@@ -345,7 +345,7 @@ def library(tmp_path, monkeypatch):
     yield folder
     for name in {*sys.modules} & {"strengths", "strengths.deep"}:
         del sys.modules[name]
-    own.libraries_of.cache_clear()
+    own_files.libraries_of.cache_clear()
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def planned_run(bytes_data, tmp_path, own_mechanisms_go):
         folder = trial.make(spec, tmp_path / "trials")
 
         def why_not():
-            own.libraries_of.cache_clear()
+            own_files.libraries_of.cache_clear()
             importlib.invalidate_caches()
             try:
                 trial.check_unchanged(folder, [own.opened(path)])

@@ -134,7 +134,7 @@ def features(ids):
 
 @pytest.mark.parametrize("text, words", [
     ("", "must have a function features"), ("features = 3", "must have a function features"),
-    ("def features(ids):\n    return ids", "gives [4, 16] for ids [4, 16], and must give [4, 16, 2]"),
+    ("def features(ids):\n    return ids", "gives [1, 16] for ids [1, 16], and must give [1, 16, 2]"),
     ("def features(ids):\n    return [1]", "gives list for ids"),
     ("def features(ids):\n    return ids / nothing", "mine.py, line 2: NameError"),
     ("import torch\nfeatures = torch.nothing", "mine.py, line 2: AttributeError"),
@@ -145,6 +145,7 @@ def test_a_function_that_is_no_teacher_is_one_line(run, tmp_path, text, words):
     with pytest.raises(SystemExit) as e:
         run("no", labels=None, teacher=tmp_path / "mine.py", constraint_match="kl", constraint_features=2)
     assert words in str(e.value.code) and "\n" not in str(e.value.code)
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow

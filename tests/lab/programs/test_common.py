@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from nanoheads import checkpoint, common, curves, files, log as runlog, own_mechanism, sampling
+from nanoheads import common, curves, files, log as runlog, own_mechanism, sampling, start
 from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
                               write_atomic)
@@ -134,7 +134,7 @@ def set_aside(read, path):
     ("items.jsonl", lambda path: refused(lambda: fewshot.read_items(path))),
     ("rules.json", lambda path: refused(lambda: Rules.read(path))),
     ("results.json", lambda path: refused(lambda: results.read(path))),
-    ("config.json", lambda path: checkpoint.asked_in(path.parent) is None),
+    ("config.json", lambda path: start.asked_in(path.parent) is None),
     ("config.json", lambda path: curves.dataset_name(path.parent) == "?"),
     ("config.json", lambda path: refused(lambda: huggingface.config_of(path.parent))),
     ("labels.jsonl", lambda path: refused(lambda: labellers.read_spans(path, dict(tokens=9)))),

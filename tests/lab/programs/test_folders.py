@@ -10,7 +10,7 @@ import compare
 import train
 from helpers import TINY, without_own_mechanisms
 from helpers import CODE, torchrun
-from nanoheads import checkpoint
+from nanoheads import checkpoint, start
 from nanoheads.files import LONGEST, differences, find, joined, setting_in_name
 
 
@@ -65,7 +65,7 @@ def folders(tmp_path, monkeypatch):
 
 
 def found(asked):
-    folder, line = find("a", asked, checkpoint.RUN_FILES, checkpoint.asked_in)
+    folder, line = find("a", asked, start.RUN_FILES, start.asked_in)
     return folder.as_posix(), bool(line)
 
 
@@ -80,7 +80,7 @@ def test_a_name_that_is_free_is_taken_and_another_configuration_gets_the_next_nu
     folders("ab-2", {"lr": 9})
     assert [found({"lr": n}) for n in (1, 2, 4)] == [("out/a", False), ("out/a-2", False), ("out/a-4", False)]
     assert found({"lr": 9}) == found({}) == ("out/a-3", True)
-    line = find("a", {"lr": 9}, checkpoint.RUN_FILES, checkpoint.asked_in)[1]
+    line = find("a", {"lr": 9}, start.RUN_FILES, start.asked_in)[1]
     assert line == ("out/a holds another configuration (lr is 1 there and 9 here): this one goes into "
                     f"{Path('out/a-3')}")
 

@@ -28,8 +28,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, files, own_mechanism
 from nanoheads.common import UserError, json_safe
 from nanoheads.dataset import missing
-from lab.study import (costs, digest, effects, findings, pictures, queue, report, rescoring, results, tables,
-                       trial)
+from lab.study import (costs, digest, effects, findings, own_files, pictures, queue, report, rescoring,
+                       results, tables, trial)
 from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
 from helpers import ROOT, put_meta, write_dataset
@@ -912,9 +912,9 @@ def test_runs_are_not_done_where_what_their_mechanism_reads_changed(plain, here,
     monkeypatch.setenv("MYK", "2")
     assert started() == 2 and started() == 0  # the plain GPT's runs do not read it
     library.write_text("STRENGTH = 2.0\n")
-    own_mechanism.libraries_of.cache_clear()  # as in another process
+    own_files.libraries_of.cache_clear()  # as in another process
     assert started() == 2
-    own_mechanism.libraries_of.cache_clear()
+    own_files.libraries_of.cache_clear()
     del sys.modules["strengths"]
 
 
