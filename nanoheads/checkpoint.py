@@ -6,6 +6,7 @@ have no mechanism of one's own, and are no folders of transformers'.
 """
 
 import argparse
+import errno
 import json
 import math
 import reprlib
@@ -183,7 +184,8 @@ def read(path, device="cpu", trust_code=False):
         raise UserError(f"no checkpoint {path}")
     try:
         with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):
+            # torch asks for the first bytes alone, and takes what has others for a file of its oldest form
+            if file.read(4) != b"PK\3\4" or not zipfile.is_zipfile(file):
                 raise ValueError("cut short, or no torch file at all")
             if broken := zipfile.ZipFile(file).testzip():  # torch itself does not verify the checksums
                 raise ValueError(f"damaged in {broken}")
@@ -192,7 +194,8 @@ def read(path, device="cpu", trust_code=False):
         if ran_out_of_memory(e):
             raise
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
-        why = getattr(e, "strerror", None) or why  # such as: Permission denied
+        if isinstance(e, OSError):  # such as: Permission denied; EINVAL: a place before the start of the file
+            why = "damaged" if e.errno == errno.EINVAL else e.strerror or why
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
     state = state if is_flags(state) else {}
     if is_flags(state.get("model")) and isinstance(state.get("model_args"), dict):

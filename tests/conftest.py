@@ -20,7 +20,7 @@ import train  # noqa: E402
 from helpers import CODE, ROOT, TINY, without_own_mechanisms, write_dataset  # noqa: E402
 from nanoheads import corpus  # noqa: E402
 
-# the same examples in each run, of which a test says how many; fixtures of a test are those of all its examples
+# the same examples in each run, as many as a test says; all examples of a test have the same fixtures
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[
     hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow,
     hypothesis.HealthCheck.filter_too_much])
