@@ -144,7 +144,8 @@ def answer(values, *argv, base=None, data=None):
     except UserError as e:
         lines = str(e).splitlines()
         assert lines and all(any(key in line for key in values) for line in lines), (values, lines)
-        return [line.removeprefix(f"{argv[0]}: ").removeprefix("command line: ") for line in lines]
+        return [line.removeprefix(f"{argv[0] if argv else base[0]}: ").removeprefix("command line: ")
+                for line in lines]
 
 
 @hypothesis.settings(max_examples=100)
@@ -171,10 +172,13 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
 @hypothesis.settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(sorted(set(configurator.keys_of(BOTH)) - NOT_DRAWN)), ANYTHING,
                        min_size=1, max_size=3))
-def test_whatever_a_file_sets_a_key_to_is_taken_or_refused_by_its_name(bytes_data, config_file, values):
+def test_whatever_a_file_sets_a_key_to_is_taken_or_refused_by_its_name(
+        bytes_data, config_file, capsys, values):
+    """Also in the config.json of a run that goes on."""
     lines = "".join(f"{key} = {value!r}\n" for key, value in values.items())
     answer(values, config_file(f"nan, inf = float('nan'), float('inf')\n{lines}del nan, inf\n"),
            data=bytes_data)
+    answer(values, base=("config.json", values), data=bytes_data)
 
 
 def test_later_files_and_then_the_command_line_win(config_file):
