@@ -118,7 +118,7 @@ def check_form(state, path):
         for name, part in parts(state, place) if place.partition(".")[0] in state else ():
             if not holds(part):
                 refuse(name, part, what)
-    if state.get("meta") and (wrong := problem_of_meta(state["meta"], of_folder=False)):
+    if state.get("meta") is not None and (wrong := problem_of_meta(state["meta"], of_folder=False)):
         raise UserError(f"{path} is damaged, or no checkpoint of this program: meta, its dataset's: {wrong}")
     step, last = state.get("step"), (state.get("last_eval") or {}).get("step")
     most = (state.get("train") or {}).get("max_iters")
@@ -241,8 +241,7 @@ def config_of(state, path, **overrides):
         flags = own_mechanism.flags_of(state, path)
     try:
         config = GPTConfig(**{**RECIPES["gpt2"], **flags, **typed(flags, GPTConfig), **overrides})
-        if not {"n_layer", "n_embd"} & set(overrides):
-            check_layers(state, config)
+        check_sizes(state, config, overrides)
     except (ValueError, TypeError) as e:
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
@@ -254,18 +253,26 @@ def is_of_an_older_version(state):
     return "routing_capacity" in state["config"]
 
 
-def check_layers(state, config):
-    """ValueError where a config has other blocks or another width than the tensors beside it.
+# which size of a config is one of which tensor's
+SIZES = {"n_embd": ("transformer.wte.weight", "the embedding is"),
+         "vocab_size": ("transformer.wte.weight", "the embedding is"),
+         "block_size": ("transformer.wpe.weight", "the table of positions is")}
 
-    A model of 20,000 layers takes minutes to build, only to find that its weights are those of 12.
+
+def check_sizes(state, config, others=()):
+    """ValueError where a config has other blocks or sizes than the tensors beside it; others: keys that may.
+
+    A model of 20,000 layers takes minutes to build, and one of a billion positions takes all memory, only to
+    find that its weights are those of 12 layers and 1,024 positions.
     """
     weights = state.get("model", {})
     layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-    if weights and len(layers) != config.n_layer:
+    if weights and "n_layer" not in others and len(layers) != config.n_layer:
         raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {plural(len(layers), 'block')}")
-    wte = weights.get("transformer.wte.weight")
-    if wte is not None and config.n_embd not in wte.shape:
-        raise ValueError(f"n_embd={config.n_embd}, and the embedding is {' x '.join(map(str, wte.shape))}")
+    for key, (name, words) in SIZES.items():
+        size, shape = getattr(config, key), weights[name].shape if name in weights else None
+        if shape is not None and key not in others and size not in shape:
+            raise ValueError(f"{key}={size}, and {words} {' x '.join(map(str, shape))}")
 
 
 def build(state, path, device="cpu", settings=(), **overrides):

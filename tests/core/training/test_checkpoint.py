@@ -13,12 +13,13 @@ import sys
 import warnings
 import zipfile
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, settings, strategies as st
 
 import evaluate
 import sample
@@ -29,8 +30,8 @@ from nanoheads import checkpoint, common
 from nanoheads.common import UserError, explain, pick_device
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
-from helpers import EDITS, PLACE, damaged, make_checkpoint
-from nanoheads.optim import AdamW
+from helpers import ANYTHING, EDITS, PLACE, damaged, make_checkpoint
+from nanoheads.optim import AdamW, make_optimizers
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
 
@@ -161,6 +162,36 @@ def test_a_damaged_checkpoint_is_read_as_it_was_or_refused_in_a_line(finished, t
         assert str(path) in str(e) and len(str(e).splitlines()) == 1 and "argument" not in str(e)
     else:
         assert alike(found, finished[1])
+
+
+def places_in(value, depth=3):
+    """Yield the paths, lists of keys, to what stands in nested dicts and lists."""
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield [key]
+        if depth > 1 and isinstance(part, (dict, list)):
+            yield from ([key, *rest] for rest in places_in(part, depth - 1))
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_whatever_stands_in_a_checkpoint_is_refused_in_a_line_or_means_something(finished, tmp_path, data):
+    """Who reads it, builds its model, or goes on from it; of sizes that are damaged no model is made."""
+    state = copy.deepcopy(finished[1])
+    *path, last = data.draw(st.sampled_from([*places_in(state)]))
+    reduce(getitem, path, state)[last] = data.draw(ANYTHING)
+    file = tmp_path / "ckpt.pt"
+    torch.save(state, file)
+    try:
+        state = checkpoint.read(file)
+        model, dataset = checkpoint.build(state, file), Dataset(state["dataset"])
+        checkpoint.same_vocabulary(state, dataset, file)
+        config = TrainConfig(**finished[1]["train"]).for_recipe(model.config.recipe)
+        checkpoint.same_run(state, file, config, dataset)
+        optimizers = make_optimizers(model, config)
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            checkpoint.restore(optimizer, saved, file, state["step"])
+    except UserError as e:
+        assert len(str(e).splitlines()) == 1, e
 
 
 @given(PLACE)
@@ -493,6 +524,8 @@ DAMAGED = {  # whoever reads it
 MISFITS = {  # who builds the model
     "n_layer=20000, and there are tensors of 1 block": lambda s: s["config"].update(n_layer=20000),
     "n_embd=1000000000, and the embedding is": lambda s: s["config"].update(n_embd=10**9),
+    "block_size=1000000000, and the table of positions is": lambda s: s["config"].update(block_size=10**9),
+    "vocab_size=1000000000, and the embedding is": lambda s: s["config"].update(vocab_size=10**9),
     "its config is impossible: n_layer='1' is not int": lambda s: s["config"].update(n_layer="1"),
     "its config is impossible: block_size='16' is not int": lambda s: s["config"].update(block_size="16"),
     "its config is impossible: vocab_size='256' is not int or None":
