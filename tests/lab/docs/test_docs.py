@@ -215,7 +215,7 @@ def test_every_name_of_code_is_in_the_code(page):
     named = set(re.findall(r"`([A-Za-z_][A-Za-z0-9_]+)(?:\([^`]*\))?`", text))
     paths = (*SOURCES, *ROOT.glob("tests/**/test_*.py"))
     words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in paths)))
-    assert len(named) > 40 and named - words == set()
+    assert len(named) > 20 and named - words == set()
 
 
 # ---- commands ----
@@ -273,8 +273,9 @@ def test_every_command_of_the_docs_is_read(words, monkeypatch, own_mechanisms_go
 def claimed():
     """{command as it is printed: its words}: what a reader fills in is x; commands of older commits aside."""
     found = {}
-    for cell in re.split(r"[|\n]", (ROOT / "docs/claims.md").read_text(encoding="utf-8")):
-        for text in re.findall(r"`((?:python |pytest |\w+\.py )[^`]*)`", "" if "at commit 9" in cell else cell):
+    cells = re.split(r"[|\n]", (ROOT / "docs/claims.md").read_text(encoding="utf-8"))
+    for cell in (cell for cell in cells if "at commit" not in cell):
+        for text in re.findall(r"`((?:python |pytest |\w+\.py )[^`]*)`", cell):
             line = re.sub(r"(?<=--ckpt )(<[^>]*>|\.\.\.)", "x", text.replace("ALL", "config/studies/all.py"))
             line = line.replace(" ... ", " --ckpt x ")
             found[text] = shlex.split(line.removeprefix("python ").removeprefix("-m pytest "))
@@ -300,9 +301,9 @@ def test_the_tests_of_a_claim_are_there():
     tested = [words for text, words in CLAIMED.items() if "pytest" in text]
     assert len(tested) > 2
     for words in tested:
-        files, word = (words[:words.index("-k")], words[-1]) if "-k" in words else (words, "test_")
-        for file in (file for file in files if file != "pytest"):
-            assert re.search(rf"^def test_\w*{word.removeprefix('test_')}", (ROOT / file).read_text(), re.M), file
+        word = words[words.index("-k") + 1] if "-k" in words else ""
+        for file in (file for file in words if file.endswith(".py")):
+            assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(encoding="utf-8"), re.M), file
 
 
 def read_before_made(page):
