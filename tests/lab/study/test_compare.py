@@ -28,14 +28,14 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, files, own_mechanism
 from nanoheads.common import UserError, json_safe
 from nanoheads.dataset import missing
-from lab.study import (costs, digest, effects, findings, pictures, queue, report, rescoring, results, tables,
-                       trial)
+from lab.study import (costs, digest, effects, findings, pictures, queue, records, report, rescoring, results,
+                       tables, trial)
 from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
 from helpers import ROOT, put_meta, write_dataset
 from lab_helpers import in_this_process, small_plain
 from helpers import unread
-from lab_helpers import study_of
+from lab_helpers import as_on_file, but, study_of
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
 
@@ -631,7 +631,7 @@ def finished(finished_once, plain, here):
 def test_results_hold_what_the_statistics_need(finished):
     """From the scores of each seed alone: the same figures; from the blocks alone: the same scores."""
     _, found = finished
-    assert found == json.loads(json.dumps(found, allow_nan=False)) == results.read("out/test/results.json.gz")
+    assert found == as_on_file(found) == results.read("out/test/results.json.gz")
     assert found["command"] and found["commit"] and found["versions"]["torch"] == torch.__version__
     for draw in (pictures.forest, pictures.learning, pictures.compute):  # all that they need is in it
         assert draw(found).axes[0].get_lines()
@@ -660,7 +660,7 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
     said = []
 
     def changed(change):
-        copy = json.loads(json.dumps(found))
+        copy = as_on_file(found)
         change(copy)
         results.write(copy, ".")
         with pytest.raises(SystemExit) as e:
@@ -715,9 +715,9 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     _, found = finished
 
     def changed(change, *args):
-        copy = json.loads(json.dumps(found))
+        copy = as_on_file(found)
         change(copy, *args)
-        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
+        results.write(but(copy, **vars(effects.figures(copy))), ".")
 
     for change, problem in (
             (exchanged, "is of another variant or seed: output_gate, params"),
@@ -732,9 +732,9 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     spec = {**run["spec"], "score": {**run["spec"]["score"], "split": "val"}}
     nats = [run["block_nats"][0] + 0.1, *run["block_nats"][1:]]
     for of_screen, problem in ((dict(bpb=run["bpb"] - 0.3), "is not"), (dict(block_nats=nats), "sum up to")):
-        of_screen = {**run, "spec": spec, **of_screen}  # of a run in no table
+        of_screen = but(run, spec=spec, **of_screen)  # of a run in no table
         runs = {**found["runs"], trial.folder_of(spec).name: of_screen}
-        results.write({**found, "runs": runs}, ".")
+        results.write(but(found, runs=runs), ".")
         with pytest.raises(UserError, match="1 of"):
             results.recheck("results.json.gz")
         assert problem in capsys.readouterr().err
@@ -766,14 +766,14 @@ def on_file(found, name="x"):
     """A results file, and nothing left in out/trials."""
     Path("results").mkdir(exist_ok=True)
     path = Path("results", f"{name}.json.gz")
-    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    path.write_bytes(gzip.compress(json.dumps(records.as_json(found)).encode()))
     shutil.rmtree("out/trials")
     return str(path)
 
 
 def of_other_code(found, **change):
     """The same results as other code, or another torch, would have left them; None: it is not known."""
-    found = json.loads(json.dumps(found))
+    found = as_on_file(found)
     names = {}
     for name, run in list(found["runs"].items()):
         run["spec"] = {**run["spec"], **change}
@@ -967,9 +967,9 @@ def test_a_recheck_names_runs_of_another_text(finished, capsys):
     name = found["arms"]["output_gate"]["runs"][1]
 
     def said(change):
-        copy = json.loads(json.dumps(found))
+        copy = as_on_file(found)
         change(copy)
-        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
+        results.write(but(copy, **vars(effects.figures(copy))), ".")
         with pytest.raises(UserError, match="(is|are) not what its runs give"):
             results.recheck("results.json.gz")
         return capsys.readouterr().err
@@ -1147,7 +1147,7 @@ def test_one_run_in_ten_is_drawn_or_as_many_as_are_asked_for(keys, done, n):
 
 def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, here):
     study, found = finished
-    path = on_file({**found, "rescored": None})  # where it is not known
+    path = on_file(but(found, rescored=None))  # where it is not known
     assert findings.rescored_sentence(results.read(path)) is None
     assert findings.verdicts(results.read(path))["rescored"] is None
     taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
@@ -1162,7 +1162,7 @@ def test_over_several_texts_they_are_counted_together(finished):
     _, found = finished
     both = effects.pooled(effects.together(dict(a=found, b=found), "both", ""))
     assert both["rescored"] == dict(runs=2 * found["rescored"]["runs"], without=0)
-    old = effects.together(dict(a=found, b={**found, "rescored": None}), "both", "")
+    old = effects.together(dict(a=found, b=but(found, rescored=None)), "both", "")
     assert effects.pooled(old)["rescored"] is None
 
 
@@ -1184,7 +1184,7 @@ def test_a_variant_that_trains_on_other_tokens_says_so(plain, here, flags):
     assert row["tokens_ratio"] == 2.0
     alone, = (c for c in found["comparisons"] if c["variant"] == "x")
     assert "; it trains on 2.00 times the plain GPT's tokens" in findings.headline(
-        {**found, "comparisons": [alone]})
+        but(found, comparisons=[alone]))
     alone["verdict"] = "better"
     assert words in findings.headline(found)
 
@@ -1241,12 +1241,12 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
 @pytest.mark.slow
 def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
     study, found = finished
-    other = json.loads(json.dumps(found))
+    other = as_on_file(found)
     next(iter(other["runs"].values()))["bpb"] += 1e-3
     argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
     assert "cannot be taken: a figure was changed" in refusal([*argv, f"--reuse={on_file(other)}"])
     Path("out/trials").mkdir()
-    other = json.loads(json.dumps(found))
+    other = as_on_file(found)
     next(iter(other["runs"].values()))["spec"]["train"]["adamw_lr"] = 0.5
     assert "has the trial.json of another run" in refusal([*argv, f"--reuse={on_file(other)}"])
     assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
@@ -1616,7 +1616,7 @@ def test_what_a_study_was_judged_by_stays_with_its_results(plain, here, monkeypa
     assert sorted(seen(chosen), key=str) == [three, two]
     assert chosen["left_out"] == [dict(variant="plain", seeds=[1]), dict(variant="sink", seeds=[1])]
     before = results.read("out/a/results.json.gz")
-    results.write({**before, "looks": None, "left_out": None}, "out/a")
+    results.write(but(before, looks=None, left_out=None), "out/a")
     shutil.rmtree("out/trials")
     assert seen(study("5,6", "--out_dir=out/a")) == [dict(plain=[2, 3], sink=[2, 3])]
 
@@ -1772,7 +1772,7 @@ def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tm
     said = " ".join(capsys.readouterr().out.split())
     assert study["name"] in said or findings.question_of(study) in said
     assert study["command"].startswith("python compare.py ")
-    for each in trial.studies_in(study).values():
+    for each in records.studies_in(study).values():
         assert each["done"] == each["planned"]
 
 
@@ -2026,7 +2026,7 @@ def demo():
 @pytest.mark.slow
 @pytest.mark.parametrize("where, value, words", DAMAGE)
 def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path, where, value, words):
-    found = json.loads(json.dumps(demo))
+    found = records.as_json(demo)
     holder, key = path_of(found, *where), where[-1]
     if value is ...:
         del holder[key]
@@ -2041,7 +2041,7 @@ def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path
 
 
 def test_tables_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal):
-    found = json.loads(json.dumps(demo))
+    found = records.as_json(demo)
     next(iter(found["runs"].values()))["nats"] = "text"
     (tmp_path / "results").mkdir()
     (tmp_path / "results/demo.json.gz").write_bytes(gzip.compress(json.dumps(found).encode()))
@@ -2057,4 +2057,4 @@ def test_every_file_in_results_has_the_shape_that_is_asked():
     paths = [*(ROOT / "results").glob("*.json.gz"), *(ROOT / "results/unfinished").glob("*.json.gz")]
     assert len(paths) > 5
     for path in paths:
-        assert results.problem_of_file(json.loads(gzip.decompress(path.read_bytes()))) is None, path
+        assert records.studies_in(results.read(path)), path
