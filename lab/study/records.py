@@ -543,10 +543,11 @@ def studies_in(results):
 
 @functools.cache
 def keys_of(cls):
-    """[(name, type, key in a file, Field)] of the fields of a record that a file may have."""
+    """[(name, type, key in a file, Field)] of the fields of a record that a file may have, its own first."""
     hints = typing.get_type_hints(cls, include_extras=True)
+    every = sorted(fields(cls), key=lambda each: each.name not in cls.__annotations__)
     return [(each.name, hints[each.name], each.metadata.get("key") or each.name, each)
-            for each in fields(cls) if not each.metadata.get("in_memory")]
+            for each in every if not each.metadata.get("in_memory")]
 
 
 def as_json(value):

@@ -35,6 +35,9 @@ class ByKey:
     def __setitem__(self, key, value):
         setattr(self, key, some(typing.get_type_hints(type(self))[key], value))
 
+    def __iter__(self):
+        return iter(self.keys())
+
     def __contains__(self, key):
         return key in self.keys()
 

@@ -26,7 +26,7 @@ import compare
 from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, files, own_mechanism
-from nanoheads.common import UserError, json_safe
+from nanoheads.common import UserError
 from nanoheads.dataset import missing
 from lab.study import (costs, digest, effects, findings, pictures, queue, records, report, rescoring, results,
                        tables, trial)
@@ -35,7 +35,7 @@ from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, time
 from helpers import ROOT, put_meta, write_dataset
 from lab_helpers import in_this_process, small_plain
 from helpers import unread
-from lab_helpers import as_on_file, but, study_of
+from lab_helpers import as_on_file, but, some, study_of
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
 
@@ -128,9 +128,9 @@ def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
     study, found = finished
     for key in ("texts", "sizes"):
         both = dict(a=found, b=found)
-        whole = (dict(name="both", command="", sizes=both) if key == "sizes" else
+        whole = (records.LadderResults(name="both", command="", sizes=both) if key == "sizes" else
                  effects.together(both, "both", ""))
-        results.write(json_safe(whole), study.out)
+        results.write(whole, study.out)
         path = study.out / "results.json.gz"
         assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
 
@@ -315,8 +315,9 @@ def test_nothing_is_screened_where_nothing_can_be_left_out(plain, here, keys, ex
 @pytest.mark.slow
 def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
     def verdicts(texts, pairs, *settings):
-        return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
+        rows = [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
                 for v, b, _ in pairs]
+        return [some(records.Comparison, row) for row in rows]
 
     monkeypatch.setattr(effects, "comparisons", verdicts)
     study = study_of(plain, mechanisms=["output_gate", "unet_concat"], settings=dict(n_layer=2, n_embd=32))
@@ -409,7 +410,7 @@ def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypat
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     def at(*scores):
-        return [dict(bpb=dict(enumerate(each))) for each in scores]
+        return [records.Candidate(rates={}, bpb=dict(enumerate(each))) for each in scores]
 
     variants = dict(loud=at([3.0, 3.4], [2.0, 2.8]), a=at([2.0, 2.02], [2.0, 2.01]),
                 b=at([2.0, 2.02], [1.95, 1.97], [1.9, 2.0], [1.9]))
@@ -751,13 +752,14 @@ def test_a_recheck_compares_the_flags_that_a_variant_names(plain):
         spec = study.runs.spec(variant, 1, "test")
         run = trial.folder_of(spec).name
         arm = dict(flags=variant.flags, runs=[run], seeds=[1], bpb=[2.0], params=1, flops_per_token=1)
-        found = dict(data=dict(split="test"), arms={"it": arm},
-                     runs={run: dict(spec=spec, params=1, flops_per_token=1, bpb=2.0)})
+        of_run = dict(params=1, flops_per_token=1, bpb=2.0)
+        found = some(records.StudyResults, dict(data=dict(split="test"), arms={"it": arm},
+                                                runs={run: dict(spec=spec, **of_run)}))
         assert results.wrong_runs(found) == []
         for key in variant.flags:
             other = json.loads(json.dumps(spec))
             other["model" if key in spec["model"] else "train"][key] = "other"
-            found["runs"][run] = dict(spec=other, params=1, flops_per_token=1, bpb=2.0)
+            found["runs"][run]["spec"] = other
             problem, = results.wrong_runs(found)
             assert problem.endswith(f"is of another variant or seed: {key}")
 
@@ -959,7 +961,8 @@ def test_runs_that_read_another_meta_json_are_not_taken(copied, plain, here):
 
 def with_bytes(run, size):
     """A run as one of the same nats on so many bytes."""
-    return {**run, "bytes": size, "bpb": run["bpb"] * run["bytes"] / size}
+    values = dict(bytes=size, bpb=run["bpb"] * run["bytes"] / size)
+    return but(run, **values) if isinstance(run, records.Record) else {**run, **values}
 
 
 def test_a_recheck_names_runs_of_another_text(finished, capsys):
@@ -1029,7 +1032,7 @@ def test_a_score_that_its_checkpoint_does_not_give_ends_the_study(plain, here):
                         "once more; --rescore=0 reports what is there")
     study.config.rescore = 0
     found = results.collect(study, "test")
-    assert found["rescored"] == dict(runs=[], without=0)
+    assert vars(found["rescored"]) == dict(runs=[], without=0)
     assert "No run was scored once more from its checkpoint." in findings.remarks(found)
 
 
@@ -1126,7 +1129,7 @@ def test_a_report_says_how_many_runs_were_scored_once_more(finished, plain, here
     for gone in Path("out/trials").glob("*/best.pt"):
         gone.unlink() if gone.parent != folder else None
     found = results.collect(study, "test")
-    assert found["rescored"] == dict(runs=[folder.name], without=12)
+    assert vars(found["rescored"]) == dict(runs=[folder.name], without=12)
     words = ("1 of 13 runs was scored once more from its checkpoint and gave its score; 12 of 13 have none "
              "here.")
     assert words in findings.remarks(found)
@@ -1153,7 +1156,7 @@ def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, her
     taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
     taking.run(here)
     again = results.collect(taking, "test")
-    assert again["rescored"] == dict(runs=[], without=13)
+    assert vars(again["rescored"]) == dict(runs=[], without=13)
     words = "No run was scored once more from its checkpoint; 13 of 13 have none here."
     assert words in findings.remarks(again)
 
@@ -1161,7 +1164,7 @@ def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, her
 def test_over_several_texts_they_are_counted_together(finished):
     _, found = finished
     both = effects.pooled(effects.together(dict(a=found, b=found), "both", ""))
-    assert both["rescored"] == dict(runs=2 * found["rescored"]["runs"], without=0)
+    assert vars(both["rescored"]) == dict(runs=2 * found["rescored"]["runs"], without=0)
     old = effects.together(dict(a=found, b=but(found, rescored=None)), "both", "")
     assert effects.pooled(old)["rescored"] is None
 
@@ -1336,7 +1339,7 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert "On each text" in page and all(f"{text}/report.html" in page for text in ("sums", "products"))
     assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
     assert "sums and products" in page and row["verdict"] in page
-    table = findings.texts_table(found)
+    table = findings.texts_table(effects.pooled(found))
     assert table.head[5:7] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")
     found["together"]["comparisons"][0]["mean"] += 0.01
@@ -1400,8 +1403,9 @@ def test_what_seems_better_over_all_texts_is_by_the_mean_of_the_differences():
                       b=[3.02, 2.99, 3.01, 3.00])
         arms = {name: dict(kind="variant", seeds=[1, 2, 3, 4], runs=[""] * 4, bpb=own)
                 for name, own in scores.items()}
-        return dict(arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
-                    failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001)
+        return some(records.StudyResults, dict(
+            arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
+            failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001))
 
     assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.1))) == ["a"]
     assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.4))) == []
@@ -1499,7 +1503,7 @@ def test_a_study_of_fewer_steps_and_a_part_of_the_split_says_so(plain, here):
     study.run(here)
     found = results.collect(study, "test")
     whole, size = found["of_scale"], found["data"]["of_bytes"]
-    assert whole == dict(steps=6, tokens=6 * 4 * 16)
+    assert vars(whole) == dict(steps=6, tokens=6 * 4 * 16)
     assert findings.cut_of(found) == dict(steps=3, of_steps=6, tokens=3 * 4 * 16, of_tokens=6 * 4 * 16,
                                           split="test", bytes=320, of_bytes=size)
     assert findings.headline(found).startswith(
