@@ -831,7 +831,8 @@ def test_the_runs_that_were_taken_are_counted_over_all_texts(
     main([*small, f"--texts={[str(bytes_data), str(other_text)]}", f"--reuse={path}", "--out_dir=out/two"])
     found = results.read("out/two/results.json.gz")
     assert len(here.started) == 2
-    assert records.as_json(effects.pooled(found)["reused"]) == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
+    reused = records.as_json(effects.pooled(found).reused)
+    assert reused == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
     words = f"2 of 4 runs were not trained for this study: 2 from {path}."
     assert words in report.in_text(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
         "\n", " ")
