@@ -345,6 +345,7 @@ class Setting(NamedTuple):
 
 
 COMMAND_LINE = "command line"
+BY_TASK = "the scale of tasks"  # that --task alone implies: a checkpoint's own sizes win over it
 NAMING = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
 FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
 
@@ -481,8 +482,8 @@ def preset_settings(by_hand, mechanisms, files):
     """
     by_hand = {each.key: each for each in by_hand}
     scale = by_hand["scale"].value if "scale" in by_hand else None
-    if not scale and not files and "task" in by_hand and by_hand["task"].value:
-        scale = "task"
+    implied = not scale and not files and "task" in by_hand and by_hand["task"].value
+    scale = "task" if implied else scale
     source, _, names = by_hand.get("mechanism", (None, None, None))
     names = re.findall(r"\w+", names) if isinstance(names, str) else names or []
     settings, problems, set_by = [], [], {}  # {flag: (name that sets it, value)}
@@ -492,7 +493,7 @@ def preset_settings(by_hand, mechanisms, files):
         values = read_file(str(ROOT / file))
         # a scale's rates were tuned for its own recipe: with another one they mean nothing
         other = "recipe" in by_hand and by_hand["recipe"].value != values.get("recipe")
-        settings = [Setting(file, key, value) for key, value in values.items()
+        settings = [Setting(BY_TASK if implied else file, key, value) for key, value in values.items()
                     if not (other and key in OF_ITS_RECIPE)]
     for name in names:
         if name not in mechanisms:
@@ -587,7 +588,8 @@ def resolve(command, mechanisms=None, base=None):
               if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
     setting = {each.source for each in before if each.key not in preset_keys}
     files = [file for file in command.files if file in setting or not scale]
-    task = settings["task"].value if preset_keys and "task" in settings else None
+    tasks = [each.value for each in by_hand if each.key == "task"] if preset_keys else []
+    task = tasks[-1] if tasks else None
     begin = "-".join(filter(None, (None if task and scale == "task" else scale, task)))
     folder = f"out/{run_name(begin, names, files, differ)}"
 
@@ -655,7 +657,8 @@ def made(command, doc="", mechanisms=None, base=None, together=None):
     if command.wants_help:
         print(help_of_values(configs, settings))
         raise SystemExit(0)
-    given = {key: each for key, each in resolved.settings.items() if not base or each.source != base[0]}
+    given = {key: each for key, each in resolved.settings.items()
+             if each.source != BY_TASK and (not base or each.source != base[0])}
     for note in [*resolved.notes, *what_the_run_says(configs, resolved.settings, given, base)]:
         print_once(note)
     return configs, {key: each.value for key, each in given.items()}

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import oracle
-from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
+from model import GPT, MECHANISMS, GPTConfig, KVCache
 from nanoheads import attention, checkpoint, kernels, start
 from nanoheads.common import UserError
 from helpers import config_of_variant_b as config_of, flags_of_variant_b as flags_of
@@ -224,7 +224,7 @@ def test_a_kernel_on_the_cpu_gets_no_zeros():
 @recipes
 def test_heads_may_be_one_wide(recipe):
     model = tiny(flags_of((36, 4, 3), constraint_heads=10, recipe=recipe))
-    assert ConstraintHeads.head_size(model.config, 0) == 1
+    assert model.config.head_size_in(0) == 1
     equals_the_write_up(model, 1e-7)
 
 

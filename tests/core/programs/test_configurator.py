@@ -11,16 +11,16 @@ from typing import Literal, Optional, get_args
 import hypothesis
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from nanoheads import configurator, timing
-from nanoheads import checkpoint
+from nanoheads import checkpoint, configurator, start, timing
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                               note_on_warmup, trained_with)
 from nanoheads.configurator import Presets, Scale, help_text, load, made, near, read
 from nanoheads.mechanism import flag
+from nanoheads.tasks import TaskConfig
 from train import main
 from helpers import ANYTHING, ROOT, flags_of
 
@@ -149,7 +149,7 @@ def answer(values, *argv, base=None, data=None):
 
 
 @hypothesis.settings(max_examples=100)
-@given(flags_of(*BOTH, but=NOT_DRAWN))
+@hypothesis.given(flags_of(*BOTH, but=NOT_DRAWN))
 def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in_a_checkpoint(
         bytes_data, config_file, capsys, values):
     """Refused or not, and with the same lines: whatever flags, in their ranges and out of them."""
@@ -160,9 +160,9 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
     if isinstance(found[0], str):
         return
     model, train = found
-    asked = checkpoint.asked_for(model, train)
+    asked = start.asked_for(model, train)
     again, train_again = answer(values, base=("config.json", asked), data=bytes_data)
-    of_a_command = {key: getattr(train, key) for key in checkpoint.OF_A_COMMAND}
+    of_a_command = {key: getattr(train, key) for key in start.OF_A_COMMAND}
     assert again == model and replace(train_again, **of_a_command) == train
     assert replace(model) == model, "what follows from a flag follows once"
     assert checkpoint.config_of(dict(config=model.flags()), "x.pt") == model
@@ -170,8 +170,8 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
 
 
 @hypothesis.settings(max_examples=100)
-@given(st.dictionaries(st.sampled_from(sorted(set(configurator.keys_of(BOTH)) - NOT_DRAWN)), ANYTHING,
-                       min_size=1, max_size=3))
+@hypothesis.given(st.dictionaries(
+    st.sampled_from(sorted(set(configurator.keys_of(BOTH)) - NOT_DRAWN)), ANYTHING, min_size=1, max_size=3))
 def test_whatever_a_file_sets_a_key_to_is_taken_or_refused_by_its_name(
         bytes_data, config_file, capsys, values):
     """Also in the config.json of a run that goes on."""
@@ -329,6 +329,9 @@ def refused(*argv):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_config_file_loads_at_every_scale(path, scale):
     for more in ([], [f"--scale={scale}"], [f"--scale={scale}", "--mechanism=acag"]):
+        if scale == "task" and more and re.search(r"^(labels|documents) =", path.read_text(), re.M):
+            assert "is of a text, and task='recall' has none" in refused(str(path), *more)[0]
+            continue
         model_config, config = named(str(path), *more)
         assert not config.for_recipe(model_config.recipe).problems()
         assert given(str(path), *more), "a config file says something"
@@ -846,7 +849,8 @@ def test_every_key_has_a_value_once_the_recipe_is_known(optimizer):
     c = TrainConfig(optimizer=optimizer).for_recipe("gpt2")
     may_be_none = {"init_from", "compile", "lr_decay_iters", "wandb_run_name", "wandb_mode", "wandb_tags",
                    "controller", "grow_from", "policy_rules", "labels", "teacher", "documents", "thaw_from",
-                   "skip_lr", "own_mechanism", "json", "patience"}
+                   "skip_lr", "own_mechanism", "json", "patience",
+                   *(name for name in TaskConfig.__dataclass_fields__ if name != "task_rows")}
     assert {f.name for f in fields(c) if getattr(c, f.name) is None} <= may_be_none
     assert not c.problems()
 

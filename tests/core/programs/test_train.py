@@ -904,7 +904,7 @@ def test_what_a_gpu_lacks_to_compile_is_one_line_too(args, fails, at_step, error
 def test_an_interrupt_before_the_first_step_is_one_line(args, fails, monkeypatch):
     def interrupt(*a):
         raise KeyboardInterrupt
-    monkeypatch.setattr(train, "Dataset", interrupt)
+    monkeypatch.setattr(train, "data_of", interrupt)
     assert fails(args()) == ["interrupted before the first step"]
 
 

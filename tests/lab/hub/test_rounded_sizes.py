@@ -5,10 +5,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from model import GPT, ConstraintHeads, GPTConfig
+from model import GPT, GPTConfig
 from nanoheads import checkpoint
 from lab.hub.layers import ConstraintAttention
-from lab.study import results, trial
+from lab.study import records, results
 from helpers import config_of_variant_b as config_of
 from helpers import ROOT
 
@@ -33,7 +33,7 @@ def test_variant_b_has_as_many_parameters_as_the_write_up(C, H, names, heads, D,
     written = {"Wq, Wk, Wv": 3 * C * H * D, "of constraint heads": 3 * C * E * D, "Wo": (H + E) * D * C,
                "router": C * r + r + r * E + E, "scorers": E * (D * D + D + D + 1)}
     config = config_of((C, H, names), constraint_heads=heads, constraint_hidden=r, constraint_mode=mode)
-    assert ConstraintHeads.head_size(config, 0) == D == C // (H + E)
+    assert config.head_size_in(0) == D == C // (H + E)
     with torch.device("meta"):
         attn = GPT(config).transformer.h[0].attn
     assert sum(p.numel() for p in attn.parameters()) == sum(written.values())
@@ -47,8 +47,8 @@ def test_variant_b_has_as_many_parameters_as_the_write_up(C, H, names, heads, D,
 def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
     """Their parameters and FLOPs are counted as they were."""
     path, found = ROOT / "results" / file, 0
-    for study in trial.studies_in(results.read(path)).values():
-        for name, run in study["runs"].items():
+    for study in records.studies_in(results.read(path)).values():
+        for run in records.as_json(study.runs).values():
             if run["spec"]["model"].get("constraint_variant") != "B":
                 continue
             found += 1
