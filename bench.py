@@ -8,6 +8,7 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
     python bench.py --mechanisms=mine.py              # one in a file of your own (docs/add-a-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
+    python bench.py --task recall                     # a step on a task beside one on text
 
 A training step is train.training_step(), as in a run. Contestants take turns, a few steps each, round after
 round: a machine that slows down slows all of them.
@@ -23,6 +24,7 @@ row too. Decoding after long contexts and the race to nanoGPT's loss are `python
 import argparse
 import functools
 import gc
+import itertools
 import math
 import multiprocessing
 import statistics
@@ -42,12 +44,14 @@ from nanoheads.kernels import allow_graphs
 from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
 from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
+from nanoheads.tasks import TASKS, TaskBatches, TaskData
 from nanoheads.timing import (mfu, on_cuda, peak_memory, progress_bar, take_turns, time_line, time_rows,
                               time_table, timed)
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
+TASK_SIZES = dict(n_layer=2, n_head=4, n_embd=64, block_size=48, batch_size=32)  # those of config/task.py
 # former options, and the program that measures it now
 IN_LAB = {"--race": "lab.bench.race", "--contexts": "lab.bench.contexts"}
 LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
@@ -69,6 +73,27 @@ def ours(recipe, args, flags={}, off=0.0):
     return build
 
 
+def on_task(args):
+    """{name: build} of a step on as many tokens of text, one on a task, and drawing the task's rows alone."""
+    data = TaskData({"task": args.task}, args.block_size)
+    build = ours(args.recipes[0], args)
+
+    def on_rows():
+        model, step, generate = build()
+        batches, number = TaskBatches(data, args.batch_size, seed=0), itertools.count()
+
+        def drawn_step(*_):
+            at = next(number)
+            x, y = (t.to(args.device) for t in batches(at))
+            step(x, y, None, batches.scored(at))
+        return model, drawn_step, generate
+
+    def drawing():
+        batches, number = TaskBatches(data, args.batch_size, seed=0), itertools.count()
+        return None, lambda *_: batches(next(number)), None
+    return {"text": build, args.task: on_rows, "drawing its rows": drawing}
+
+
 def nanogpt():
     """The module that knows nanoGPT. UserError: there is no lab/."""
     return from_lab("lab.bench.nanogpt", "--nanogpt")
@@ -82,6 +107,8 @@ def mechanisms():
 def contestants_of(args):
     """{name: build}; the first one is what the ratios are to."""
     recipe = args.recipes[0]
+    if args.task:
+        return on_task(args)
     if args.heads_off:
         return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
     if args.mechanisms:
@@ -297,6 +324,8 @@ def arguments(argv):
     p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"],
                    help="default train,decode; with --mechanisms train")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
+    p.add_argument("--task", choices=TASKS,
+                   help="a step on this task beside one on text, and drawing its rows")
     p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
     p.add_argument("--mechanisms",
                    help="all, or names of model.MECHANISMS, all_on, with commas between: "
@@ -327,6 +356,14 @@ def arguments(argv):
 def check(args):
     """Fill in what follows from the device. Raises UserError for the first argument that makes no sense."""
     args.device = pick_device(args.device)
+    if args.task:
+        if args.mechanisms or args.heads_off or args.nanogpt or args.what not in (None, "train"):
+            raise UserError("--task times training steps of one plain GPT: leave out --mechanisms, "
+                            "--heads_off, --nanogpt and --what")
+        for name, size in TASK_SIZES.items():
+            setattr(args, name, getattr(args, name) or size)
+        args.recipes, args.what, args.memory = ["modern"], "train", False
+        args.vocab_size = TaskData({"task": args.task}, args.block_size).vocab_size
     for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16")):
         if getattr(args, name) is None:
             setattr(args, name, cuda if on_cuda(args) else cpu)

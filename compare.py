@@ -45,7 +45,7 @@ from nanoheads.files import LONGEST, find, joined
 try:
     from lab.probes import promises
     from lab.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
-                           trial)
+                           task_report, task_study, trial)
     from lab.study import scores as score_file
     from lab.study.runs import Reuse, Runs, agreement
     from lab.study.variants import StudyConfig, VariantBuilder, variants_of
@@ -717,6 +717,8 @@ def write_tables(config):
 
 def recheck(config):
     """--recheck: whether every figure of a results file is what its runs give."""
+    if found := task_study.read(config.recheck):
+        return say(task_study.recheck(found, config.recheck))
     say(results.recheck(config.recheck))
 
 
@@ -733,6 +735,9 @@ def report_once_more(config):
     """--from_results: the report of a results file, without its runs."""
     path = Path(config.from_results)
     check_places(config)
+    if found := task_study.read(path):
+        out = config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"]))
+        return task_report.write_all(found, out)
     found = results.read(path)
     try:
         say(results.recheck(path, complain=False), flush=True)
@@ -747,8 +752,28 @@ def report_once_more(config):
         say(config.json)
 
 
+def run_tasks(config, name, command):
+    """--task: a study of tasks, see lab/study/task_study.py."""
+    check_places(config)
+    for line in promises.refuse_broken(variants_of(config)):
+        say(line, flush=True)
+    out = Path(config.out_dir or Path("out", folder_name(config, f"tasks-{name}")))
+    out.mkdir(parents=True, exist_ok=True)
+    study = task_study.TaskStudy(config, name)
+    study.run(place_for(config))
+    found = study.collect(command)
+    task_study.write(found, out, config.json)
+    task_report.write_all(found, out)
+    keep_file(config, out)
+    if failures := sum(len(each["failures"]) for each in found["tasks"].values()):
+        sys.exit(f"compare: {plural(failures, 'run')} failed, the report names them; start again to try them "
+                 "once more")
+
+
 def show_plan(config, name):
     """--dry_run: what a study would train, and for how long."""
+    if config.task:
+        return say(*task_study.plan_in_words(task_study.TaskStudy(config, name)))
     try:
         if config.minutes:
             config, line = within_minutes(config, name)
@@ -813,7 +838,8 @@ def run(argv):
     name = name_of(config, asked.files)
     if config.dry_run:
         return show_plan(config, name)
-    run_study(config, name, shlex.join(["python", "compare.py", *asked.words(but=["report_only"])]))
+    command = shlex.join(["python", "compare.py", *asked.words(but=["report_only"])])
+    (run_tasks if config.task else run_study)(config, name, command)
 
 
 @as_program("compare")

@@ -19,6 +19,11 @@ or tokens in a step are unequal, a line says so, since the difference includes t
 different texts are not compared, and a line says what differs. A router's load is measured on a part of the
 split.
 
+Checkpoints of a task (docs/tasks.md) are scored on rows that no run was trained on: what share of the answers
+is right, by level, and below it what guessing gives. Levels that need longer rows than were trained get them.
+
+    python evaluate.py --ckpt out/recall [--ckpt out/b ...] [--levels 12,24] [--rows 256] [--split val]
+
 What models write, and what their heads do, are questions for lab/probe.py: text, look.
 """
 
@@ -27,7 +32,7 @@ import sys
 from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
-from nanoheads import checkpoint, other_names
+from nanoheads import checkpoint, other_names, task_scores
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
                               say, table, writable, write_json)
 from nanoheads.intervals import block_bootstrap
@@ -183,6 +188,49 @@ def as_json(reports):
             "less_the_first": less}
 
 
+# ---- checkpoints of a task ----
+
+OF_TEXT_ALONE = ("dataset", "stride", "tokens", "batch_size", "pack")
+OF_TASKS_ALONE = ("levels", "rows")
+
+
+def task_table(reports, guesses, about):
+    """All that is printed of checkpoints of a task, as text; see evaluate_task()."""
+    levels = list(guesses)
+    rows = [(r["name"], *(f"{share:.3f}" for share in r["levels"].values()), f"{r['right']:.3f}",
+             f"{r['nats']:.4f}", f"{r['params']:,}", shown(r["step"])) for r in reports]
+    best = [max(guesses[level].values()) for level in levels]
+    rows.append(("guessing", *(f"{share:.3f}" for share in best), f"{sum(best) / len(best):.3f}", *"–––"))
+    head = ("run", *map(str, levels), "mean", "nats/answer", "parameters", "steps")
+    lines = [f"{about['task']}, {about['split']}: {about['rows']:,} rows of each level, {about['length']:,} "
+             f"tokens each{about['set']}; what share of the answers is right, by {about['unit']}",
+             table(head, rows, width=120, cut=last_folders)]
+    for r in reports:
+        trained = r["trained_on"]
+        new = [level for level in levels if level not in trained["task_levels"]]
+        parts = [f"no rows with {', '.join(map(str, new))} {about['unit']}"] if new else []
+        if about["length"] > trained["task_length"]:
+            parts.append(f"rows of {trained['task_length']:,} tokens")
+        if parts:
+            lines.append(f"{r['name']} was trained on {', and on '.join(parts)}.")
+    lines.append("guessing: at each level the best of any answer there may be, one of those in the row so "
+                 "far, and always the same one.")
+    return "\n".join(lines)
+
+
+def evaluate_task(args, device):
+    """(what --json writes, what is printed) of checkpoints that were trained on one task. UserError."""
+    rows = args.rows or task_scores.ROWS
+    runs, levels, length = task_scores.opened(args, device)
+    data = runs[0].data
+    reports = [task_scores.scored(run, levels, length, args.split, rows) for run in runs]
+    guesses = task_scores.guessed(data, levels, length, args.split, rows)
+    about = dict(task=data.meta["name"], split=args.split, rows=rows, length=length, unit=data.task.unit,
+                 set=f", with {', '.join(args.settings)}" if args.settings else "")
+    found = {**about, "set": args.settings, "guessing": guesses, "runs": reports}
+    return found, task_table(reports, guesses, about)
+
+
 @as_program("evaluate")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
@@ -192,6 +240,9 @@ def main(argv=None):
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
     p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
+    p.add_argument("--levels", type=task_scores.numbers, metavar="12,24",
+                   help="of a task: score these levels (default: those of its evaluations)")
+    p.add_argument("--rows", type=int, help=f"of a task: rows of each level (default: {task_scores.ROWS})")
     checkpoint.add_pack(p)
     args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
     with last_words("evaluate", "lower --batch_size or --tokens"):
@@ -199,10 +250,19 @@ def main(argv=None):
             args.ckpt = args.ckpt or checkpoint.default_runs("evaluate")
             device = pick_device(args.device)
             out = writable(args.json) if args.json else None
-            for flag in ("tokens", "batch_size"):
+            for flag in ("tokens", "batch_size", "rows"):
                 if getattr(args, flag) is not None and getattr(args, flag) < 1:
                     raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
             checkpoint.allow_code(args)
+            if task_scores.are_of_tasks(args.ckpt):
+                task_scores.refuse_given(args, p, OF_TEXT_ALONE,
+                                         f"is of a text, and {args.ckpt[0]} was trained on a task")
+                found, text = evaluate_task(args, device)
+                if out:
+                    write_json(out, found)
+                return say(text, *([args.json] if out else []))
+            task_scores.refuse_given(args, p, OF_TASKS_ALONE,
+                                     f"is of a task, and {args.ckpt[0]} was trained on a text")
             for report in scored_runs(args, device, sys.stderr.isatty()):
                 reports.append(report)
             if out:

@@ -23,8 +23,9 @@ its class: flags (Options), modes, formula, checks. What a class inherits, and w
 file the lists of mechanisms, GPTConfig and MECHANISMS are put together.
 
 Three objects are passed around. `config` is the GPTConfig. `attn` is the attention of one layer, with its
-mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs and gates of one layer in one
-forward pass, which hooks read and rewrite.
+mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs and gates of one layer, which
+hooks read and rewrite. It refers to the ForwardPass, which holds what is the same in all layers: positions,
+mask, cache and what is asked for.
 
 docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
 a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
@@ -56,8 +57,8 @@ from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_
                                rope_tables)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_features, distance_to_teacher,
                               label_losses, logit, penalise, portions, sample_token)
-from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
-                                 no_dropout, plain_problems, range_problems)
+from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Outcome, Uniform, choices,
+                                 flag, no_dropout, plain_problems, range_problems)
 from nanoheads.rivals import (MUDD, XSA, Alibi, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset,
                               OutputGate, PairedHeads, QueryGain, RelativeBias, ScoreCap, ShortConv, Sink,
                               SSMax, StreamScalars, ValueEmbedding, ValueResidual)
@@ -159,12 +160,11 @@ def make_norm(config):
 # ---- what the hooks of a layer are given ----
 
 @dataclass
-class Heads:
-    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
+class ForwardPass:
+    """What is asked of one forward pass and what is known of its text: the same in all layers.
 
-    The first half says what is asked for and what is known of the text. GPT.make_heads() fills it once a
-    pass, and it is the same in all layers; what no mechanism needs is None. Each layer makes a copy with
-    of_layer() and fills the second half, and results() is what it returns of that.
+    Other programs call it a context, which here is a length of text. GPT.make_forward_pass() makes one for
+    the layers that share a mask; what no mechanism needs is None.
     """
 
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
@@ -173,13 +173,32 @@ class Heads:
     positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
-    hint: Optional[torch.Tensor] = None       # the caller's input of the constraint router, [B, C]
-    shared: Optional[dict] = None             # name -> what earlier layers have left for later ones
     tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
+    inputs: dict = field(default_factory=dict)  # name -> what GPT.forward() was given for a mechanism
+    shared: dict = field(default_factory=dict)  # name -> what earlier layers have left for later ones
     wants_losses: bool = False                # auxiliary losses
-    wants_scores: bool = False                # the constraint heads' scores
+    wants_predictions: bool = False           # also those that nothing here is compared with
     wants_traces: object = False              # "maps": attention maps too
 
+    @property
+    def positions_per_head(self):
+        """The positions in a form that broadcasts over heads, [T] or [B, 1, T]."""
+        return self.positions if self.positions.dim() == 1 else self.positions[:, None]
+
+
+def of_pass(name):
+    """An attribute of the forward pass, which hooks read as one of the heads."""
+    return property(lambda heads: getattr(heads.forward_pass, name))
+
+
+@dataclass
+class Heads:
+    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
+
+    results() is what the layer returns of it beside its output.
+    """
+
+    forward_pass: ForwardPass = field(default_factory=ForwardPass)
     x: Optional[torch.Tensor] = None          # the layer's normed input, [B, T, C]
     q: Optional[torch.Tensor] = None          # queries, keys, values, each [B, H, T, D]
     k: Optional[torch.Tensor] = None          # (after attention with those of the cache: [B, H, S, D])
@@ -193,24 +212,20 @@ class Heads:
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
-    predictions: dict = field(default_factory=dict)  # name -> what GPT.forward() compares with a target
+    predictions: dict = field(default_factory=dict)  # name -> what model_losses() compares with a target
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
-    def of_layer(self, x):
-        """A copy for one layer, whose normed input is x [B, T, C]."""
-        # not replace(), which would give every layer the same dicts of gates, losses and traces
-        return Heads(self.rope, self.cache, self.mask, self.positions, self.n_keys, self.valid, self.hint,
-                     self.shared, self.tokens, self.wants_losses, self.wants_scores, self.wants_traces, x)
+    rope, cache, mask = of_pass("rope"), of_pass("cache"), of_pass("mask")
+    positions, positions_per_head = of_pass("positions"), of_pass("positions_per_head")
+    n_keys, valid, tokens = of_pass("n_keys"), of_pass("valid"), of_pass("tokens")
+    inputs, shared = of_pass("inputs"), of_pass("shared")
+    wants_losses, wants_predictions = of_pass("wants_losses"), of_pass("wants_predictions")
+    wants_traces = of_pass("wants_traces")
 
     def results(self):
         """What a layer gives beside its output."""
         return dict(losses=self.losses, predictions=self.predictions, traces=self.traces,
                     for_later=self.for_later)
-
-    @property
-    def positions_per_head(self):
-        """The positions in a form that broadcasts over heads, [T] or [B, 1, T]."""
-        return self.positions if self.positions.dim() == 1 else self.positions[:, None]
 
     @property
     def none_open(self):
@@ -372,21 +387,21 @@ class AttentionCore(nn.Module):
 class CausalSelfAttention(AttentionCore):
     """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C].
 
-    Two mechanisms are named here, since they change the projections. Constraint heads add heads with
-    projections of their own (n_extra, merge); A2C as published has queries as keys and x as values.
+    A mechanism may change the projections in three ways: heads of its own that join the layer's (n_extra,
+    merge), heads of another size, and one projection that gives queries which are keys too.
     """
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.head_size = ConstraintHeads.head_size(config, layer)
+        self.head_size = config.head_size_in(layer)
         self.scale = config.qk_max / self.head_size if config.qk_max else self.head_size ** -0.5
         self.head_ids = list(range(config.n_head)) if config.head_ids is None else config.head_ids[layer]
         self.n_base = config.n_head
         self.n_head = len(self.head_ids)
-        self.n_extra = ConstraintHeads.count(config, layer)
+        self.n_extra = config.added_heads(layer)
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
-        self.queries_are_keys = config.a2c == "published"  # and values are slices of x
+        self.queries_are_keys = bool(config.queries_are_keys)  # and values are slices of x
         self.group, self.unit = config.group, config.unit
         self.parts = 1 if self.queries_are_keys else 3  # q, k, v in c_attn
         rows = self.n_head if self.queries_are_keys else self.n_head + 2 * self.n_kv_head
@@ -404,13 +419,13 @@ class CausalSelfAttention(AttentionCore):
         """Key and value heads, of those that are left."""
         return self.n_head // self.group
 
-    def forward(self, x, heads, inputs=None):
+    def forward(self, x, forward_pass, inputs=None):
         """(what joins the residual stream, Heads.results()) of the normed stream x [B, T, C].
 
-        heads: the Heads of the pass, of which this layer makes a copy. inputs: three streams, one each for
-        queries, keys and values, where a mechanism between blocks (MUDD) keeps them apart; else None.
+        inputs: three streams, one each for queries, keys and values, where a mechanism between blocks keeps
+        them apart; else None.
         """
-        heads, mechanisms = heads.of_layer(x), self.mechanisms()
+        heads, mechanisms = Heads(forward_pass, x), self.mechanisms()
         for m in mechanisms:
             m.before_projection(self, heads)
         qkv = self.c_attn(heads.x) if not inputs else self.project_each(inputs)
@@ -447,15 +462,17 @@ class CausalSelfAttention(AttentionCore):
     def merge(self, y, none_open=False):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
 
-        none_open: no constraint head has an open gate, so none was computed. That happens in evaluation
-        alone, where there is no dropout.
+        none_open: no added head has an open gate, so none was computed. That happens in evaluation alone,
+        where there is no dropout.
         """
-        if self.n_extra:  # constraint heads come out through a projection of their own
-            y, extra = y.split((self.n_head, self.n_extra), 1)
+        if self.n_extra:
+            y, added = y.split((self.n_head, self.n_extra), 1)
             out = self.c_proj(y.transpose(1, 2).flatten(2))
             if none_open:
                 return out
-            return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
+            for m in self.mechanisms():
+                out = m.merge_added(out, added)
+            return self.resid_dropout(out)
         out = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(out) if self.training else out
 
@@ -519,23 +536,35 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
-        self.agency = Agency(config) if config.agency and config.agency_scope != "head" else None
+        for cls in HEAD_MECHANISMS:
+            if cls.in_blocks:
+                self.register_module(cls.name, cls(config) if cls.on_block(config) else None)
+        self.skips_mlp = False  # whether pack(), in nanoheads/pruning.py, found that the MLP adds nothing
         self.parallel = config.parallel  # both at once, as in GPT-J and GPT-NeoX (2204.06745, section 2.1.2)
 
-    def forward(self, x, heads):
-        """(what the block sends on, Heads.results()).
+    def mechanisms(self):
+        """The mechanisms of the block itself, beside those of its attention."""
+        return [m for m in self._modules.values() if isinstance(m, Mechanism)]
 
-        heads: the Heads of the pass, which hold only what is the same in all layers. Attention copies them.
-        """
+    def forward(self, x, forward_pass):
+        """(what the block sends on, Heads.results())."""
         # a mechanism between blocks may give queries, keys and values an input each
-        inputs = heads.shared and heads.shared.get(("inputs", self.attn.layer))
-        y, results = self.attn(self.ln_1(x), heads, inputs and [self.ln_1(each) for each in inputs])
-        if self.agency is not None:
-            return self.agency.weigh(self, x, y, heads, results), results
-        if self.parallel:
-            return x + y + self.mlp(self.ln_2(x)), results
-        x = x + y
-        return x + self.mlp(self.ln_2(x)), results
+        inputs = forward_pass.shared.get(("inputs", self.attn.layer))
+        y, results = self.attn(self.ln_1(x), forward_pass, inputs and [self.ln_1(each) for each in inputs])
+        traces = results["traces"] if forward_pass.wants_traces else None
+        gates = [m.branch_gates(y.dtype, traces) for m in self.mechanisms()]
+        after = x + gated(y, [gate for gate, _ in gates])
+        if self.skips_mlp:
+            return after, results
+        y = self.mlp(self.ln_2(x if self.parallel else after))
+        return after + gated(y, [gate for _, gate in gates]), results
+
+
+def gated(y, gates):
+    """y times the gates that are not None."""
+    for gate in gates:
+        y = y if gate is None else gate * y
+    return y
 
 
 class GPT(HeadControl, nn.Module):
@@ -569,13 +598,17 @@ class GPT(HeadControl, nn.Module):
         for cls in BETWEEN_BLOCKS:
             if cls.is_on(config):
                 self.add_module(cls.name, cls(config))
-        if A2C.learns(config):
-            self.value = A2CValue(config)
-        self.mask = Window(config) if config.window else CausalMask(config)
-        self.whole_mask = None if config.window_layers is None else CausalMask(config)
+        for cls in HEAD_MECHANISMS:
+            for name, module in cls.model_modules(config).items():
+                self.add_module(name, module)
+        self.mask = next((cls for cls in MASKS if cls.is_on(config)), CausalMask)(config)
+        everywhere = all(self.has_mask(layer) for layer in range(config.n_layer))
+        self.whole_mask = None if everywhere else CausalMask(config)  # of the other blocks
         self.needs_row_stats = any(attn.needs_row_stats for attn in layers)
         self.changes_scores = any(attn.changes_scores for attn in layers)
         self.needs_positions = any(m.needs_positions for attn in layers for m in attn.mechanisms())
+        self.needs_nats = any(m.needs_nats for attn in layers for m in attn.mechanisms())
+        self.takes = {name for cls in MECHANISM_CLASSES for name in cls.takes}  # those that are off, too
         self.init_weights()
 
     @torch.no_grad()
@@ -610,47 +643,41 @@ class GPT(HeadControl, nn.Module):
 
     # ---- forward ----
 
-    def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None,
-                teacher=None, logits=False):
+    def forward(self, idx, targets=None, traces=False, logits=False, **inputs):
         """idx, targets [B, T] -> Output. Targets of -1 are not scored; without targets there is no loss.
 
         logits: return them together with a loss, too; without targets they are always returned. traces: True,
-        or "maps" for attention maps too. The other three are for constraint heads alone. constraint_targets:
-        {name: [B, T]}, see label_losses(). router_hint [B, C]: their router reads it instead of the text so
-        far. teacher: another model's predictions() on idx, with which constraint_match compares, or with
-        constraint_features a tensor of that width, [B, T, C].
+        or "maps" for attention maps too. inputs: what a mechanism takes by name, see `takes` of its class;
+        None: not given.
         """
-        scores = constraint_targets is not None or teacher is not None
-        x, found = self.run_blocks(idx, wants_losses=targets is not None, wants_scores=scores,
-                                   wants_traces=traces, hint=router_hint)
-        aux, predictions = found["losses"], found["predictions"]
+        x, results = self.run_blocks(idx, inputs=inputs, wants_losses=targets is not None,
+                                     wants_traces=traces)
+        aux, traced = results["losses"], results["traces"] if traces else None
         out = self.head(x) if logits or targets is None else None
-        loss = None
+        loss = nats = None
         if targets is not None:
-            critic = A2C.learns(self.config)
-            loss, nats = self.cross_entropy(x, targets, out, each=critic)
-            if critic:
-                into = found["traces"] if traces else None
-                aux.update(self.value.losses(x, nats.detach(), targets != -1, predictions, into))
-        if constraint_targets is not None:
-            aux.update(ConstraintHeads.losses(self.config, predictions, constraint_targets))
-        if teacher is not None:
-            aux.update(ConstraintHeads.match(self.config, predictions, teacher))
-        return Output(out, loss, aux, found["traces"] if traces else None)
+            loss, nats = self.cross_entropy(x, targets, out, each=self.needs_nats)
+        outcome = Outcome(x, results["predictions"], inputs, targets, nats, traced)
+        for cls in MECHANISM_CLASSES:
+            aux.update(cls.model_losses(self, outcome))
+        return Output(out, loss, aux, traced)
 
-    def run_blocks(self, idx, cache=None, pad=None, **wanted):
+    def run_blocks(self, idx, cache=None, pad=None, inputs=None, wants_losses=False, wants_predictions=False,
+                   wants_traces=False):
         """(final hidden states [B, T, C], Heads.results() of all blocks) of idx [B, T].
 
         Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
         cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
-        wanted: the fields of Heads that say what is asked for, wants_losses and the like, and hint. Here
-        tokens and shared join them, and make_heads() adds the rest of the first half.
+        inputs: {name: value} for mechanisms; None: not given. TypeError: no mechanism takes one of the name.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
         past = cache.length if cache else 0
         if past + T > c.block_size:
             raise ValueError(f"{past + T} tokens do not fit block_size={c.block_size}")
+        for name in inputs or ():
+            if name not in self.takes:
+                raise TypeError(f"{name} is no argument of a GPT: no mechanism takes it")
         if pad is None:
             positions = slice(past, past + T)
         else:
@@ -658,35 +685,37 @@ class GPT(HeadControl, nn.Module):
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
         masks = [self.mask_of(i) for i in range(N)]
         shared = {}  # what layers leave for later layers
-        wanted.update(tokens=idx, shared=shared)
-        heads_by_mask = {mask: self.make_heads(mask, positions, past, T, cache, pad, idx.device, **wanted)
-                         for mask in dict.fromkeys(masks)}
+        common = dict(tokens=idx, shared=shared, wants_losses=wants_losses, wants_traces=wants_traces,
+                      wants_predictions=wants_predictions,
+                      inputs={name: value for name, value in (inputs or {}).items() if value is not None})
+        passes = {mask: self.make_forward_pass(mask, positions, past, T, cache, pad, idx.device, **common)
+                  for mask in dict.fromkeys(masks)}
         x = self.transformer.wte(idx)
         if c.pos == "learned":
             x = x + self.transformer.wpe.weight[positions]
         if c.embed_norm:
             x = rms_norm(x)
         x = self.transformer.drop(x)
-        losses, named, outputs = {}, dict(predictions={}, traces={}), [x]
+        losses, predictions, traces, outputs = {}, {}, {}, [x]
         for i, block in enumerate(self.transformer.h):
             if self.between:
                 x = self.before_block(x, i, outputs, shared)
             if c.checkpoint_activations and self.training:
-                x, results = checkpoint(block, x, heads_by_mask[masks[i]], use_reentrant=False)
+                x, results = checkpoint(block, x, passes[masks[i]], use_reentrant=False)
             else:
-                x, results = block(x, heads_by_mask[masks[i]])
+                x, results = block(x, passes[masks[i]])
             if self.between:
                 outputs.append(x)
             shared.update(results["for_later"])
             for name, loss in results["losses"].items():
                 losses[name] = losses[name] + loss if name in losses else loss
-            for kind, found in named.items():
-                found.update({f"blocks.{i}.{name}": t for name, t in results[kind].items()})
+            predictions.update({f"blocks.{i}.{name}": t for name, t in results["predictions"].items()})
+            traces.update({f"blocks.{i}.{name}": t for name, t in results["traces"].items()})
         if self.between:
             x = self.before_block(x, N, outputs, shared)
         if cache:
             cache.length += T
-        return self.transformer.ln_f(x), dict(losses=losses, **named)
+        return self.transformer.ln_f(x), dict(losses=losses, predictions=predictions, traces=traces)
 
     def before_block(self, x, layer, outputs, shared):
         """What block `layer` reads, or, at n_layer, the last norm; x is the last of the outputs so far."""
@@ -694,13 +723,14 @@ class GPT(HeadControl, nn.Module):
             x = getattr(self, name).before_block(x, layer, outputs, shared)
         return x
 
-    def make_heads(self, mask, positions, past, T, cache, pad, device, **wanted):
-        """The Heads of the blocks that have this CausalMask, with what is the same in all of them.
+    def make_forward_pass(self, mask, positions, past, T, cache, pad, device, **common):
+        """The ForwardPass of the blocks that have this CausalMask.
 
-        positions: a slice, or [B, T] where rows are padded. A field that no mechanism needs is None.
+        positions: a slice, or [B, T] where rows are padded. common: its fields that no mask changes. A field
+        that no mechanism needs is None.
         """
         # by_flex: on a GPU FlexAttention is needed, for statistics of the rows or for a score function
-        traces = wanted.get("wants_traces", False)
+        traces = common.get("wants_traces", False)
         counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
         by_flex = counted or self.changes_scores
         seen = mask.make(past, T, pad, device, cache is not None, by_flex, traces == "maps")
@@ -715,16 +745,19 @@ class GPT(HeadControl, nn.Module):
         if counted or self.needs_positions:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
             n_keys = mask.n_keys(positions if pad is None else positions[:, None]).to(dtype)
-        return Heads(rope, cache, seen, positions, n_keys, valid, **wanted)
+        return ForwardPass(rope, cache, seen, positions, n_keys, valid, **common)
 
     def mask_of(self, layer):
         """The CausalMask of a block."""
-        windowed = self.config.window_layers is None or layer in self.config.window_layers
-        return self.mask if windowed else self.whole_mask
+        return self.mask if self.has_mask(layer) else self.whole_mask
 
-    def hidden(self, idx, cache=None, pad=None, hint=None):
+    def has_mask(self, layer):
+        """Whether a block has the mask of a mechanism, if one is on that has a mask."""
+        return all(cls.on(self.config, layer) for cls in MASKS if cls.is_on(self.config))
+
+    def hidden(self, idx, cache=None, pad=None, **inputs):
         """run_blocks()' final hidden states [B, T, C] alone."""
-        return self.run_blocks(idx, cache, pad, hint=hint)[0]
+        return self.run_blocks(idx, cache, pad, inputs)[0]
 
     @torch.no_grad()
     def predictions(self, idx):
@@ -732,7 +765,7 @@ class GPT(HeadControl, nn.Module):
 
         Of a teacher it is what the constraint heads of a student are trained to match.
         """
-        return self.run_blocks(idx, wants_scores=True)[1]["predictions"]
+        return self.run_blocks(idx, wants_predictions=True)[1]["predictions"]
 
     def head(self, x):
         """Logits in float32, [..., C] -> [..., V]."""
@@ -770,14 +803,13 @@ class GPT(HeadControl, nn.Module):
 
     @torch.inference_mode()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0,
-               stop_token=None, lengths=None, generator=None, router_hint=None):
+               stop_token=None, lengths=None, generator=None, **inputs):
         """Yield the next token of every row, [B], up to max_new_tokens times.
 
         idx [B, T] holds the prompts, flush right where `lengths` [B] are unequal (left padding, never seen).
         A row reads at most block_size tokens; when it would read more it keeps the last half and goes on
         from there. A row that ended with stop_token repeats it; when all have, the stream ends. generator: of
-        all rows, or a list with one for each. router_hint [B, C]: what the constraint router reads instead of
-        the text.
+        all rows, or a list with one for each. inputs: those of forward().
         """
         check_sampling(temperature, top_k, top_p, repetition_penalty)
         B, T, block_size = *idx.shape, self.config.block_size
@@ -795,7 +827,7 @@ class GPT(HeadControl, nn.Module):
                     left = int(begin.min())
                     pad = (begin - left).to(idx.device) if (begin > left).any() else None
                     cache, unread = KVCache(self.config), text[:, left:n]
-                logits = self.head(self.hidden(unread, cache, pad, router_hint)[:, -1])
+                logits = self.head(self.hidden(unread, cache, pad, **inputs)[:, -1])
                 if repetition_penalty != 1.0:
                     for row in range(B):
                         penalise(logits[row], text[row, int(first[row]):n], repetition_penalty)
@@ -892,7 +924,7 @@ class KVCache:
     def __init__(self, config):
         self.k = [None] * config.n_layer
         self.v = [None] * config.n_layer
-        self.kept = {}  # (layer, name) -> what a mechanism needs of earlier tokens, [B, ...]
+        self.values = {}  # (layer, name) -> what a mechanism needs of earlier tokens, [B, ...]
         self.block_size = config.block_size
         self.length = 0
 
@@ -908,14 +940,14 @@ class KVCache:
 
     def extend(self, layer, name, value):
         """Keep a mechanism's value [B, T, ...] of the new tokens; return those of all tokens, [B, S, ...]."""
-        before = self.kept.get((layer, name))
-        self.kept[layer, name] = every = value if before is None else torch.cat((before, value), 1)
+        before = self.values.get((layer, name))
+        self.values[layer, name] = every = value if before is None else torch.cat((before, value), 1)
         return every
 
     def swap(self, layer, name, value):
         """Keep a mechanism's value in place of the one before, which is returned; None at first."""
-        before = self.kept.get((layer, name))
-        self.kept[layer, name] = value
+        before = self.values.get((layer, name))
+        self.values[layer, name] = value
         return before
 
 
@@ -1231,6 +1263,7 @@ class Agency(Mechanism):
     no_effect_because = "all heads are active at first; between steps the controller changes their states"
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
+    in_blocks = True
     trace_axes = dict.fromkeys(("agency", "agency_utilisation", "agency_last_signal"), ("head",))
     # how many numbers are measured of a head: those of Measurements.features() without the depth; a piece has
     # no entropy, so one number less
@@ -1244,7 +1277,6 @@ class Agency(Mechanism):
             self.trace_axes = dict.fromkeys(self.trace_axes, ("piece",))
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
         self.learned, self.scope = config.agency_learned, config.agency_scope
-        self.skipped = False  # whether pack(), in nanoheads/pruning.py, has removed the withdrawn MLP
         self.register_buffer("gate_override", None, persistent=False)  # of an MLP or a block, as in attention
         if self.learned:
             self.weight = nn.Parameter(torch.empty(len(self.STATES), metrics))
@@ -1261,6 +1293,15 @@ class Agency(Mechanism):
     @classmethod
     def on(cls, config, layer):
         return config.agency and config.agency_scope == "head"
+
+    @classmethod
+    def on_block(cls, config):
+        return config.agency and config.agency_scope != "head"
+
+    @classmethod
+    def training_problems(cls, c, training):
+        if c.agency_learned and not training.dynamic_heads:
+            yield "agency_learned predicts from what is measured of the heads: set controller_log"
 
     def initial_values(self):
         return {"weight": 0.0, "bias": torch.tensor([3.0, 0.0, 0.0, 0.0])} if self.learned else {}
@@ -1293,16 +1334,16 @@ class Agency(Mechanism):
         gate, hand = self.static_gate(), self.gate_override
         return gate if hand is None else torch.where(hand.isnan(), gate, hand)
 
-    def weigh(self, block, x, y, heads, results):
-        """What a block with a state of its own sends on, [B, T, C]; it reads x, and its attention gave y."""
+    def branch_gates(self, dtype, traces):
         gate = self.gate()
-        if heads.wants_traces:
-            results["traces"].update(agency=gate, **self.signals())
-        gate = gate.to(y.dtype)
-        after = x + (gate * y if self.scope == "block" else y)
-        if self.skipped:
-            return after
-        return after + gate * block.mlp(block.ln_2(x if block.parallel else after))
+        if traces is not None:
+            traces.update(agency=gate, **self.signals())
+        gate = gate.to(dtype)
+        return gate if self.scope == "block" else None, gate
+
+    def check_loaded(self, name):
+        if not {*self.state.flatten().tolist()} <= {*range(len(self.STATES))}:
+            raise ValueError(f"{name}.state={self.state.tolist()} must be from 0 to {len(self.STATES) - 1}")
 
     def set(self, i, state=None, consent=None, step=0):
         """Move head i to a state, or set its consent. Raises ValueError for a state that there is not."""
@@ -1343,7 +1384,7 @@ class A2C(Mechanism):
 
     def __init__(self, config, attn):
         super().__init__()
-        self.mode = config.a2c
+        self.mode, self.needs_nats = config.a2c, self.learns(config)
         self.critic = nn.Linear(config.n_embd, attn.n_head, bias=self.mode == "published")
         if self.mode == "key_bias":
             self.mix = nn.Parameter(torch.empty(attn.n_head))
@@ -1360,6 +1401,25 @@ class A2C(Mechanism):
     def learns(config):
         """Whether a critic and a value head are trained on the returns to come."""
         return config.a2c in ("temperature", "key_bias")
+
+    @staticmethod
+    def queries_are_keys(config):
+        return config.a2c == "published"
+
+    @staticmethod
+    def needs_one_input(config):
+        return config.a2c == "published"
+
+    @classmethod
+    def model_modules(cls, config):
+        return {"value": A2CValue(config)} if cls.learns(config) else {}
+
+    @classmethod
+    def model_losses(cls, model, outcome):
+        if outcome.targets is None or not cls.learns(model.config):
+            return {}
+        return model.value.losses(outcome.x, outcome.nats.detach(), outcome.targets != -1,
+                                  outcome.predictions, outcome.traces)
 
     def initial_values(self):
         linear = Uniform(self.critic.in_features ** -0.5)  # nn.Linear's own
@@ -1534,6 +1594,10 @@ class ConstraintHeads(Mechanism):
                "constraint_published": {"constraint.c_proj.weight": 0.0}}
     needs_positions = True
     scores_added_heads = True
+    adds_heads = True
+    # {name: [B, T]}, see label_losses(); [B, C], which the router reads instead of the text so far; another
+    # model's predictions() on the same tokens, or with constraint_features a tensor [B, T, C] of that width
+    takes = ("constraint_targets", "router_hint", "teacher")
     SMALLEST_GATE = 1e-30  # in its logarithm: below it a gate is as good as 0, and gets no gradient
     starts = {"b1": 0.0, "b2": 0.0}
     averages = ("constraint_sparsity_coef", "constraint_entropy_coef")
@@ -1545,16 +1609,13 @@ class ConstraintHeads(Mechanism):
         return cls.is_on(config) and layer in layers
 
     @classmethod
-    def count(cls, config, layer):
-        """Constraint heads of block `layer`."""
+    def added_heads(cls, config, layer):
         return config.constraint_heads * len(config.constraint_names) if cls.on(config, layer) else 0
 
     @classmethod
-    def head_size(cls, config, layer):
-        """Head size in block `layer`."""
+    def head_size_in(cls, config, layer):
         if config.constraint_variant == "B" and cls.on(config, layer):
             return cls.size_in_b(config)
-        return config.head_size
 
     @staticmethod
     def size_in_b(config):
@@ -1607,12 +1668,16 @@ class ConstraintHeads(Mechanism):
             if size == 0:
                 yield (f"constraint_variant='B' leaves {c.n_embd} / {n} heads, less than "
                        f"{c.constraint_round} wide each")
-            elif c.key_offset and size < 4:
-                yield (f"key_offset moves a part of each key: the head size of {size} that "
-                       "constraint_variant='B' leaves is below 4")
-            if c.a2c == "published":
-                yield ("a2c='published' takes x in n_head slices as values, which constraint_variant='B' "
-                       "makes too narrow")
+            for cls in c.mechanisms():
+                if 0 < size < cls.least_head_size:
+                    yield (f"{cls.flag} needs a head size of at least {cls.least_head_size}: "
+                           f"constraint_variant='B' leaves {size}")
+                if cls.one_head_size:
+                    yield (f"{cls.flag}=True needs heads of one size: constraint_variant='B' makes some "
+                           "layers' narrower")
+            if c.queries_are_keys:
+                yield (f"{c.queries_are_keys} takes x in n_head slices as values, which "
+                       "constraint_variant='B' makes too narrow")
         elif c.constraint_round != 1:
             yield (f"constraint_round={c.constraint_round} needs constraint_variant='B': heads of 'A' are as "
                    "wide as the layer's others")
@@ -1678,7 +1743,7 @@ class ConstraintHeads(Mechanism):
 
     def open_rows(self, attn, heads, gates):
         """For each head the rows in which it has a gate above 0; None where no row may be skipped."""
-        if self.training or not self.skip or heads.wants_scores or heads.wants_traces \
+        if self.training or not self.skip or self.wants_scores(heads) or heads.wants_traces \
                 or heads.used is not None or attn.needs_row_stats or isinstance(heads.mask, BlockMask):
             return None
         return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
@@ -1692,13 +1757,22 @@ class ConstraintHeads(Mechanism):
             coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
             heads.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
 
+    def merge_added(self, out, y):
+        return out + self.c_proj(y.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def wants_scores(heads):
+        """Whether a pass asks for the scores of these heads."""
+        return heads.wants_predictions or "constraint_targets" in heads.inputs or "teacher" in heads.inputs
+
     def after_attention(self, attn, heads):
-        if not (heads.wants_scores or heads.wants_traces):
+        wants_scores = self.wants_scores(heads)
+        if not (wants_scores or heads.wants_traces):
             return
         y = heads.y[:, attn.n_head:]
         if self.published and self.gate == "output":
             y = y * heads.gates["constraint"][:, attn.n_head:].to(y.dtype)
-        if heads.wants_scores:
+        if wants_scores:
             heads.predictions["constraint_y"] = y
             if self.features is not None:
                 heads.predictions["constraint_features"] = self.features(y.transpose(1, 2).flatten(2))
@@ -1711,14 +1785,14 @@ class ConstraintHeads(Mechanism):
 
     def router_logits(self, x, heads, layer):
         """[B, T, heads] (T is 1 for a hint)."""
-        if heads.hint is not None:
-            read = heads.hint[:, None].to(x.dtype)
+        if (hint := heads.inputs.get("router_hint")) is not None:
+            read = hint[:, None].to(x.dtype)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             x = x if heads.valid is None else x * heads.valid
             read = (x * (heads.positions == 0)[..., None] if self.of_first else x).cumsum(1)
             if heads.cache is not None:
-                before = heads.cache.kept.get((layer, "sum"))
+                before = heads.cache.values.get((layer, "sum"))
                 read = read if before is None else read + before
                 heads.cache.swap(layer, "sum", read[:, -1:])
             if not self.of_first:
@@ -1738,6 +1812,15 @@ class ConstraintHeads(Mechanism):
         """One logit per head and token, [B, heads, T], of the heads' outputs y [B, heads, T, D]."""
         hidden = torch.einsum("bhtd,hed->bhte", y, self.w1.to(y.dtype)) + self.b1[:, None].to(y.dtype)
         return torch.einsum("bhtd,hd->bht", F.relu(hidden), self.w2.to(y.dtype)) + self.b2[:, None]
+
+    @classmethod
+    def model_losses(cls, model, outcome):
+        losses, given = {}, outcome.inputs
+        if given.get("constraint_targets") is not None:
+            losses = cls.losses(model.config, outcome.predictions, given["constraint_targets"])
+        if given.get("teacher") is not None:
+            losses.update(cls.match(model.config, outcome.predictions, given["teacher"]))
+        return losses
 
     @classmethod
     def losses(cls, config, predictions, targets):
@@ -1892,12 +1975,10 @@ def identity_of_x(shape):
     return torch.cat((torch.zeros(shape[0], shape[0]), torch.eye(shape[0])), 1)
 
 
-class UNetSkip(Mechanism):
-    """U-Net: joins an encoder block's output `skip` to a decoder block's output x, both [B, T, C].
+class UNet(Mechanism, nn.ModuleList):
+    """U-Net: each decoder block's output is joined by that of its partner among the encoder blocks.
 
-    Source: Adaptive Transformer, section 2.3. concat: x + W [skip; x]; add: x + sigmoid(logit) skip;
-    scalar: x + weight skip, as speedruns have it; published: the write-up's Linear([skip; x]). The initial
-    weight of the skip falls with depth (its section 5.3).
+    Source: Adaptive Transformer, section 2.3. It is the list of a UNetSkip for each decoder block.
     """
 
     class Options:
@@ -1915,6 +1996,59 @@ class UNetSkip(Mechanism):
     neutral = {"unet_concat": {"unet_init": 0.0}, "unet_add": {"unet_init": 0.0},
                "unet_scalar": {"unet_init": 0.0},
                "unet_published": {"fuse.*.weight": identity_of_x, "fuse.*.bias": 0.0}}
+    learning_rate = "skip_lr"
+
+    def __init__(self, config):
+        super().__init__()
+        self.extend(UNetSkip(config, depth) for depth in range(config.n_layer // 2))
+        self.n_layer = config.n_layer
+
+    @staticmethod
+    def settle(config):
+        if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
+            config.unet_init = 1.0 if config.unet == "scalar" else 0.5
+
+    @classmethod
+    def is_idle(cls, config):
+        return not config.unet_skips
+
+    @staticmethod
+    def problems(c):
+        if c.n_layer < 2:
+            yield f"unet={c.unet!r} needs at least two layers to join"
+        if c.unet == "add" and c.unet_init > 1:
+            yield f"unet_init={c.unet_init} must be at most 1 for unet='add', whose weight is a sigmoid"
+
+    @classmethod
+    def training_problems(cls, c, training):
+        if c.unet_from >= training.max_iters:
+            yield f"unet_from={c.unet_from} must be below max_iters={training.max_iters}: skips never start"
+        if not c.unet_skips and (c.unet_from or c.unet_ramp):
+            yield f"unet_from={c.unet_from}, unet_ramp={c.unet_ramp} mean nothing with unet_skips=False"
+
+    def at_step(self, config, step):
+        for skip in self:
+            if skip.ramp is not None:
+                skip.ramp.fill_(self.share_at_step(config, step))
+
+    @staticmethod
+    def share_at_step(config, step):
+        """The part of the skips that acts in a training step, from 0 to 1."""
+        return min(1.0, max(0.0, (step + 1 - config.unet_from) / max(1, config.unet_ramp)))
+
+    def before_block(self, x, layer, outputs, shared):
+        """The output x of decoder block layer - 1 with that of its partner; a middle block has none."""
+        depth = layer - 1 - (self.n_layer - len(self))
+        return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
+
+
+class UNetSkip(Mechanism):
+    """Joins an encoder block's output `skip` to a decoder block's output x, both [B, T, C].
+
+    concat: x + W [skip; x]; add: x + sigmoid(logit) skip; scalar: x + weight skip, as speedruns have it;
+    published: the write-up's Linear([skip; x]). The initial weight of the skip falls with depth (its section
+    5.3). Its flags are those of UNet.
+    """
 
     def __init__(self, config, depth):
         super().__init__()
@@ -1930,18 +2064,6 @@ class UNetSkip(Mechanism):
         if self.mode == "published":
             self.bias = nn.Parameter(torch.empty(C))
 
-    @staticmethod
-    def settle(config):
-        if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
-            config.unet_init = 1.0 if config.unet == "scalar" else 0.5
-
-    @staticmethod
-    def problems(c):
-        if c.n_layer < 2:
-            yield f"unet={c.unet!r} needs at least two layers to join"
-        if c.unet == "add" and c.unet_init > 1:
-            yield f"unet_init={c.unet_init} must be at most 1 for unet='add', whose weight is a sigmoid"
-
     def initial_values(self):
         if self.mode == "add":
             # 7 is 0.999: at 1 itself the sigmoid has no slope to learn by
@@ -1954,22 +2076,6 @@ class UNetSkip(Mechanism):
         linear = Uniform(self.weight.size(1) ** -0.5)  # nn.Linear's own
         return {"weight": linear, "bias": linear}
 
-    @classmethod
-    def training_problems(cls, c, training):
-        if c.unet_from >= training.max_iters:
-            yield f"unet_from={c.unet_from} must be below max_iters={training.max_iters}: skips never start"
-        if not c.unet_skips and (c.unet_from or c.unet_ramp):
-            yield f"unet_from={c.unet_from}, unet_ramp={c.unet_ramp} mean nothing with unet_skips=False"
-
-    def at_step(self, config, step):
-        if self.ramp is not None:
-            self.ramp.fill_(self.share_at_step(config, step))
-
-    @staticmethod
-    def share_at_step(config, step):
-        """The part of the skips that acts in a training step, from 0 to 1."""
-        return min(1.0, max(0.0, (step + 1 - config.unet_from) / max(1, config.unet_ramp)))
-
     def forward(self, x, skip):
         if self.ramp is not None:
             skip = self.ramp * skip
@@ -1979,21 +2085,6 @@ class UNetSkip(Mechanism):
         both = torch.cat((skip if self.skips else torch.zeros_like(skip), x), -1)
         mixed = F.linear(both, self.weight, getattr(self, "bias", None))
         return mixed.to(x.dtype) if self.mode == "published" else x + mixed  # the stream stays float32
-
-
-class UNet(nn.ModuleList):
-    """The UNetSkip of each decoder block. GPT holds it as `fuse`, since it acts between blocks."""
-
-    name, is_on = UNetSkip.name, UNetSkip.is_on
-
-    def __init__(self, config):
-        super().__init__(UNetSkip(config, depth) for depth in range(config.n_layer // 2))
-        self.n_layer = config.n_layer
-
-    def before_block(self, x, layer, outputs, shared):
-        """The output x of decoder block layer - 1 with that of its partner; a middle block has none."""
-        depth = layer - 1 - (self.n_layer - len(self))
-        return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
 
 
 class Window(CausalMask, Mechanism):
@@ -2035,6 +2126,10 @@ class Window(CausalMask, Mechanism):
             config.window = config.window or max(1, config.block_size // 4)
             config.window_block = config.window_block or max(1, config.block_size // 16)
 
+    @classmethod
+    def on(cls, config, layer):
+        return cls.is_on(config) and (config.window_layers is None or layer in config.window_layers)
+
     @staticmethod
     def problems(config):
         blocks = config.window_layers
@@ -2067,13 +2162,15 @@ class Window(CausalMask, Mechanism):
 # ---- all of them ----
 
 
-# The mechanisms of a layer, in the order in which they act; those between blocks, where UNet is a list of
-# UNetSkips; and all classes that have flags, so with UNetSkip in place of UNet.
+# The mechanisms of a layer, in the order in which they act; those between blocks; those that are masks, of
+# which the first that is on is the model's; and all of them. To delete a mechanism, delete its class and its
+# name here: nothing in Block, GPT and CausalSelfAttention knows it.
 HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, SSMax, KeyOffset, XSA, HeadNorm,
                    HeadMix, Routing, Sentinel, Agency, ScoreCap, A2C, Roles, Alibi, RelativeBias, FoX,
                    PairedHeads, Diff, DiffV1, OutputGate, ConstraintHeads, ACAG, Sink]
 BETWEEN_BLOCKS = [DepthAttention, MUDD, StreamScalars, UNet]
-MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], UNetSkip, Window]
+MASKS = [Window]
+MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS, *MASKS]
 
 
 OWN = []  # mechanisms from files of one's own: add_mechanism() adds them here and to HEAD_MECHANISMS
@@ -2094,6 +2191,9 @@ class NamedFlags(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainCon
 
 class GPTConfig(NamedFlags):
     """All flags; those of mechanisms in files of one's own, in `own`, are given and read as all others.
+
+    They are no fields, since a dataclass has its fields for good. A class made anew for each such mechanism
+    would not be the GPTConfig that other modules have imported, nor equal to configs that were there before.
     """
 
     def __init__(self, own=(), **flags):
@@ -2147,12 +2247,31 @@ class GPTConfig(NamedFlags):
     @property
     def in_pairs(self):
         """Whether a mechanism that is on joins heads in pairs."""
-        return any(cls.in_pairs and cls.is_on(self) for cls in HEAD_MECHANISMS)
+        return any(cls.in_pairs for cls in self.mechanisms())
+
+    def mechanisms(self):
+        """The classes of the mechanisms that are on."""
+        return [cls for cls in MECHANISM_CLASSES if cls.is_on(self)]
+
+    def added_heads(self, layer):
+        """How many heads mechanisms add to those of block `layer`."""
+        return sum(cls.added_heads(self, layer) for cls in HEAD_MECHANISMS)
+
+    def head_size_in(self, layer):
+        """The head size of block `layer`."""
+        sizes = [cls.head_size_in(self, layer) for cls in HEAD_MECHANISMS]
+        return next((size for size in sizes if size is not None), self.head_size)
+
+    @property
+    def queries_are_keys(self):
+        """By which flag a layer's queries are its keys too, as in "a2c='published'"; "": by none."""
+        return next((f"{cls.flag}={getattr(self, cls.flag)!r}" for cls in HEAD_MECHANISMS
+                     if cls.queries_are_keys(self)), "")
 
     @property
     def joined(self):
         """The flags of the mechanisms that are on and differ from block to block (joins_blocks)."""
-        return [cls.flag for cls in MECHANISM_CLASSES if cls.joins_blocks and cls.is_on(self)]
+        return [cls.flag for cls in self.mechanisms() if cls.joins_blocks]
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
@@ -2171,7 +2290,8 @@ def add_mechanism(cls):
     """
     OWN.append(cls)
     MECHANISM_CLASSES.append(cls)
-    HEAD_MECHANISMS.insert(HEAD_MECHANISMS.index(ConstraintHeads), cls)
+    last = len(HEAD_MECHANISMS)
+    HEAD_MECHANISMS.insert(next((i for i, each in enumerate(HEAD_MECHANISMS) if each.adds_heads), last), cls)
     MECHANISMS.update(cls.modes)
     NEUTRAL.update(cls.neutral)
 
@@ -2192,7 +2312,7 @@ MECHANISMS = {name: flags for cls in MECHANISM_CLASSES for name, flags in cls.mo
 # value may also be the name of a flag that holds it, like "n_head", or a function of the parameter's shape.
 NEUTRAL = {name: values for cls in MECHANISM_CLASSES for name, values in cls.neutral.items()}
 
-# The corrected form of all seven together.
-ALL_ON = {**MECHANISMS["routing_moh"], **MECHANISMS["sentinel"], **MECHANISMS["agency"],
-          **MECHANISMS["unet_concat"], **MECHANISMS["constraint_a"], **MECHANISMS["a2c_temperature"],
-          **MECHANISMS["acag"]}
+# The corrected form of all seven together; one whose class was deleted is missing.
+ALL_ON = {flag: value for name in ("routing_moh", "sentinel", "agency", "unet_concat", "constraint_a",
+                                   "a2c_temperature", "acag")
+          for flag, value in MECHANISMS.get(name, {}).items()}

@@ -12,6 +12,11 @@ checkpoints the defaults are three samples of 200 tokens and --top_k 200, as in 
 --ckpt it is the newest run; where that is one of the write-up's pair, both. --audit writes what mechanisms do
 to each text to a file and a page (docs/look.md); under a text it lists which tokens constraint heads score
 highest.
+
+Of checkpoints that were trained on a task (docs/tasks.md) it shows rows with their answers, and marks wrong
+ones:
+
+    python sample.py --ckpt out/recall [--ckpt out/b ...] [--levels 4,12] [--num_samples 2] [--seed 1]
 """
 
 import argparse
@@ -20,11 +25,12 @@ import sys
 from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
-from nanoheads import checkpoint, other_names
+from nanoheads import checkpoint, other_names, task_scores
 from nanoheads.common import (ArgumentParser, UserError, as_program, from_lab, last_words, pick_device, say,
                               writable, write_json)
 from nanoheads.sampling import (add_arguments, check, encode, generate, model_and_tokenizer, read_prompt,
                                 side_by_side, stop_of)
+from nanoheads.tokenizer import Tokenizer
 
 
 def audit_files(args, models):
@@ -36,27 +42,24 @@ def audit_files(args, models):
     return from_lab("lab.heads.look", "--audit").paths(args.audit, "--audit")
 
 
-def explained(args, models, prompts, made, files):
-    """Write the audit of `made`, one Samples per checkpoint; returns the lines to print under each text.
-
-    files: see audit_files().
+def explained(args, model, tokenizer, prompt, rows, files):
+    """Write the audit of the texts that these rows of ids are after the prompt's; returns the lines to print
+    under each text. files: see audit_files().
     """
     look = from_lab("lab.heads.look", "--audit")
-    (model, tokenizer), = models
     viewer = look.Viewer(model, args.ckpt[0], args.settings)
-    return look.of_samples(viewer, tokenizer, prompts[0][0].tolist(), made[0].rows, files)
+    return look.of_samples(viewer, tokenizer, prompt, rows, files)
 
 
 def run(args):
     """Load, generate, print. The loop over tokens is GPT.stream(); generate() makes text of its tokens."""
-    args.ckpt = args.ckpt or checkpoint.default_runs("sample")
     # where several texts stand side by side, the routing write-up's
     defaults = dict(num_samples=3, max_new_tokens=200, top_k=200) if args.ckpt[1:] else dict(
         num_samples=1, max_new_tokens=300, top_k=None)
     for name, value in defaults.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     check(args)
-    checkpoint.allow_code(args)
+    args.start = "\n" if args.start is None else args.start
     device, text = pick_device(args.device), read_prompt(args.start)
     pack = args.pack and not args.audit
     models = [model_and_tokenizer(path, device, args.dataset, args.settings, pack) for path in args.ckpt]
@@ -68,6 +71,9 @@ def run(args):
     files = audit_files(args, models)
     out = writable(args.json) if args.json else None
 
+    def audit():
+        return explained(args, *models[0], prompts[0][0].tolist(), made[0].rows, files)
+
     # one text appears as it is made
     if len(models) == args.num_samples == 1:
         print(text, end="", flush=True)
@@ -75,12 +81,12 @@ def run(args):
             made = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
         finally:
             print(flush=True)  # also before a message of what went wrong
-        if files and (rows := explained(args, models, prompts, made, files)[0]):
+        if files and (rows := audit()[0]):
             print("", rows, sep="\n")
     # several stand side by side
     else:
         made = [generate(*model, ids, args) for model, ids in zip(models, prompts)]
-        audits = explained(args, models, prompts, made, files) if files else None
+        audits = audit() if files else None
         if changed:
             say(changed, end="\n\n")
         print_samples(args, text, made, audits)
@@ -93,6 +99,80 @@ def run(args):
         say(f"{which}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
     for path in files or ():
         say(path, file=sys.stderr)
+
+
+# ---- rows of a task ----
+
+OF_TEXT_ALONE = ("start", "max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop",
+                 "special", "dataset", "pack")
+
+
+def chunks(columns, width):
+    """Columns of words, [[str, one a line]], as lines of aligned text, in blocks no wider than `width`."""
+    blocks, block, used = [], [], 0
+    for column in columns:
+        wide = max(map(len, column))
+        if block and used + 1 + wide > width:
+            blocks, block, used = [*blocks, block], [], 0
+        block.append([word.ljust(wide) for word in column])
+        used += 1 + wide
+    return [[" ".join(words) for words in zip(*block)] for block in [*blocks, block]]
+
+
+def row_of_task(names, row, wanted, answers, width):
+    """A row of a task as text: its tokens, below them what is wanted and each checkpoint's answers.
+
+    wanted, answers [of each checkpoint]: see task_scores.rows_with_answers(). Behind a wrong one is a "!".
+    """
+    labels = ["", "wanted", *names]
+    side = max(map(len, labels))
+    places = [i for i, word in enumerate(wanted) if word is not None]
+    right = [sum(each[i] == wanted[i] for i in places) for each in answers]
+    columns = []
+    for i, token in enumerate(row):
+        cells = [""] * len(answers)
+        if i in places:
+            cells = [each[i] + ("" if each[i] == wanted[i] else "!") for each in answers]
+        columns.append([token, wanted[i] or "", *cells])
+    lines, ends = [], {}
+    for block in chunks(columns, max(1, width - side)):
+        for label, line in zip(labels, block):
+            if line.strip():
+                ends[label] = len(lines)
+                lines.append(f"{label:{side}} {line}".rstrip())
+        lines.append("")
+    for name, n in zip(names, right):
+        end, text = ends.get(name), f"{n} of {len(places)} right"
+        if end is not None and len(lines[end]) + 3 + len(text) <= width:
+            lines[end] += f"   {text}"
+        else:
+            lines.insert(-1, f"{name:{side}} {text}")
+    return "\n".join(lines[:-1])
+
+
+def run_task(args):
+    """Print rows of each level with the answers of checkpoints that were trained on one task."""
+    n, device = 1 if args.num_samples is None else args.num_samples, pick_device(args.device)
+    if n < 1 or not 0 <= args.seed < 1 << 63:
+        raise UserError(f"num_samples={n} must be at least 1, seed={args.seed} from 0 to 2^63 - 1")
+    out = writable(args.json) if args.json else None
+    runs, levels, length = task_scores.opened(args, device)
+    files, data = audit_files(args, runs), runs[0].data
+    names, width, found = [run.name for run in runs], shutil.get_terminal_size((120, 40)).columns, []
+    for level in levels:
+        rows = task_scores.rows_with_answers(runs, level, length, args.split, n, args.seed)
+        for number, (row, wanted, answers) in enumerate(rows, 1):
+            which = f", row {number}" if n > 1 else ""
+            say(f"==== {data.name}, {level} {data.task.unit}{which} ====",
+                row_of_task(names, row, wanted, answers, width), "")
+            found.append(dict(level=level, row=row, wanted=wanted, answers=dict(zip(names, answers))))
+    if out:
+        write_json(out, found)
+    if files:
+        drawn = [data.rows(args.split, level, n, length, args.seed)[0] for level in levels]
+        ids = [row for x in drawn for row in x.tolist()]
+        explained(args, runs[0].model, Tokenizer.from_meta(data.meta), [], ids, files)
+        say(*files, file=sys.stderr)
 
 
 def print_samples(args, text, made, audits=None):
@@ -111,11 +191,12 @@ def print_samples(args, text, made, audits=None):
 def main(argv=None):
     p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p, required=False)
-    p.add_argument("--start", default="\n",
+    p.add_argument("--start",
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '
                         'and an n; "" is the separator')
     p.add_argument("--num_samples", type=int,
-                   help="continuations from each checkpoint (default: 1; of several checkpoints 3)")
+                   help="continuations from each checkpoint (default: 1; of several checkpoints 3); of a "
+                        "task, rows of each level (default: 1)")
     p.add_argument("--max_new_tokens", type=int,
                    help="length of each, in tokens (default: 300; of several checkpoints 200)")
     add_arguments(p)
@@ -124,10 +205,21 @@ def main(argv=None):
                         "comes beside them")
     checkpoint.add_pack(p, "; --audit looks at all heads")
     p.add_argument("--json", help="write the texts to this file as well")
+    p.add_argument("--levels", type=task_scores.numbers, metavar="4,12",
+                   help="of a task: show rows of these levels (default: those of its evaluations)")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
     with last_words("sample", "lower --num_samples or --max_new_tokens"):
+        args.ckpt = args.ckpt or checkpoint.default_runs("sample")
+        checkpoint.allow_code(args)
+        if task_scores.are_of_tasks(args.ckpt):
+            task_scores.refuse_given(args, p, OF_TEXT_ALONE,
+                                     f"is of a text, and {args.ckpt[0]} was trained on a task")
+            args.split = "test"
+            return run_task(args)
+        task_scores.refuse_given(args, p, ["levels"],
+                                 f"is of a task, and {args.ckpt[0]} was trained on a text")
         run(args)
 
 

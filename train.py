@@ -141,10 +141,15 @@ def loop(run, closing):
                 save_checkpoint(run, "best.pt", resumable=False)
             elif trained:
                 run.evals_since_best += 1
-            if run.step == config.max_iters or run.out_of_patience:
+            if run.step == config.max_iters or run.out_of_patience or run.is_right_enough:
                 save_checkpoint(run, "ckpt.pt")
             run.timed_from = run.step, time.perf_counter()
         if run.step >= config.max_iters:
+            break
+        if run.is_right_enough:
+            run.process.print0(f"task_enough={config.task_enough:g}: {run.last_eval['val_acc']:.3f} of the "
+                               f"answers are right, so the run ends at step {run.step:,} of "
+                               f"{config.max_iters:,}")
             break
         if run.out_of_patience:
             run.process.print0(f"patience={config.patience}: no lower val loss in the last "
@@ -307,15 +312,12 @@ def of_task(run):
     """What an evaluation says of a task: val_loss in nats an answer, val_acc the mean over levels of the
     share of answers that are right, acc/<level> that share; every rank scores its share of the rows.
     """
-    process, nats, asked, shares = run.process, 0.0, 0, {}
+    process = run.process
     share = tasks.score_levels(run.model, run.dataset, "val", rank=process.rank, world=process.world,
                                autocast=precision(run.config.dtype, process.kind)[1])
-    for level, counts in share.items():
-        level_nats, level_right, level_asked = process.all_reduce_sum(counts)
-        nats, asked = nats + level_nats, asked + level_asked
-        shares[level] = level_right / level_asked
-    return dict(val_loss=nats / asked, val_acc=sum(shares.values()) / len(shares),
-                **{f"acc/{level}": right for level, right in shares.items()})
+    found = tasks.summary({level: process.all_reduce_sum(counts) for level, counts in share.items()})
+    return dict(val_loss=found["nats"], val_acc=found["right"],
+                **{f"acc/{level}": right for level, right in found["levels"].items()})
 
 
 def check_finite(run, row):
@@ -328,8 +330,7 @@ def check_finite(run, row):
 
 def eval_line(row):
     if "val_acc" in row:
-        levels = "  ".join(f"{key.removeprefix('acc/')}: {value:.3f}" for key, value in row.items()
-                           if key.startswith("acc/"))
+        levels = "  ".join(f"{level}: {right:.3f}" for level, right in tasks.levels_in(row).items())
         return (f"step {row['step']:>7,}   val {row['val_loss']:.4f} nats/answer   "
                 f"right {row['val_acc']:.3f}   by level  {levels}   {row['elapsed_s']:,.1f} s")
     return (f"step {row['step']:>7,}   "
@@ -495,6 +496,12 @@ class Run:
         return self.config.patience is not None and self.evals_since_best >= self.config.patience
 
     @property
+    def is_right_enough(self):
+        """Whether the last evaluation of a task had so many right answers that the run is to end."""
+        enough = self.config.task_enough
+        return enough is not None and self.last_eval.get("val_acc", 0.0) >= enough
+
+    @property
     def tokens_per_step(self):
         length = self.dataset.length if self.config.task else self.model.config.block_size
         return self.config.batch_size * self.config.grad_accum * length
@@ -651,6 +658,11 @@ def train_alone(model_config, config, given, process):
     if run.last_eval["step"] >= config.max_iters or step > config.max_iters:
         process.print0(f"{run.out_dir} is finished: {step:,} of {plural(config.max_iters, 'step')}, "
                        f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
+        write_result(run)
+        return run.last_eval
+    if run.is_right_enough:
+        process.print0(f"{run.out_dir} has ended at step {step:,} of {config.max_iters:,} by task_enough="
+                       f"{config.task_enough:g}; a higher one goes on")
         write_result(run)
         return run.last_eval
     if run.out_of_patience:

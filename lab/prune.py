@@ -16,6 +16,8 @@ importance_rescored  the same, measured again after every removal
 blocks               the control: whole blocks, as many as save no more FLOPs than the heads would have, each
                      time the one whose absence costs least; without --floor
 
+Of checkpoints of a task it reads and scores rows: what share of the answers is right, and nats an answer.
+
 One checkpoint, criterion and share: out_dir gets best.pt. Several: a folder <criterion>-<share> each, for
 several checkpoints under <number>-<run>. --recover trains on, on batches in another order, at rates that fall
 in a straight line from RECOVER_FROM of the run's peaks to 0, without a controller; pruned.pt is what it
@@ -48,11 +50,12 @@ from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, pick_device, plural,
                               say, table, writable, writable_folder, write_atomic, write_json)
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
-from nanoheads.configurator import near
+from nanoheads.configurator import near, read_file
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.files import only_writer
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.scoring import load, score_windows
+from nanoheads.tasks import TaskData, rows_per_level, score_levels, summary
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from lab.heads.measuring import attentions, cache_bytes, closed, fixed_text, measure, nats_on, static_gates
 
@@ -186,13 +189,17 @@ def recovery(path, state, model, data, args):
                   patience=None)
     if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end
         launch["thaw_from"] = None
-    config = replace(config, **rates, **launch, out_dir=str(path.parent), init_from=str(path),
-                     dataset=str(data.dir), device=args.device, max_iters=args.recover, lr_decay_iters=None,
+    text = {} if config.task else dict(dataset=str(data.dir))
+    config = replace(config, **rates, **launch, **text, out_dir=str(path.parent), init_from=str(path),
+                     device=args.device, max_iters=args.recover, lr_decay_iters=None,
                      min_lr=0.0, schedule="trapezoid", decay_frac=1.0, warmup_iters=0,
                      eval_interval=max(1, args.recover // 4), save_interval=args.recover)
     defaults = asdict(TrainConfig())
     values = {key: value for key, value in asdict(config).items()
-              if value != defaults[key] and key != "own_mechanism"}
+              if (config.task or value != defaults[key]) and key != "own_mechanism"}
+    if config.task:  # all keys, above too: what is left out its scale would set
+        own = model.config.flags()
+        values.update((key, own[key]) for key in read_file(str(ROOT / "config/task.py")) if key in own)
     c = model.config  # the checkpoint brings its flags, but for those that a new run sets
     return dict(values, seed=c.seed + 1, dropout=c.dropout, attn_dropout=c.attn_dropout,
                 checkpoint_activations=c.checkpoint_activations)
@@ -222,6 +229,14 @@ def recovered(path, state, model, data, args):
     return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
 
 
+def scores(model, data, args):
+    """What a model scores, as a dict: bpb, bits per byte of a text; of a task right and nats of summary()."""
+    if not isinstance(data, TaskData):
+        return dict(bpb=score_windows(model, data, args.split, args.tokens)[1]["bpb"])
+    found = summary(score_levels(model, data, args.split, rows_per_level(data, args.tokens)))
+    return dict(right=found["right"], nats=found["nats"])
+
+
 def heads_kept(to, heads, unit):
     """The share `to` of so many heads, to the nearest group of `unit` heads, which stay or go together."""
     return round(to * heads / unit) * unit
@@ -234,10 +249,10 @@ def rows_of(args, number):
     heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
     goes = {to: heads - heads_kept(to, heads, model.config.unit) for to in args.to}
 
-    def bits_of(each):
-        return score_windows(each, data, args.split, args.tokens)[1]["bpb"]
+    def measured(each):
+        return scores(each, data, args)
 
-    before = bits_of(model)
+    before = {f"{key}_before": value for key, value in measured(model).items()}
     for by in progress_bar(args.by, f"checkpoint {number + 1}"):
         # blocks: they save no more FLOPs than heads at random
         score = {"importance_rescored": "importance", "blocks": "random"}.get(by, by)
@@ -254,7 +269,7 @@ def rows_of(args, number):
             kept = sum(attn.n_head for attn in attentions(smaller))
             row = dict(ckpt=args.ckpt[number], by=by, to=to, heads=heads, kept=kept, gone=gone,
                        blocks=smaller.config.n_layer, blocks_gone=blocks,
-                       bpb_before=before, bpb=bits_of(smaller),
+                       **before, **measured(smaller),
                        params_before=model.num_params(), params=smaller.num_params(),
                        flops_before=whole, flops=smaller.flops_per_token(), **decoding(model, smaller, args))
             if args.out_dir:
@@ -262,7 +277,8 @@ def rows_of(args, number):
                 save(folder / ("pruned.pt" if args.recover else "best.pt"), state, smaller, dict(row))
                 row["folder"] = str(folder)
             if args.recover:
-                row["bpb_recovered"] = bits_of(recovered(folder / "pruned.pt", state, smaller, data, args))
+                after = measured(recovered(folder / "pruned.pt", state, smaller, data, args))
+                row.update((f"{key}_recovered", value) for key, value in after.items())
             yield row
 
 
@@ -277,7 +293,7 @@ def groups(rows):
 
 
 def result_table(rows):
-    """A line for each criterion and share: means over checkpoints, of bits per byte also the range."""
+    """A line for each criterion and share: means over checkpoints, of scores also the range."""
     def cell(key, digits=4, unit=1.0, over=None, span=False):
         values = [row[key] / (row[over] if over else unit) for row in each if key in row]
         text = f" [{min(values):.4f}, {max(values):.4f}]" if span and len(values) > 1 else ""
@@ -286,11 +302,13 @@ def result_table(rows):
     lines = []
     for (by, _), each in groups(rows).items():
         what = plural(each[0]["blocks"], "block") if by == "blocks" else plural(each[0]["kept"], "head")
-        lines.append((by, what, cell("bpb_before"), cell("bpb", span=True),
-                      cell("bpb_recovered", span=True), cell("tokens_per_s", 0), cell("speed", 2),
+        own = [cell(f"{key}{end}", span=bool(end != "_before")) for key in ("bpb", "right", "nats")
+               for end in ("_before", "", "_recovered")]
+        lines.append((by, what, *own, cell("tokens_per_s", 0), cell("speed", 2),
                       cell("bytes", 2, 2**20), cell("bytes", 2, over="bytes_before"),
                       cell("params", 0), cell("flops", 2, 1e6), cell("flops", 2, over="flops_before")))
-    head = ("criterion", "kept", "bits/byte", "pruned", "recovered", "tokens/s", "speed", "MiB", "ratio",
+    head = ("criterion", "kept", "bits/byte", "pruned", "recovered", "right", "pruned", "recovered",
+            "nats/answer", "pruned", "recovered", "tokens/s", "speed", "MiB", "ratio",
             "parameters", "MFLOPs/token", "ratio")
     shown = [column for column in zip(head, *lines) if set(column[1:]) != {"-"}]
     first, *rest = zip(*shown)
@@ -298,7 +316,8 @@ def result_table(rows):
 
 
 def draw_curves(rows):
-    """A Figure: bits per byte against heads kept, by criterion, mean and range; None: one share alone.
+    """A Figure: bits per byte, or of a task the share of answers that are right, against heads kept, by
+    criterion, mean and range; None: one share alone.
 
     Models that were trained on stand beside, where there are any.
     """
@@ -307,9 +326,11 @@ def draw_curves(rows):
         return None
     found, names = groups(rows), [by for by in CRITERIA if any(row["by"] == by for row in rows)]
     colours = dict(zip(CRITERIA, ("0.45", *COLOURS)))
-    titles = {key: title for key, title in (("bpb", "pruned"), ("bpb_recovered", "pruned, then trained on"))
+    score, words = ("right", "answers right") if "right" in rows[0] else ("bpb", "bits/byte")
+    titles = {key: title for key, title in ((score, "pruned"),
+                                            (f"{score}_recovered", "pruned, then trained on"))
               if all(key in row for row in rows)}
-    whole = mean(row["bpb_before"] for row in rows)
+    whole = mean(row[f"{score}_before"] for row in rows)
     figure, axes = panels(1.2 + 5.6 * len(titles), 5, len(titles))
     axes = np.atleast_1d(axes)
     for ax, (key, title) in zip(axes, titles.items()):
@@ -328,7 +349,7 @@ def draw_curves(rows):
                xlim=(shares[-1] + reach + 3, shares[0] - reach - 3))
         ax.set_xticks(shares, [f"{share:g}" for share in shares])
     label_right(axes[-1], ends)  # the curves of the panels beside it have the same colours
-    axes[0].set_ylabel("bits/byte, mean and range; black: the whole model")
+    axes[0].set_ylabel(f"{words}, mean and range; black: the whole model")
     return figure
 
 
@@ -425,7 +446,7 @@ def check(args):
     checkpoint.allow_code(args)
     args.device = pick_device(args.device)
     args.json = writable(args.json) if args.json else None
-    args.loaded = [load(path, args.split, 0, args.device, args.dataset) for path in args.ckpt]
+    args.loaded = [load(path, args.split, 0, args.device, args.dataset, task=True) for path in args.ckpt]
     ids = [[attn.head_ids for attn in attentions(model)] for _, model, _ in args.loaded]
     for path, (state, model, data), own in zip(args.ckpt, args.loaded, ids):
         check_model(args, path, state, model)
@@ -441,7 +462,9 @@ def run(args):
     _, _, data = args.loaded[0]
     options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
     rows = []
-    found = dict(dataset=data.meta["name"], split_sha256=data.splits[args.split].get("sha256"),
+    of_task = isinstance(data, TaskData)
+    found = dict(dataset=data.meta["name"],
+                 split_sha256=None if of_task else data.splits[args.split].get("sha256"),
                  torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
                  finished=False)
     try:
@@ -463,11 +486,14 @@ def run(args):
         if picture := drawn(draw_curves, rows, "png"):
             written.append(args.json.with_name("pruning.png"))
             write_atomic(written[-1], lambda f: f.write(picture))
-    tokens = args.tokens or data.splits[args.split]["tokens"]
+    if of_task:
+        size = f"{plural(rows_per_level(data, args.tokens), 'row')} of each level"
+    else:
+        size = f"{args.tokens or data.splits[args.split]['tokens']:,} tokens"
     many = f"; {len(args.ckpt)} checkpoints, mean and [range]" if len(args.ckpt) > 1 else ""
     if "blocks" in args.by and not any(row["blocks_gone"] for row in rows):
         many += "; blocks: each costs more FLOPs than all the heads that go"
-    say(f"{data.meta['name']}, {args.split}: {tokens:,} tokens{many}", result_table(rows), *written)
+    say(f"{data.meta['name']}, {args.split}: {size}{many}", result_table(rows), *written)
 
 
 @as_program("prune")

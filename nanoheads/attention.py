@@ -72,16 +72,16 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
         return fused(q, k, v, scale, mask, dropout), None
 
     k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-    wanted = dict(stats=stats, spread=spread, detach=detach, dropout=dropout)
+    options = dict(stats=stats, spread=spread, detach=detach, dropout=dropout)
     if score_mod is not None and on_gpu and stats != "shape" and not spread and not dropout:
         y, lse = flex(q, k, v, scale, mask, score_mod)
         return y, RowStats(lse.detach() if detach else lse) if stats else None
     flash = q.device.type == "cpu" and q.size(2) > 1
     if score_mod is not None or stats and not on_gpu and not flash:
-        return in_portions(from_logits, q, k, v, mask, n_keys, scale=scale, score_mod=score_mod, **wanted)
+        return in_portions(from_logits, q, k, v, mask, n_keys, scale=scale, score_mod=score_mod, **options)
     if by_blocks and not on_gpu:
-        return in_portions(from_flash, q, k, v, mask, n_keys, scale=scale, **wanted)
-    return row_statistics(q, k, v, scale, mask, n_keys, **wanted)
+        return in_portions(from_flash, q, k, v, mask, n_keys, scale=scale, **options)
+    return row_statistics(q, k, v, scale, mask, n_keys, **options)
 
 
 def in_turn(functions, n_own, n_added=0):

@@ -171,7 +171,7 @@ class HiddenStates:
         # in training as where gradients are made: elsewhere other kernels are used, and a mechanism may ask
         with torch.set_grad_enabled(mode.training), precision(mode.dtype, self.kind)[1]:
             scores = mode.training and mode.scores
-            x = model.run_blocks(ids, wants_losses=mode.training, wants_scores=scores)[0]
+            x = model.run_blocks(ids, wants_losses=mode.training, wants_predictions=scores)[0]
         return x.detach().float()
 
 

@@ -19,10 +19,11 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from model import GPT, RECIPES, Agency, GPTConfig
+from model import GPT, RECIPES, GPTConfig
 from nanoheads.common import (UserError, fault_of_own_file, from_lab, number, of_an_older_version, plural,
                               ran_out_of_memory, write_atomic)
 from nanoheads.configurator import keys_of, nearest, parse, type_name, typed
+from nanoheads.mechanism import Mechanism
 from nanoheads.other_names import ROUTING_PAIR
 from nanoheads.tokenizer import problem_of_meta
 
@@ -384,8 +385,8 @@ def load_weights(model, weights, path, strict=True):
             raise TypeError(f"{name} holds {t.dtype} in the place of {own[name].dtype}")
     loaded = model.load_state_dict(weights, strict=strict)
     for name, m in model.named_modules():
-        if isinstance(m, Agency) and not {*m.state.flatten().tolist()} <= {*range(len(Agency.STATES))}:
-            raise ValueError(f"{name}.state={m.state.tolist()} must be from 0 to {len(Agency.STATES) - 1}")
+        if isinstance(m, Mechanism):
+            m.check_loaded(name)
     for name, p in model.named_parameters():
         if not is_finite(p):
             raise UserError(f"{path}: {name} holds NaN or infinities: its weights are damaged, or its "

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Optional
 
-from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
+from model import ALL_ON, BETWEEN_BLOCKS, MECHANISM_CLASSES, MECHANISMS, GPTConfig
 from nanoheads.common import UserError, from_lab
 from nanoheads.configurator import text_problems, typed
 from nanoheads.dataset import Dataset
@@ -306,10 +306,10 @@ def conflicts(model_config, config):
 
 def step_conflicts(model_config, config, world):
     """What of a model's and a run's sizes does not go together in one training step, as sentences."""
-    bad, routing = [], model_config.routing
-    if world > 1 and config.compile_mode in CUDA_GRAPHS and routing in ("moh", "sigmoid"):
-        bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing={routing!r} "
-                   "cannot ask the other ranks for their load: use default")
+    bad = []
+    if world > 1 and config.compile_mode in CUDA_GRAPHS and model_config.routing in ("moh", "sigmoid"):
+        bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing="
+                   f"{model_config.routing!r} cannot ask the other ranks for their load: use default")
     return bad
 
 
@@ -337,8 +337,6 @@ def controller_conflicts(model, config):
         bad.append("policy needs states: set agency")
     if config.policy and model.agency_learned:
         bad.append("policy and agency_learned both move the states: set one of them")
-    if model.agency_learned and not config.dynamic_heads:
-        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
     if config.prune_floor > model.n_head:
         bad.append(f"prune_floor={config.prune_floor} is above n_head={model.n_head}")
     if config.grow_from is not None and not 1 <= config.grow_from <= model.n_head:
@@ -356,7 +354,8 @@ def controller_conflicts(model, config):
         bad.append(f"grow_stack doubles equal blocks: not with {', '.join(model.joined)}")
     if config.dynamic_heads and model.block_size < 2:
         bad.append("block_size must be at least 2 to measure heads")
-    bad += scope_conflicts(model, config)
+    if config.policy:
+        bad += scope_conflicts(model, config)
     if config.policy_rules:
         try:
             from_lab("lab.heads.rules", f"policy_rules={config.policy_rules}").Rules.read(config.policy_rules)
@@ -383,7 +382,7 @@ def scope_conflicts(model, config):
         elif not (dot and there and head.isdecimal()):
             bad.append(f"policy_no_consent: {place!r} must be layer.head, "
                        f"layers from 0 to {model.n_layer - 1}")
-        elif int(head) >= model.n_head + ConstraintHeads.count(model, int(layer)):
+        elif int(head) >= model.n_head + model.added_heads(int(layer)):
             bad.append(f"policy_no_consent: {place!r}: block {layer} has no head {head}")
     return bad
 
@@ -412,8 +411,8 @@ def check_model(model, config):
 
 def trained_alone(model):
     """Names of the parameters that are trained while the trunk is frozen."""
-    skips = () if model.config.unet_skips else f"{UNetSkip.name}."
-    return {name for name in of_mechanisms(model) if not name.startswith(skips)}
+    idle = tuple(f"{cls.name}." for cls in BETWEEN_BLOCKS if cls.is_idle(model.config))
+    return {name for name in of_mechanisms(model) if not name.startswith(idle)}
 
 
 # ---- the command line's `mechanism` ----

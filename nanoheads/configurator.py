@@ -583,7 +583,7 @@ def resolve(command, mechanisms=None, base=None):
               if each.source == COMMAND_LINE and key in turn_on and each.value != without[key]}
     setting = {each.source for each in before if each.key not in preset_keys}
     files = [file for file in command.files if file in setting or not scale]
-    task = settings["task"].value if "task" in settings else None
+    task = settings["task"].value if preset_keys and "task" in settings else None
     begin = "-".join(filter(None, (None if task and scale == "task" else scale, task)))
     folder = f"out/{run_name(begin, names, files, differ)}"
 

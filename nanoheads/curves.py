@@ -1,6 +1,6 @@
 """
 The curves of runs, log.jsonl as arrays and as figures: losses, bits per byte, the schedule, the gap; of one
-run, or of several.
+run, or of several. Of runs on a task: losses, the share of answers that are right, the schedule.
 """
 import sys
 from functools import partial
@@ -21,7 +21,8 @@ AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
         "time": ("elapsed_s", "elapsed minutes")}
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
 TITLES = {"bpb": "Bits per byte", "loss": "Loss, nats per token", "lr": "Learning rate of AdamW",
-          "gap": "Gap, val − train loss"}
+          "gap": "Gap, val − train loss", "acc": "Answers that are right, mean over levels"}
+OF_TASK = {"loss": "Loss, nats an answer", "acc": "Answers that are right, by level"}  # of a run alone
 
 
 # ---- log.jsonl as arrays ----
@@ -65,13 +66,17 @@ def curves_of(run_dir, x="step"):
         step=column(evals, "step"),
         etrain=column(evals, "train_loss"),
         val=column(evals, "val_loss"),
-        bpb=column(evals, "val_bpb"))
+        bpb=column(evals, "val_bpb"),
+        acc=column(evals, "val_acc"),
+        levels={key.removeprefix("acc/"): column(evals, key) for key in (evals or [{}])[-1]
+                if key.startswith("acc/")})
     if not np.isfinite(np.r_[c.tx, c.ex]).any():
         return warn(run_dir, f"no {key!r} in log.jsonl, skipped")
     if x == "time" and (np.diff(c.tx) < 0).any():
         warn(run_dir, "elapsed_s restarts in log.jsonl, so its curves fold back; --x step does not")
     if not evals:
         warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
+    c.of_task = bool(c.levels)
     lost = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
     if lost.size:
         warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
@@ -115,6 +120,15 @@ def fit_y(ax):
             ax.set_title(f"↑ from {y.max():.2f}", loc="right", color=GREY, fontsize=12, fontweight="normal")
 
 
+def draw_levels(ax, c, colour, labels):
+    """The share of answers that are right at each level of a task, darker the harder the level."""
+    for i, (level, share) in enumerate(c.levels.items()):
+        alpha = 0.3 + 0.7 * (i + 1) / len(c.levels)
+        ax.plot(c.ex, share, color=colour, lw=1.6, alpha=alpha, marker="o" if len(c.ex) == 1 else "")
+        # of equal shares the easier level stands above
+        labels[ax].append((round(share[-1], 2) - 1e-4 * i, f"{level}: {share[-1]:.2f}", colour))
+
+
 def losses_in(axes, c):
     """[(axes, what nats a token are multiplied by there)] of the panels that show losses of a run."""
     ratios = {"bpb": c.ratio, "loss": 1}
@@ -150,23 +164,26 @@ def draw_train_loss(axes, c, style):
 
 def draw_validation(axes, c, style, tag, alone, labels):
     """The evaluations of a run, its best marked; what stands beside them goes into labels {axes: [...]}."""
-    gap, evaluated = axes["gap"], {"bpb": c.bpb, "loss": c.val, "gap": c.gap}
+    gap, evaluated = axes.get("gap"), {"bpb": c.bpb, "loss": c.val, "gap": c.gap}
+    if not alone:
+        evaluated["acc"] = c.acc
     for ax, y in ((axes[name], y) for name, y in evaluated.items() if name in axes):
         ax.plot(c.ex, y, **style)
         if np.isfinite(y).any():
-            i = np.flatnonzero(np.isfinite(y))[-1] if ax is gap else np.nanargmin(y)
+            last = ax is gap or ax is axes.get("acc")
+            i = np.flatnonzero(np.isfinite(y))[-1] if last else np.nanargmin(y)
             text = f"{y[i]:+.3f}" if ax is gap else f"{y[i]:.3f}"
             if alone:
-                text = f"{'last' if ax is gap else 'best'} {text}\nstep {c.step[i]:,g}"
+                text = f"{'last' if last else 'best'} {text}\nstep {c.step[i]:,g}"
             labels[ax].append((y[i], tag + text, style["color"]))
-            if ax is not gap:
+            if not last:
                 ax.plot(c.ex[i], y[i], "o", ms=9, mfc="white", mec=style["color"], mew=2.2, zorder=5)
 
 
-def finish_axes(axes, x, labels):
+def finish_axes(axes, x, labels, titles):
     """Titles, limits, units, and the labels, all outside the axes: no curve hides one."""
     for name, ax in axes.items():
-        ax.set_title(TITLES[name])
+        ax.set_title(titles[name])
         if not any(points(line).size for line in ax.lines):
             ax.text(0.5, 0.5, "not in the log", transform=ax.transAxes, ha="center", color=GREY)
             ax.set_yticks([])
@@ -174,8 +191,10 @@ def finish_axes(axes, x, labels):
             ax.axhline(0, color=GREY, lw=1)
         if name in ("bpb", "loss"):
             fit_y(ax)
+        elif name == "acc":
+            ax.set_ylim(-0.03, 1.03)
         label_right(ax, labels[ax])
-    for ax in (axes["lr"], axes["gap"]):
+    for ax in (axes[name] for name in ("lr", "gap", "acc") if name in axes):
         ax.set_xlabel(AXES[x][1])
         short, plain = EngFormatter(sep=""), FuncFormatter(lambda v, _: f"{v:,.10g}")
         ax.xaxis.set_major_formatter(short if x == "tokens" else plain)
@@ -187,18 +206,24 @@ def draw(runs, stem, title=""):
     """[(name, curves, colour, dash)] -> the paths of one figure.
 
     Train and validation losses; a run alone also gets its minibatches'. Where tokens are bytes, the loss has
-    no panel of its own: it would be that of bits per byte in another unit.
+    no panel of its own: it would be that of bits per byte in another unit. Runs on tasks have shares of right
+    answers in place of bits per byte and of the gap.
     """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    above = ["bpb", "bpb" if same_panels(runs) else "loss"]
-    axes = fig.subplot_mosaic([above, ["lr", "gap"]], sharex=True)
+    above, below = ["bpb", "bpb" if same_panels(runs) else "loss"], ["lr", "gap"]
+    of_task = all(c.of_task for _, c, _, _ in runs)
+    if of_task:
+        above, below = ["loss", "acc"], ["lr", "acc"]
+    axes = fig.subplot_mosaic([above, below], sharex=True)
     alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes.values()}
     for n, (name, c, colour, dash) in enumerate(runs):
         tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
         style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
         if alone:
             handles += draw_training(axes, c, colour)
+            if of_task:
+                draw_levels(axes["acc"], c, colour, labels)
         else:
             draw_train_loss(axes, c, style)
         # equal schedules lie on each other: the earlier run is wider, so that each stays visible
@@ -211,7 +236,10 @@ def draw(runs, stem, title=""):
     if any(labels[axes[name]] for name in above):
         handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
                               label="best val"))
-    finish_axes(axes, c.x, labels)
+    titles = {**TITLES, **(OF_TASK if of_task and alone else {})}
+    if of_task:
+        titles["loss"] = OF_TASK["loss"]
+    finish_axes(axes, c.x, labels, titles)
     columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
     fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1),
                frameon=False)
@@ -219,9 +247,11 @@ def draw(runs, stem, title=""):
 
 
 def dataset_name(run_dir):
-    """The dataset that a run's config.json names, '?' where it names none."""
+    """The dataset or the task that a run's config.json names, '?' where it names none."""
     try:
         config = from_json((Path(run_dir) / "config.json").read_bytes())
+        if config["train"].get("task"):
+            return printable(f"task {config['train']['task']}")
         return printable(Path(config["train"]["dataset"]).name)
     except (OSError, ValueError, KeyError, TypeError):
         return "?"

@@ -122,6 +122,17 @@ class Uniform(NamedTuple):
     bound: float
 
 
+class Outcome(NamedTuple):
+    """What a GPT's forward pass has computed when its last block is done."""
+
+    x: torch.Tensor                   # the final hidden states, [B, T, C]
+    predictions: dict                 # "blocks.<i>.<name>" -> what hooks put into heads.predictions
+    inputs: dict                      # name -> what GPT.forward() was given for a mechanism, or None
+    targets: Optional[torch.Tensor]   # [B, T], -1 where a token is not scored; None: there is no loss
+    nats: Optional[torch.Tensor]      # loss of each token, [B, T], where a mechanism has needs_nats
+    traces: Optional[dict]            # gets traces of the whole model; None: none are wanted
+
+
 def no_dropout(config, flag):
     """Yield a sentence where attention dropout is on and `flag` needs a kernel that has none."""
     if config.weight_dropout:
@@ -149,8 +160,13 @@ class Mechanism(nn.Module):
     needs_row_stats = None
     needs_spread = False     # and its spread
     detach = False           # no gradient goes into those statistics
-    needs_positions = False  # it reads Heads.positions or Heads.n_keys
-    scores_added_heads = False  # its score_mod() acts on constraint heads, too
+    needs_positions = False  # it reads heads.positions or heads.n_keys
+    needs_nats = False       # model_losses() reads the loss of each token
+    takes = ()               # arguments of GPT.forward() that are for it: heads.inputs has what is given
+    scores_added_heads = False  # its score_mod() acts on heads that another mechanism adds, too
+    # Where it is, beside a layer or in place of it.
+    adds_heads = False       # added_heads() is not 0 everywhere. Own mechanisms act before heads are added
+    in_blocks = False        # a block may have one, where on_block() says so: see branch_gates()
     # Its tensors. GPT.init_weights() overwrites what __init__ puts into them.
     starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
@@ -159,9 +175,12 @@ class Mechanism(nn.Module):
     in_pairs = False         # heads 0 and 1 belong together, 2 and 3, ...: they are pruned together
     joins_blocks = False     # its part differs from block to block: none can be put in or taken out
     passes_on = False        # others read what its layer's heads hold, not only what the layer sends out
+    least_head_size = 1      # it needs heads of so many dimensions
+    one_head_size = False    # it needs heads of the same size in all layers
     absorbs = False          # it starts as a constant factor, for which a checkpoint's weights can make up
     no_effect_because = ""   # why a new model of it computes what the plain GPT does, where it is meant to
-    # What it costs and averages.
+    # How it is trained, what it costs and what it averages.
+    learning_rate = None     # of one between blocks: the key of its rate, where that is not mechanism_lr
     averages = ()            # its flags for means over all tokens of a row, padding included
     attention_cost = 0.0     # FLOPs beyond those of plain attention, as a share of them
 
@@ -185,9 +204,45 @@ class Mechanism(nn.Module):
         return getattr(config, cls.flag) not in (None, False)
 
     @classmethod
+    def is_idle(cls, config):
+        """Whether its parameters act on nothing, by a flag of its own."""
+        return False
+
+    @classmethod
     def on(cls, config, layer):
         """Whether block `layer` has it."""
         return cls.is_on(config)
+
+    @classmethod
+    def on_block(cls, config):
+        """Whether each block has one of its own, cls(config), beside its attention's mechanisms."""
+        return False
+
+    @classmethod
+    def added_heads(cls, config, layer):
+        """How many heads it adds to those of block `layer`; see merge_added()."""
+        return 0
+
+    @classmethod
+    def head_size_in(cls, config, layer):
+        """The head size that it gives block `layer`; None: it leaves that as it is."""
+
+    @staticmethod
+    def queries_are_keys(config):
+        """Whether a layer's projection gives one set of vectors, which are queries and keys; values are then
+        slices of its input.
+        """
+        return False
+
+    @staticmethod
+    def needs_one_input(config):
+        """Whether it takes a layer's queries, keys and values for projections of one input."""
+        return False
+
+    @classmethod
+    def model_modules(cls, config):
+        """{attribute of the GPT: module} of what it has outside of the layers, for model_losses()."""
+        return {}
 
     @staticmethod
     def settle(config):
@@ -210,6 +265,9 @@ class Mechanism(nn.Module):
             yield from [*range_problems(config, options=cls.Options)] or cls.problems(config)
             if cls.in_pairs and config.n_head % 2:
                 yield f"{cls.flag}=True joins heads in pairs: n_head={config.n_head} is odd"
+            if config.head_size < cls.least_head_size:
+                yield (f"{cls.flag} needs a head size of at least {cls.least_head_size}: it is "
+                       f"{config.head_size}")
             if cls.needs_row_stats:
                 yield from no_dropout(config, cls.flag)
             return
@@ -228,6 +286,9 @@ class Mechanism(nn.Module):
     def initial_values(self):
         """`starts`, where it depends on flags."""
         return self.starts
+
+    def check_loaded(self, name):
+        """ValueError where what was loaded into its buffers is impossible. name: its path in the model."""
 
     def head_axes(self):
         """The HeadAxis of each tensor that has one: of `per_head`, where no tensor is more complicated."""
@@ -283,6 +344,24 @@ class Mechanism(nn.Module):
 
     def after_attention(self, attn, heads):
         """After attention: rewrite heads.y; add gates that need heads.y, heads.v or heads.row_stats."""
+
+    def merge_added(self, out, y):
+        """Where it adds heads: what the layer's own heads send out [B, T, C], joined by what the added heads'
+        outputs y [B, added heads, T, D] give.
+        """
+        return out
+
+    def branch_gates(self, dtype, traces):
+        """Of one that a block has: factors [1], or None, on what its attention and its MLP add to the stream.
+
+        dtype: of the factors. traces: a dictionary for traces, or None.
+        """
+        return None, None
+
+    @classmethod
+    def model_losses(cls, model, outcome):
+        """After the last block: {name: weighted loss} of an Outcome, asked of each class, on or off."""
+        return {}
 
     def trace_map(self, attn, weights, heads):
         """Where attention maps are traced: give back the weights [B, H, T, S] as this mechanism leaves them.
@@ -360,8 +439,10 @@ class HeadControl:
 
     def units_of(self, layer):
         """[Unit] of a block."""
-        attn, agency = self.transformer.h[layer].attn, self.transformer.h[layer].agency
-        units = [Unit(layer, head, attn, attn.agency, i) for i, head in enumerate(attn.all_head_ids())]
+        block = self.transformer.h[layer]  # with no Agency in model.py none has states
+        attn, agency = block.attn, getattr(block, "agency", None)
+        of_heads = getattr(attn, "agency", None)
+        units = [Unit(layer, head, attn, of_heads, i) for i, head in enumerate(attn.all_head_ids())]
         return units if agency is None else [*units, Unit(layer, None, agency, agency, 0)]
 
     def unit(self, layer, head):
@@ -383,7 +464,7 @@ class HeadControl:
         MLP, block or state that there is not.
         """
         unit = self.unit(layer, head)
-        attn, agency = self.transformer.h[layer].attn, self.transformer.h[layer].agency
+        attn, agency = self.transformer.h[layer].attn, getattr(self.transformer.h[layer], "agency", None)
         if gate is not None:
             if abs(gate) > LARGEST_GATE:  # NaN is none by hand
                 raise ValueError(f"the gate must be a number of at most {LARGEST_GATE:g} either way")

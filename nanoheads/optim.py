@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from model import A2CValue, UNetSkip
+from model import BETWEEN_BLOCKS, MECHANISM_CLASSES
 from nanoheads.common import UserError
 from nanoheads.kernels import NO_TRITON
 from nanoheads.mechanism import Mechanism
@@ -227,8 +227,9 @@ def block_matrices(model):
 
 def of_mechanisms(model):
     """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
-    return {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, (Mechanism, A2CValue))
-            for name, _ in m.named_parameters()}
+    outside = {name for cls in MECHANISM_CLASSES for name in cls.model_modules(model.config)}
+    return {f"{path}.{name}" for path, m in model.named_modules()
+            if isinstance(m, Mechanism) or path in outside for name, _ in m.named_parameters()}
 
 
 def own_parameters(mechanism):
@@ -250,12 +251,13 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
     added = of_mechanisms(model)
     no_decay = {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, Mechanism)
                 for name, _ in own_parameters(m)}  # a mechanism's own, whatever their shape
+    rates = {f"{cls.name}.": cls.learning_rate for cls in BETWEEN_BLOCKS if cls.learning_rate}
     groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in muons:
             role = "mechanism_lr" if name in added else "adamw_lr"
             role = "embed_lr" if "wte" in name or "wpe" in name else role
-            role = "skip_lr" if name.startswith(f"{UNetSkip.name}.") else role
+            role = next((lr for prefix, lr in rates.items() if name.startswith(prefix)), role)
             decays = p.dim() >= 2 and name not in no_decay
             group = dict(params=[], lr=getattr(config, role) or config.mechanism_lr,
                          weight_decay=config.weight_decay if decays else 0.0)

@@ -23,6 +23,7 @@ import types
 import typing
 from collections import Counter
 from contextlib import suppress
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -284,14 +285,21 @@ class AsConstructed(model.GPT):
 
 
 def small_models(cls):
-    """Yield (mode, AsConstructed, its first layer of this class, what initial_values() names) for each mode.
+    """Yield (mode, AsConstructed, its first layer of this class, what initial_values() names) for each mode,
+    and for each of its numbers moved a little, by which a parameter may be filled: then the mode's name is
+    "mode, flag=number".
 
     Where memory is not set, as by torch.empty(), it is NaN in what was constructed, and so no constant. A
     mode that cannot be built so small is left to the run that builds it.
     """
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    every = [*cls.modes.items()]
     for mode, flags in cls.modes.items():
+        numbers = {f.name: flags.get(f.name, f.default) for f in fields(cls.Options)}
+        moved = {name: 0.75 * value + 0.0625 for name, value in numbers.items() if type(value) is float}
+        every += [(f"{mode}, {name}={value:g}", {**flags, name: value}) for name, value in moved.items()]
+    for mode, flags in every:
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
             with torch.random.fork_rng(devices=[]):
@@ -314,7 +322,7 @@ def problems_of_models(cls):
         for name in (name for name in starts if name not in own):
             yield f"initial_values() names {name!r}, which is none of its parameters{meant(name, own)}"
         flags, every = model.GPTConfig.defaults(), [name for name, _ in gpt.named_parameters()]
-        for name in cls.neutral.get(mode, ()):
+        for name in cls.neutral.get(mode, ()):  # of a moved number there is none
             if name not in flags and not any(fnmatch(each, f"*{name}") for each in every):
                 known = [*cls.fields(), *(f"{cls.name}.{each}" for each in own)]
                 yield (f"neutral: {mode} names {name!r}, which is none of its flags and parameters"
@@ -323,16 +331,20 @@ def problems_of_models(cls):
 
 
 def lost_constants(cls, mode, gpt):
-    """Yield which constant that __init__ puts into a parameter is overwritten, unless the class says with
-    what.
+    """Yield which constant, or which vector, that __init__ puts into a parameter is overwritten, unless the
+    class says with what. A matrix may be filled at random, as layers are.
     """
     for path, layer in gpt.named_modules():
         for name, p in layer.named_parameters(recurse=False) if isinstance(layer, cls) else ():
-            value = gpt.constructed[f"{path}.{name}"].flatten()
-            constant = len(value) and (value == value[0]).all() and name not in layer.initial_values()
-            if constant and not torch.equal(value, p.flatten()):
+            value, start = gpt.constructed[f"{path}.{name}"].flatten(), p.flatten()
+            if name in layer.initial_values() or not len(value) or torch.equal(value, start):
+                continue
+            if (value == value[0]).all():
                 yield (f"{mode}: __init__ fills {name} with {value[0]:g}, and the model would start with "
-                       f"{p.flatten()[0]:.3g}; say it in `starts`: {{{name!r}: {value[0]:g}}}")
+                       f"{start[0]:.3g}; say it in `starts`: {{{name!r}: {value[0]:g}}}")
+            elif p.dim() < 2 and not value.isnan().any():
+                yield (f"{mode}: __init__ fills {name} with {value[0]:.3g}, {value[1]:.3g}, ..., and the "
+                       f"model would start with {start[0]:.3g}; give them in initial_values()")
 
 
 def meant(name, known):

@@ -36,7 +36,7 @@ def prune_heads(model, heads, optimizers=()):
 def pack(model):
     """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason.
 
-    Where agency_scope gives blocks or their MLPs states, also without what is withdrawn of those.
+    Where a mechanism gates blocks or their MLPs (agency_scope), also without those whose gate is 0.
     """
     return pack_in_place(copy.deepcopy(model).eval())
 
@@ -47,11 +47,12 @@ def pack_in_place(model):
     for layer, block in enumerate(model.transformer.h):
         if closed := closed_heads(block.attn):
             gone[layer] = closed
-        if block.agency is not None and block.agency.gate() == 0:
-            block.agency.skipped = True
-            # what others read of its heads stays
-            if block.agency.scope == "block" and not any(m.passes_on for m in block.attn.mechanisms()):
-                gone[layer] = block.attn.head_ids
+        gates = [m.branch_gates(block.attn.c_proj.weight.dtype, None) for m in block.mechanisms()]
+        block.skips_mlp |= any(gate is not None and gate == 0 for _, gate in gates)
+        # what others read of its heads stays
+        if any(gate is not None and gate == 0 for gate, _ in gates) \
+                and not any(m.passes_on for m in block.attn.mechanisms()):
+            gone[layer] = block.attn.head_ids
     if gone:
         prune_heads(model, gone)
     return model

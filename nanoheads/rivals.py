@@ -16,12 +16,6 @@ from nanoheads.kernels import (Linear, float32_linear, float32_product, for_each
 from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
 
-def kept(cache, attn, name, value):
-    """What a mechanism has put into a KVCache for the tokens before these; at first `value`."""
-    before = None if cache is None else cache.swap(attn.layer, name, None)
-    return value if before is None else before
-
-
 class ShortConv(Mechanism):
     """A short causal convolution of each channel, y_t = x_t + b + sum_i w_i x_{t-i}, before norm and RoPE.
 
@@ -51,9 +45,13 @@ class ShortConv(Mechanism):
 
     @staticmethod
     def problems(config):
-        if config.a2c == "published" and config.short_conv != "x":
+        if config.queries_are_keys and config.short_conv != "x":
             yield (f"short_conv={config.short_conv!r} convolves queries, keys and values of a projection: "
-                   "a2c='published' has queries alone")
+                   f"{config.queries_are_keys} has queries alone")
+
+    @staticmethod
+    def needs_one_input(config):
+        return config.short_conv == "x"
 
     def head_axes(self):
         if self.of == "x":
@@ -84,7 +82,7 @@ class ShortConv(Mechanism):
             x = x * heads.valid  # padding is no token
         both, T, reach = x, x.size(1), len(self.weight) - 1
         if heads.cache is not None:
-            before = kept(heads.cache, attn, self.name, None)
+            before = heads.cache.swap(attn.layer, self.name, None)
             both = x if before is None else torch.cat((before, x), 1)
             heads.cache.swap(attn.layer, self.name, both[:, -reach:])
         return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first)[:, -T:]
@@ -102,6 +100,7 @@ class ValueResidual(Mechanism):
 
     name = flag = "value_residual"
     joins_blocks = True
+    one_head_size = True
     modes = {"value_residual": dict(value_residual=True)}
     neutral = {"value_residual": {"value_residual.share": 0.0}}
     starts = {"share": 0.5}
@@ -115,9 +114,6 @@ class ValueResidual(Mechanism):
     def problems(config):
         if config.n_layer < 2:
             yield "value_residual=True mixes later layers' values with the first one's: n_layer=1 has none"
-        if config.constraint_names and config.constraint_variant == "B":
-            yield ("value_residual=True needs heads of one size: "
-                   "constraint_variant='B' makes some layers' narrower")
 
     def before_attention(self, attn, heads):
         if self.share is None:
@@ -430,6 +426,10 @@ class Diff(Mechanism):
         self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=bias)
         self.share = nn.Linear(config.n_embd, attn.n_head, bias=False)
 
+    @staticmethod
+    def needs_one_input(config):
+        return True
+
     def head_axes(self):
         rows = [HeadAxis(self.c_q, name, size=self.head_size, extra=False) for name in ("weight", "bias")]
         return [*rows, HeadAxis(self.share, "weight", extra=False)]
@@ -482,7 +482,7 @@ class DiffV1(Mechanism):
 
     @staticmethod
     def problems(config):
-        if config.diff:
+        if any(cls.flag == "diff" for cls in config.mechanisms()):
             yield "diff=True and diff_v1=True are two forms of one thing: choose one"
         if config.group > 1:
             yield f"diff_v1 joins the values of two heads, which n_kv_head={config.n_kv_head} makes one"
@@ -595,17 +595,13 @@ class KeyOffset(Mechanism):
     name = flag = "key_offset"
     modes = {"key_offset": dict(key_offset=True)}
     needs_positions = True
+    least_head_size = 4  # with fewer no part of a key is moved
 
     def __init__(self, config, attn):
         super().__init__()
         half = attn.head_size // 2
         moved = torch.arange(attn.head_size) % half >= (half + 1) // 2
         self.register_buffer("moved", moved, persistent=False)
-
-    @staticmethod
-    def problems(config):
-        if config.head_size < 4:
-            yield f"key_offset moves a part of each key: a head size of {config.head_size} is below 4"
 
     def before_attention(self, attn, heads):
         last = None if heads.cache is None else heads.cache.swap(attn.layer, "key", heads.k[:, :, -1:])
@@ -800,10 +796,9 @@ class MUDD(Mechanism):
     def problems(config):
         if config.mudd_from is not None and config.mudd_from > config.n_layer:
             yield f"mudd_from={config.mudd_from} must be at most n_layer={config.n_layer}, the last norm's"
-        others = {"a2c='published'": config.a2c == "published", "short_conv='x'": config.short_conv == "x",
-                  "diff=True": config.diff}
-        for other in (name for name, on in others.items() if on):
-            yield f"mudd gives queries, keys and values an input each: {other} knows of one"
+        for other in (cls for cls in config.mechanisms() if cls.needs_one_input(config)):
+            yield (f"mudd gives queries, keys and values an input each: {other.flag}="
+                   f"{getattr(config, other.flag)!r} knows of one")
 
     def initial_values(self):
         starts = {}

@@ -18,7 +18,9 @@ from tqdm import tqdm
 
 from nanoheads import checkpoint
 from nanoheads.common import OWN_FILES, UserError
+from nanoheads.configurator import typed
 from nanoheads.dataset import Dataset
+from nanoheads.tasks import TaskConfig, TaskData, check_split
 from nanoheads.tokenizer import count_chars
 
 
@@ -270,9 +272,17 @@ def count_words(dataset, split, piece=1 << 20):
 
 # ---- checkpoints and their data ----
 
-def dataset_of(state, path, name=None):
-    """The Dataset called `name`, or else the one that a read checkpoint was trained on. UserError."""
+def dataset_of(state, path, name=None, task=False):
+    """The Dataset called `name`, or else the one that a read checkpoint was trained on. UserError.
+
+    task: of one that was trained on a task its TaskData; without, a line says that what asks is of texts.
+    """
     meta, train = state["meta"] or {}, state.get("train") or {}
+    if flags := meta.get("task"):
+        if name or not task:
+            asks = f"--dataset={name}" if name else "this"
+            raise UserError(f"{path} was trained on the task {flags['task']}, and {asks} is of a text")
+        return task_data(flags, path)
     names = [name] if name else [train.get("dataset"), state.get("dataset"), meta.get("name")]
     names = [n for n in names if n]
     if not names:
@@ -285,12 +295,38 @@ def dataset_of(state, path, name=None):
     return Dataset(names[-1])
 
 
-def load(path, split, stride, device, dataset=None, settings=()):
-    """(state, model, Dataset) of one checkpoint, after every check that needs no scoring."""
+def task_data(flags, path):
+    """The TaskData of the flags in a checkpoint's meta. UserError: they are damaged."""
+    try:
+        return TaskData(typed(flags, TaskConfig), flags["task_length"])
+    except (UserError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is damaged, or no checkpoint of this program: its task: {e}") from None
+
+
+def at_context(model, context, state, path, device, settings=()):
+    """The model with block_size=context; ACAG's length and the window stay the checkpoint's. UserError."""
+    longest = model.config.block_size
+    if context <= longest:
+        model.crop_block_size(context)
+        return model
+    if model.config.pos == "learned":
+        raise UserError(f"{path} has learned positions, which end at {longest:,}: "
+                        f"it cannot read a context of {context:,}")
+    return checkpoint.build(state, path, device, [*settings, f"block_size={context}"])
+
+
+def load(path, split, stride, device, dataset=None, settings=(), task=False):
+    """(state, model, Dataset) of one checkpoint, after every check that needs no scoring.
+
+    task: also of one that was trained on a task, whose TaskData stands for the Dataset.
+    """
     state = checkpoint.read(path)
     model = checkpoint.build(state, path, device, settings)
-    data = dataset_of(state, path, dataset)
+    data = dataset_of(state, path, dataset, task)
     checkpoint.same_vocabulary(state, data, path)
+    if isinstance(data, TaskData):
+        check_split(split, path)
+        return state, model, data
     then, now = ({"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
                  for meta in (state["meta"] or {}, data.meta))
     if then.get("sha256") and not dataset:

@@ -208,6 +208,7 @@ TASKS = {
                    room=lambda level, words: level, show=lambda value: ("even", "odd")[value]),
 }
 ALPHABETS = ("keys", "values", "noises", "marks")
+SIZES = tuple(f"task_{size}" for size in (*ALPHABETS, "key_size", "value_size"))
 
 
 @dataclass
@@ -230,6 +231,9 @@ class TaskConfig:
     task_key_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a key", at_least=1)
     task_value_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a value", at_least=1)
     task_rows: int = flag(64, "rows of each level in an evaluation", at_least=1)
+    task_enough: Optional[float] = flag(
+        None, "end at the first evaluation in which this share of the answers is right, a mean over levels; "
+              "None: at max_iters alone", above=0, at_most=1)
 
 
 # ---- words ----
@@ -249,14 +253,15 @@ class Words:
 
     def __init__(self, name, sizes):
         self.task = TASKS[name]
-        for alphabet in (*ALPHABETS, "key_size", "value_size"):
-            size, usual = sizes.get(f"task_{alphabet}"), getattr(self.task, alphabet)
+        for key in SIZES:
+            alphabet = key.removeprefix("task_")
+            size, usual = sizes.get(key), getattr(self.task, alphabet)
             fixed = usual == (1 if alphabet.endswith("size") else 0) or name == "parity"
             if size is not None and size != usual and fixed:
                 has = f"has no {alphabet}" if not usual else f"always has {usual} {alphabet}"
                 if alphabet.endswith("size"):
                     has = f"always has a {alphabet.replace('_', ' ')} of 1"
-                raise UserError(f"task_{alphabet}={size}: {name} {has}")
+                raise UserError(f"{key}={size}: {name} {has}")
             setattr(self, alphabet, usual if size is None else size)
         bits = name == "parity"
         self.vocab = [".", *("01" if bits else letters(ord("A"), self.keys)), *letters(0x0410, self.values),
@@ -287,7 +292,7 @@ class TaskData:
     """The rows of a task, as a run's dataset. UserError: a level or an alphabet that does not fit.
 
     flags: {key: value}, those of a TaskConfig. length: of a row, where task_length is None. meta: what a
-    checkpoint keeps of it, with the flags in meta["task"].
+    checkpoint keeps of it, with the flags in meta["task"], each with its value.
     """
 
     def __init__(self, flags, length):
@@ -303,8 +308,20 @@ class TaskData:
                 raise UserError(f"task_{key} is empty: name a level, or leave it out for the task's own")
             for level in getattr(self, key):
                 self.check_level(f"task_{key}", level, self.length)
-        self.meta = dict(name=f"task {self.name}", encoding="char", vocab=self.words.vocab,
-                         vocab_size=self.vocab_size, separator=BLANK, task=self.flags)
+        self.dir = f"task {self.name}"  # in messages, in the place of a folder
+        self.meta = dict(name=self.dir, encoding="char", vocab=self.words.vocab,
+                         vocab_size=self.vocab_size, separator=BLANK, task=self.settled())
+
+    @property
+    def digests(self):
+        """What two of these must have in common to be the same rows in training, as Dataset.digests."""
+        return of_training(self.meta)
+
+    def settled(self):
+        """{key: value} of the flags, in which what was None is what it means."""
+        sizes = {key: getattr(self.words, key.removeprefix("task_")) for key in SIZES}
+        return dict(self.flags, **sizes, task_levels=list(self.levels), task_length=self.length,
+                    task_test_levels=list(self.test_levels))
 
     def check_level(self, key, level, length):
         """UserError where rows of this length have no room for a level, or an alphabet is too small."""
@@ -319,13 +336,26 @@ class TaskData:
             most **= words.key_size
         if level > most:
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "
-                            f"task_{task.most}={getattr(words, task.most)} gives {most}: raise it or lower "
-                            "the level")
+                            f"task_{task.most}={getattr(words, task.most)} gives {most}: "
+                            + ("lower the level" if key.startswith("--") else "raise it or lower the level"))
 
-    def rows(self, split, level, n, length=None):
-        """(x, y) of n rows of one level and `length` tokens, int64 [n, T] each, the same for all runs."""
-        rng = np.random.default_rng([STREAMS[split], level])
+    def rows(self, split, level, n, length=None, seed=0):
+        """(x, y) of n rows of one level, int64 [n, T] each, of `length` tokens; the same for all runs."""
+        rng = np.random.default_rng([STREAMS[split], level, seed])
         return self.task.draw(rng, level, n, self.words, length or self.length)
+
+    def mixed_rows(self, split, n):
+        """(x, y) of n rows of all levels of training in turn, tensors [n, T], always the same."""
+        k = len(self.levels)
+        parts = [self.rows(split, level, -(-n // k)) for level in self.levels]
+        return [torch.from_numpy(np.stack(each, 1).reshape(-1, self.length)[:n]) for each in zip(*parts)]
+
+    def longer(self, levels):
+        """Tokens of rows with room for these levels: those of training, doubled as often as it takes."""
+        most, length = max(self.task.room(level, self.words) for level in levels), self.length
+        while length < most:
+            length *= 2
+        return length
 
     def batch(self, seed, step, n):
         """(x, y) of the n rows that a run of this seed reads at a step, int64 [n, T] each."""
@@ -357,6 +387,19 @@ class TaskData:
                     usual=float(np.bincount(right).max() / len(right)))
 
 
+def check_split(split, path):
+    """UserError unless an evaluation may have rows of this split."""
+    if split not in ("val", "test"):
+        raise UserError(f"--split={split}: {path} was trained on a task, whose rows are drawn anew at each "
+                        "step of training; there are val and test beside")
+
+
+def of_training(meta):
+    """{key: value} of the flags that say which rows a run is trained on, from its meta; {}: of a text's."""
+    return {key: value for key, value in (meta.get("task") or {}).items()
+            if key not in ("task_rows", "task_test_levels", "task_enough")}
+
+
 class TaskBatches:
     """Training batches of a task, a function of (seed, step) alone, like those of dataset.Batches."""
 
@@ -378,13 +421,23 @@ class TaskBatches:
         return step * self.rows * self.data.length
 
 
+def levels_in(row):
+    """{level: share of answers that are right} of an evaluation's row of log.jsonl."""
+    return {int(key.removeprefix("acc/")): share for key, share in row.items() if key.startswith("acc/")}
+
+
 @torch.no_grad()
-def answers_of(model, x, at_once=4096):
-    """(the most probable next word, its logits) after each token of x [n, T]: int64 [n, T], [n, T, V]."""
-    device = next(model.parameters()).device
-    parts = [model(part.to(device)).logits.float().cpu() for part in x.split(max(1, at_once // x.size(1)))]
-    logits = torch.cat(parts)
-    return logits.argmax(-1), logits
+def logits_of(model, x, at_once=4096):
+    """Yield (rows of x [n, T] as a slice, the model's logits there [rows, T, V], float32 on the CPU)."""
+    device, rows = next(model.parameters()).device, max(1, at_once // x.size(1))
+    for at in range(0, len(x), rows):
+        part = slice(at, at + rows)
+        yield part, model(x[part].to(device)).logits.float().cpu()
+
+
+def answers_of(model, x):
+    """The most probable next word after each token of x [n, T], int64 [n, T]."""
+    return torch.cat([logits.argmax(-1) for _, logits in logits_of(model, x)])
 
 
 @torch.no_grad()
@@ -402,15 +455,29 @@ def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0
                 x, y = data.rows(split, level, rows or data.flags["task_rows"], length)
                 x, y = torch.from_numpy(x[rank::world]), torch.from_numpy(y[rank::world])
                 nats, right = 0.0, 0
-                if len(x):
-                    best, logits = answers_of(model, x)
-                    nats = float(F.cross_entropy(logits.flatten(0, 1).double(), y.flatten(),
-                                                 ignore_index=NOT_ASKED, reduction="sum"))
-                    right = int((best == y).sum())
+                for part, logits in logits_of(model, x):
+                    wanted = y[part]
+                    nats += float(F.cross_entropy(logits.flatten(0, 1).double(), wanted.flatten(),
+                                                  ignore_index=NOT_ASKED, reduction="sum"))
+                    right += int((logits.argmax(-1) == wanted).sum())
                 found[level] = nats, right, int((y != NOT_ASKED).sum())
     finally:
         model.train(was_training)
     return found
+
+
+def summary(counts):
+    """What score_levels() counted, as a dict: levels, {level: share of the answers that are right}; right,
+    the mean over levels; nats, of an answer, over all of them.
+    """
+    nats, asked = (sum(each[i] for each in counts.values()) for i in (0, 2))
+    levels = {level: right / of_level for level, (_, right, of_level) in counts.items()}
+    return dict(levels=levels, right=sum(levels.values()) / len(levels), nats=nats / asked)
+
+
+def rows_per_level(data, tokens):
+    """Rows of each test level that have so many tokens together, at least one; 0: task_rows."""
+    return max(1, tokens // (data.length * len(data.test_levels))) if tokens else data.flags["task_rows"]
 
 
 # ---- what was learned ----
@@ -432,8 +499,10 @@ def learned_from(steps, shares, enough=LEARNED):
 def what_was_learned(data, rows):
     """A line: which levels were learned, from which step on, and what became of the others.
 
-    rows: the evaluations of a run, as in its log.
+    rows: the evaluations of a run, as in its log; those that scored other levels say nothing.
     """
+    keys = {f"acc/{level}" for level in data.test_levels}
+    rows = [row for row in rows if keys == {key for key in row if key.startswith("acc/")}]
     steps, last = [row["step"] for row in rows], rows[-1]
     learned, others = [], []
     for level in data.test_levels:

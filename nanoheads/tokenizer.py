@@ -60,6 +60,8 @@ META = {
     "separator": ("a whole number from 0 to below vocab_size, a token", lambda value, meta:
                   is_whole(value, 0) and value < meta["vocab_size"]),
     "splits": ("the splits by name, one at least", lambda value, meta: isinstance(value, dict) and value),
+    "task": ("the flags of a task by name, or left out", lambda value, meta: value is None or (
+        isinstance(value, dict) and is_text(value.get("task")))),
 }
 # of each split; chars is for its reader alone
 META_OF_SPLIT = {

@@ -16,7 +16,7 @@ from nanoheads import threads  # noqa: E402, F401  before torch, whose threads i
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from helpers import CODE, ROOT, TINY, without_own_mechanisms, write_dataset  # noqa: E402
+from helpers import CODE, ROOT, TINY, TINY_TASK, without_own_mechanisms, write_dataset  # noqa: E402
 from nanoheads import corpus  # noqa: E402
 
 torch.set_num_threads(1)
@@ -131,6 +131,24 @@ def args(bytes_data, tmp_path):
         keys = {"dataset": bytes_data, **TINY, "out_dir": tmp_path / out, **keys}
         return [f"--{key}={value}" for key, value in keys.items() if value is not ...]
     return make
+
+
+@pytest.fixture
+def task_args(tmp_path):
+    """task_args(out="run", **keys) -> a command line for a tiny run on a task in tmp_path / out."""
+    def make(out="run", **keys):
+        keys = {**TINY_TASK, "out_dir": tmp_path / out, **keys}
+        return [f"--{key}={value}" for key, value in keys.items() if value is not ...]
+    return make
+
+
+@pytest.fixture(scope="session")
+def task_run(tmp_path_factory):
+    """The folder of a tiny run on the task recall; positions are rotary, so that rows may be longer."""
+    out = tmp_path_factory.mktemp("runs") / "recall"
+    keys = dict(TINY_TASK, out_dir=out, recipe="modern", n_layer=2, n_head=4)
+    train.main([f"--{key}={value}" for key, value in keys.items()])
+    return out
 
 
 @pytest.fixture

@@ -73,6 +73,11 @@ TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
             device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
 
 
+# a run of train.py on a task, with as little to it; rows have 12 tokens
+TINY_TASK = dict(task="recall", task_keys=6, task_values=4, task_levels="1,2,3", task_test_levels="1,3",
+                 task_rows=5, **{**TINY, "block_size": 12})
+
+
 def write_dataset(folder, splits, encoding="byte", vocab=None):
     """A data folder as a prepare script writes it, from {split: bytes}."""
     tokenizer = Tokenizer(encoding, vocab)
@@ -100,9 +105,9 @@ def put_meta(folder, **fields):
 
 
 def pass_of(model, x, **wanted):
-    """The Heads in which a model's first block reads x [B, T, C], without a cache."""
+    """The ForwardPass in which a model's first block reads x [B, T, C], without a cache."""
     T = x.size(1)
-    return model.make_heads(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
+    return model.make_forward_pass(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def agree(got, want, inputs, tol):
 def equals_the_oracle(model, idx=tokens(2, 7), hint=None, tol=1e-9):
     """Hidden states of idx [B, T] and the gradients of all parameters are the oracle's, as the states scale.
     """
-    got, want = model.hidden(idx, hint=hint), hidden(model, idx, hint)
+    got, want = model.hidden(idx, router_hint=hint), hidden(model, idx, hint)
     scale = want.detach().abs().max().item()
     agree([got / scale], [want / scale], list(model.parameters()), tol)
 

@@ -6,7 +6,8 @@ Change the heads of a checkpoint by hand, see what that costs, and save the chan
     python -m lab.probe inspect --ckpt out/a --set unet_skips=False --save out/b    # writes out/b/best.pt
 
 A head is named block.number, as in the table. Bits per byte are given before and after the change, on the
-same text, and the table shows the heads after it. A gate that was set by hand is no part of a checkpoint, so
+same text, of a checkpoint of a task what share of the answers is right, on the same rows; and the table shows
+the heads after it. A gate that was set by hand is no part of a checkpoint, so
 --save multiplies it into the head's output projection. Compare what the two models write with
 `python sample.py --ckpt out/a --ckpt out/b`.
 """
@@ -17,10 +18,11 @@ import re
 from pathlib import Path
 
 from nanoheads import checkpoint, own_mechanism, scoring
-from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
-                              write_json)
+from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, plural, say, table,
+                              writable, write_json)
 from nanoheads.files import only_writer
 from nanoheads.pruning import prune_heads
+from nanoheads.tasks import TaskData, rows_per_level, score_levels, summary
 from lab.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from lab.heads.states import find_violations
 from lab.heads.surgery import fold_gates
@@ -121,38 +123,62 @@ def table_of_violations(violations):
     return table(head, rows, left=(2, 4)) if rows else ""
 
 
+UNITS = dict(bpb="bits/byte", right="right", nats="nats/answer")  # of what scorer() measures
+
+
+def scorer(data, args, T):
+    """(what is scored, in words, tokens of it, a function of a model to {key of UNITS: value})."""
+    if isinstance(data, TaskData):
+        rows = rows_per_level(data, args.tokens)
+
+        def of_rows(model):
+            found = summary(score_levels(model, data, args.split, rows))
+            return dict(right=found["right"], nats=found["nats"])
+        return f"{plural(rows, 'row')} of each level", rows * len(data.test_levels) * data.length, of_rows
+
+    cuts = scoring.windows_of(data, args.split, T, 0, args.tokens)
+    n_bytes, _ = scoring.text_size(data, args.split, cuts)
+
+    def of_windows(model):
+        nats, _ = scoring.score(model, data, args.split, max_tokens=args.tokens)
+        return dict(bpb=scoring.bits(nats, n_bytes))
+    scored = sum(n for *_, n in cuts)
+    return f"{scored:,} tokens", scored, of_windows
+
+
+def in_units(scores, before=None):
+    """Scores as text; before: others, from which the differences are shown too."""
+    return ", ".join(f"{value:.4f} {UNITS[key]}" + (f" ({value - before[key]:+.4f})" if before else "")
+                     for key, value in scores.items())
+
+
 def inspect(args):
     """Change a checkpoint as the arguments say; print what that costs, the heads, and what was written."""
     path, device = args.ckpt[0], pick_device(args.device)
     out = writable(args.json) if args.json else None
     written = free_path(args.save) if args.save is not None else None
-    read, loaded, data = scoring.load(path, args.split, 0, device, args.dataset)
+    read, loaded, data = scoring.load(path, args.split, 0, device, args.dataset, task=True)
     model = checkpoint.build(read, path, device, args.settings)
     prune(model, args.prune)
 
-    # bits per byte before and after, on the same windows
-    tokens, T = data.tokens(args.split), loaded.config.block_size
-    cuts = scoring.windows_of(data, args.split, T, 0, args.tokens)
-    n_bytes, _ = scoring.text_size(data, args.split, cuts)
-
-    def bits_per_byte(each):
-        nats, _ = scoring.score(each, data, args.split, max_tokens=args.tokens)
-        return scoring.bits(nats, n_bytes)
-
-    before, after = bits_per_byte(loaded), None
-    if not math.isfinite(before):
-        raise UserError(f"{path} gives {before} bits/byte on {args.split}: "
+    # before and after, on the same windows or rows
+    scored, n_scored, score_of = scorer(data, args, loaded.config.block_size)
+    before, after = score_of(loaded), {}
+    if bad := [f"{value} {UNITS[key]}" for key, value in before.items() if not math.isfinite(value)]:
+        raise UserError(f"{path} gives {bad[0]} on {args.split}: "
                         "its weights are damaged, or its training diverged")
-    scored = sum(n for *_, n in cuts)
-    lines = [f"{path}: {before:.4f} bits/byte on {scored:,} tokens of {data.meta['name']}, {args.split}"]
+    lines = [f"{path}: {in_units(before)} on {scored} of {data.meta['name']}, {args.split}"]
     if args.settings or args.prune:
-        after = bits_per_byte(model)
-        if not math.isfinite(after):
-            raise UserError(f"the change makes {after} bits/byte")
+        after = score_of(model)
+        if bad := [f"{value} {UNITS[key]}" for key, value in after.items() if not math.isfinite(value)]:
+            raise UserError(f"the change makes {bad[0]}")
         changes = [*args.settings, *([f"without {', '.join(args.prune)}"] if args.prune else [])]
-        lines.append(f"{', '.join(changes)}: {after:.4f} bits/byte ({after - before:+.4f})")
+        lines.append(f"{', '.join(changes)}: {in_units(after, before)}")
 
-    x, y = fixed_text(data, args.split, T, min(METRIC_TOKENS, len(tokens) - 1))
+    most = METRIC_TOKENS
+    if not isinstance(data, TaskData):
+        most = min(most, len(data.tokens(args.split)) - 1)
+    x, y = fixed_text(data, args.split, loaded.config.block_size, most)
     x, y = x.to(device), y.to(device)
     heads = rows_of([unit for unit in model.units() if unit.head is not None], measure(model, x, y))
     pieces = rows_of([unit for unit in model.units() if unit.head is None], measure_pieces(model, x, y))
@@ -172,8 +198,10 @@ def inspect(args):
                 where = "its output projection" if unit.head is not None else "its output projections"
                 lines.append(f"gate {unit.by_hand:g} of {unit} is in {where} there")
     if out:
-        write_json(out, dict(ckpt=path, dataset=data.meta["name"], split=args.split, tokens=scored,
-                             set=args.settings, prune=args.prune, bpb=before, bpb_after=after,
+        scores = {name: value for key in before
+                  for name, value in ((key, before[key]), (f"{key}_after", after.get(key)))}
+        write_json(out, dict(ckpt=path, dataset=data.meta["name"], split=args.split, tokens=n_scored,
+                             set=args.settings, prune=args.prune, **scores,
                              heads=heads, pieces=pieces, violations=violations,
                              written=str(written) if written else None))
         lines += ["", args.json]

@@ -3,14 +3,15 @@ What a checkpoint's mechanisms do to a text, token by token: as JSON lines, and 
 
     python -m lab.probe look --ckpt out/a [--ckpt out/b] --text FILE [--maps] [--out look.jsonl]
     python -m lab.probe look --ckpt out/a --start "To be"                          # the prompt itself
+    python -m lab.probe look --ckpt out/recall --levels 2,12          # rows of the task it was trained on
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl          # of what it writes
 
-A line is a window of block_size tokens (of two checkpoints the shorter), or a sample (its last block_size
-tokens); of two checkpoints one line each, in turn. Beside the lines comes a page of the same name, .html. A
-line holds
+A line is a window of block_size tokens (of two checkpoints the shorter), a row of a task, or a sample (its
+last block_size tokens); of two checkpoints one line each, in turn. Beside the lines comes a page of the same
+name, .html. A line holds
 
     checkpoint, set    where it comes from: the weights, and what --set changed in them
-    text               a file, "prompt", or "sample 2"
+    text               a file, "prompt", "recall, 2 pairs", or "sample 2"
     first, prompt      number of its first token in the whole text; how many of its tokens are a prompt
     ids, tokens        the tokens; bytes that are no UTF-8 without their neighbours as \\xc3
     offsets            [begin, end) of each in characters of the whole text: two bytes of "é" have the same.
@@ -46,11 +47,11 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads import checkpoint
+from nanoheads import checkpoint, task_scores
 from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural,
                               read_whole, say, writable, write_atomic, write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
-from nanoheads.tokenizer import char_sizes
+from nanoheads.tokenizer import Tokenizer, char_sizes
 from nanoheads.traces import GATE, declared_axes, explain, head_numbers
 from lab.heads.measuring import attentions, in_float64
 
@@ -609,12 +610,13 @@ def write(windows, out, page_path, viewers, notes=()):
     return explained
 
 
-def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False):
-    """Write a text in windows of block_size, the shortest of the viewers', each token once, into paths().
+def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, width=None):
+    """Write a text in windows of `width` tokens, None: block_size, the shortest of the viewers', each token
+    once, into paths().
 
     Returns (what --json writes, the lines to print).
     """
-    text, T = spell(tokenizer, ids), min(viewer.model.config.block_size for viewer in viewers)
+    text, T = spell(tokenizer, ids), width or min(viewer.model.config.block_size for viewer in viewers)
     notes, room = notes_of(viewers), room_for(viewers, min(T, len(ids)))
     if len({viewer.model.config.block_size for viewer in viewers}) > 1:
         notes.append(f"Parts of {T:,} tokens, the shorter context.")
@@ -655,19 +657,38 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
     return ["\n".join([*notes, *rows]) for rows in write(windows, *files, [viewer], notes)]
 
 
+def of_task(args, device, files):
+    """A row of each of args.levels, of the task that args.ckpt were trained on; returns of_text()'s.
+    UserError.
+    """
+    if not task_scores.are_of_tasks(args.ckpt):
+        raise UserError(f"--levels is of a task, and {args.ckpt[0]} was trained on a text")
+    args.split = "test"
+    runs, levels, length = task_scores.opened(args, device)
+    data = runs[0].data
+    ids = [token for level in levels for token in data.rows(args.split, level, 1, length)[0][0].tolist()]
+    viewers = [Viewer(each.model, path, args.settings) for each, path in zip(runs, args.ckpt)]
+    name = f"{data.name}, {', '.join(map(str, levels))} {data.task.unit}"
+    return of_text(viewers, Tokenizer.from_meta(data.meta), ids, name, files, args.maps, width=length)
+
+
 # ---- command line ----
 
 def run(args):
-    """Look at args.text or args.start with the checkpoints args.ckpt; returns of_text()'s. UserError."""
+    """Look at args.text, args.start or args.levels with the checkpoints args.ckpt; returns of_text()'s.
+    UserError.
+    """
     if len(args.ckpt) > 2:
         raise UserError(f"--ckpt: one, or two side by side, not {len(args.ckpt)}")
     device, files = pick_device(args.device), paths(args.out or "look.jsonl", "--out")
     prompt, path = getattr(args, "start", None), args.text
-    if prompt is None and Path(path).resolve() in files:
+    if path is not None and Path(path).resolve() in files:
         raise UserError(f"--out: {path} is the text itself, and would be lost")
     read_or_written = [*files, *([] if path is None else [Path(path).resolve()])]
     if args.json and writable(args.json) in read_or_written:
         raise UserError(f"--json: {args.json} is the text, the JSON lines or the page; it needs another name")
+    if args.levels:
+        return of_task(args, device, files)
     pairs = [model_and_tokenizer(each, device, settings=args.settings) for each in args.ckpt]
     tokenizer = pairs[0][1]
     if not all(same_tokens(tokenizer, other) for _, other in pairs):
@@ -689,6 +710,8 @@ def main(argv=None):
     text = p.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", metavar="FILE", help="the text to read")
     text.add_argument("--start", help='the text itself, or FILE:prompt.txt; \\n is a newline')
+    text.add_argument("--levels", type=task_scores.numbers, metavar="2,12",
+                      help="of a task that the checkpoint was trained on: a row of each of these levels")
     add_special(p)
     p.add_argument("--maps", action="store_true", help="the attention maps in the JSON lines too")
     p.add_argument("--out", help="JSON lines; a page of that name, .html, comes beside them "

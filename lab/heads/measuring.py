@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from model import KVCache
 from nanoheads.common import UserError
 from nanoheads.optim import precision
+from nanoheads.tasks import TaskData
 
 # what measure() gives of every head
 METRICS = {
@@ -89,8 +90,12 @@ def ids_at(tokens, starts, length):
 def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
     """(x, y) [B, T] each, evenly spaced windows of a split, always the same; a rank gets its share.
 
-    At least two windows a rank. UserError where the split has not as many.
+    Of a task rows of all levels of training, where nothing is asked with -1 in y. At least two windows a
+    rank. UserError where the split has not as many.
     """
+    if isinstance(data, TaskData):
+        n = max(2, n_tokens // data.length // world) * world
+        return tuple(t[rank::world] for t in data.mixed_rows(split, n))
     tokens = data.tokens(split)
     n = max(2, n_tokens // block_size // world) * world
     if len(tokens) < n * block_size + 1 or block_size < 2:
@@ -145,7 +150,8 @@ def evaluating(model):
 
 @torch.no_grad()
 def nats_on(model, x, y, autocast=None, rows=16):
-    """Mean nats per token of y after x, [B, T] each, dropout off."""
+    """Mean nats per token of y after x, [B, T] each, dropout off; of a task's rows, an answer of each batch.
+    """
     total = 0.0
     with evaluating(model), autocast or nullcontext():
         for xs, ys in zip(x.split(rows), y.split(rows)):

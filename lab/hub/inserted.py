@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import AttentionCore, ConstraintHeads, Heads
+from model import AttentionCore, ConstraintHeads, ForwardPass, Heads
 from nanoheads.common import UserError
 from nanoheads.kernels import for_each_head
 
@@ -39,7 +39,7 @@ class Gates(AttentionCore):
         self.config, self.layer, self.head_size = config, layer, head_size
         self.head_ids = [*range(config.n_head)]
         self.n_base = self.n_head = config.n_head
-        self.n_extra = ConstraintHeads.count(config, layer)
+        self.n_extra = config.added_heads(layer)
         self.add_mechanisms(config)
         if self.constraint is not None:
             self.constraint = RoutedByMask(config, self)
@@ -68,9 +68,11 @@ class Gates(AttentionCore):
         seen = mask.bool()
         n_keys = seen.sum(-1)
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
-        heads = Heads(cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
-                      wants_scores=self.n_extra > 0, wants_traces=self.wants_traces, x=x, q=q, k=k, v=v,
-                      n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
+        forward_pass = ForwardPass(
+            cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
+            wants_predictions=self.n_extra > 0, wants_traces=self.wants_traces,
+            n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
+        heads = Heads(forward_pass, x, q, k, v)
         self.scale, self.attn_dropout = self.head_size ** -0.5 if scale is None else scale, dropout
         heads, y = self.outputs(heads)
         self.call, self.losses, self.predictions = None, heads.losses, heads.predictions
@@ -105,7 +107,7 @@ class Gates(AttentionCore):
     def add_extra(self, proj, args, out):
         """Behind the layer's projection out: what constraint heads add to it, through one of their own."""
         extra, self.extra = self.extra, None
-        return out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2).to(out.dtype))
+        return self.constraint.merge_added(out, extra.to(out.dtype))
 
 
 class RoutedByMask(ConstraintHeads):
@@ -119,8 +121,9 @@ class RoutedByMask(ConstraintHeads):
             seen = seen & (seen.cumsum(-1) == 1)
         weights = seen.to(torch.promote_types(x.dtype, torch.float32))
         mean = (weights @ read.to(weights.dtype)) / weights.sum(-1, keepdim=True)
-        hint = replace(heads, hint=mean.flatten(0, 1))  # a sequence of its own for each token
-        return super().router_logits(x, hint, layer).view(*x.shape[:2], -1)
+        hint = mean.flatten(0, 1)  # a sequence of its own for each token
+        forward_pass = replace(heads.forward_pass, inputs={"router_hint": hint})
+        return super().router_logits(x, Heads(forward_pass), layer).view(*x.shape[:2], -1)
 
 
 class LateCache:

@@ -16,7 +16,7 @@ import math
 import torch
 import torch.nn as nn
 
-from model import CONSTRAINTS, GPT, CausalMask, GPTConfig, Heads
+from model import CONSTRAINTS, GPT, CausalMask, ForwardPass, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.logits import label_losses
 
@@ -52,7 +52,7 @@ class AttentionLayer(nn.Module):
         self.mask = CausalMask(self.config)
 
     def run(self, x, key_padding_mask=None, attn_mask=None, traces=False, **wanted):
-        """(y [B, T, C], Heads.results()) of x [B, T, C]; wanted: fields of Heads."""
+        """(y [B, T, C], Heads.results()) of x [B, T, C]; wanted: fields of ForwardPass."""
         T, device, valid = x.size(1), x.device, None
         if T > self.max_len:
             raise UserError(f"{T} tokens are more than max_len={self.max_len}")
@@ -70,8 +70,8 @@ class AttentionLayer(nn.Module):
                 valid = real[..., None]
             count = real.cumsum(-1) if self.is_causal(attn_mask) else real.sum(-1, keepdim=True).expand(-1, T)
             positions = (count - 1).clamp_min(0)  # [B, T]
-        return self.attn(x, Heads(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
-                                  wants_traces=traces, **wanted))
+        return self.attn(x, ForwardPass(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
+                                        wants_traces=traces, **wanted))
 
     def is_causal(self, attn_mask):
         """Whether no token sees later ones, by the layer's own rule or by a mask [..., T, T]."""
@@ -140,8 +140,9 @@ class ConstraintAttention(AttentionLayer):
         """
         if hint is None and not self.is_causal(attn_mask):
             hint = self.pooled(x, key_padding_mask)
-        y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else traces, hint=hint,
-                              wants_scores=True)
+        given = {} if hint is None else {"router_hint": hint}
+        y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else traces,
+                              inputs=given, wants_predictions=True)
         found = {**results["predictions"], **results["traces"]}
         return y, {f"blocks.0.{name}": t for name, t in found.items()}
 

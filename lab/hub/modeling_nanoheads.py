@@ -28,10 +28,10 @@ class Cache(KVCache):
 
     def reorder_cache(self, beams):
         """Keep these rows, [B]: what beam search goes on with."""
-        for kept in (self.k, self.v, self.kept):
-            for layer, t in kept.items() if isinstance(kept, dict) else enumerate(kept):
+        for held in (self.k, self.v, self.values):
+            for key, t in held.items() if isinstance(held, dict) else enumerate(held):
                 if t is not None:
-                    kept[layer] = t.index_select(0, beams)
+                    held[key] = t.index_select(0, beams)
 
 
 class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):

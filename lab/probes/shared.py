@@ -17,8 +17,8 @@ from model import GPT
 from nanoheads import checkpoint
 from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
                               write_json)
-from nanoheads.scoring import (LOGITS_AT_ONCE, add_arguments, load, nats_of_last, refuse_replaced, score,
-                               window_ids, windows)
+from nanoheads.scoring import (LOGITS_AT_ONCE, add_arguments, at_context, load, nats_of_last, refuse_replaced,
+                               score, window_ids, windows)
 
 
 class Checkpoint(NamedTuple):
@@ -46,21 +46,9 @@ def open_checkpoints(args, context=None):
     ckpts = []
     for path, (state, model, _) in zip(args.ckpt, loaded):
         trained = checkpoint.config_of(state, path).block_size
-        model = at_context(model, context, state, path, args)
+        model = at_context(model, context, state, path, args.device, args.settings)
         ckpts.append(Checkpoint(path.removesuffix("/best.pt"), model, trained))
     return ckpts, data, context
-
-
-def at_context(model, context, state, path, args):
-    """The model with block_size=context; ACAG's length and the window stay the checkpoint's. UserError."""
-    longest = model.config.block_size
-    if context <= longest:
-        model.crop_block_size(context)
-        return model
-    if model.config.pos == "learned":
-        raise UserError(f"{path} has learned positions, which end at {longest:,}: "
-                        f"it cannot read a context of {context:,}")
-    return checkpoint.build(state, path, args.device, [*args.settings, f"block_size={context}"])
 
 
 def window_text(data, split, start, end, device):

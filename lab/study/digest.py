@@ -18,6 +18,7 @@ from pathlib import Path
 from model import MECHANISM_CLASSES
 from nanoheads.common import ROOT, UserError
 from nanoheads.config import ControllerConfig
+from nanoheads.tasks import TaskConfig
 
 # keys of training that change nothing where they are not set
 OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr",
@@ -30,6 +31,7 @@ def own_training(config):
     """{key: value} of a TrainConfig that its run depends on: no key of what it does without."""
     return {name: value for name, value in asdict(config).items()
             if (config.dynamic_heads or name not in ControllerConfig.__dataclass_fields__)
+            and (config.task or name not in TaskConfig.__dataclass_fields__)
             and (value or name not in OFF_UNLESS_SET)}
 
 

@@ -48,10 +48,10 @@ class Runs:
         # a cluster's node picks its own device; here, GPUs are handed out by number
         flags["device"] = c.device if queue.on_slurm(c.submit) else pick_device(c.device).split(":")[0]
         files = own_mechanism.files_for(model)
-        return dict(model=digest.own_flags(model), train=flags,
-                    score=dict(split=split, tokens=c.test_tokens),
-                    data=trial.data_of(self.data, variant.train.labels, teacher,
-                                       files, training.get("policy_rules")),
+        what = dict(rows=trial.ROWS_OF_TASK) if variant.train.task else dict(tokens=c.test_tokens)
+        return dict(model=digest.own_flags(model), train=flags, score=dict(split=split, **what),
+                    data=trial.digests_of_all(self.data, variant.train.labels, teacher, files,
+                                              training.get("policy_rules")),
                     code=digest.code_digest(model, variant.train), torch=torch.__version__,
                     **trial.surroundings_of(files))
 

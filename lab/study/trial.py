@@ -30,11 +30,11 @@ import numpy as np
 import torch
 
 from model import GPT, GPTConfig
-from nanoheads import causality, checkpoint, own_mechanism as own, replaced
+from nanoheads import causality, checkpoint, own_mechanism as own, replaced, tasks
 from nanoheads.common import (LESS, UserError, explain, in_place, no_link, output_written, pick_device, say,
                               write_atomic)
-from nanoheads.config import TrainConfig
-from nanoheads.dataset import Dataset, digests_of
+from nanoheads.config import TrainConfig, data_of
+from nanoheads.dataset import digests_of
 from nanoheads.files import only_writer, stamp
 from nanoheads.log import read_json, read_rows, set_aside, stamps
 from nanoheads.scoring import BLOCK, bits, score_windows
@@ -48,6 +48,7 @@ from lab.study.own_files import libraries_of, variables_of
 TRIALS = Path("out/trials")
 TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU
 CONTEXT = 0.75 * 2**30  # bytes of a GPU that a process takes beside what it allocates, about
+ROWS_OF_TASK = 256  # of each level, by which a run on a task is scored
 WITH_PARENT = "--stop_with_parent"  # an argument behind the folder: standard input is a pipe of the parent's
 
 
@@ -109,6 +110,12 @@ def last_line(folder):
 def check_figures(found, parts, to):
     """ValueError where a result's bits per byte do not follow from its nats, or those from their parts."""
     nats = found["nats"]
+    if "levels" in found:  # of a task: its accuracy follows from the answers counted
+        shares = [right / asked for _, right, asked in found["levels"].values()]
+        if not (math.isclose(found["acc"], sum(shares) / len(shares), rel_tol=1e-9)
+                and math.isclose(np.sum(parts), nats, rel_tol=to)):
+            raise ValueError("a figure was changed")
+        return
     if not (math.isfinite(nats) and math.isclose(found["bpb"], bits(nats, found["bytes"]), rel_tol=1e-9)
             and math.isclose(np.sum(parts), nats, rel_tol=to)):
         raise ValueError("a figure was changed")
@@ -134,7 +141,7 @@ def checked(folder, at):
         if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
             raise
         return set_aside(folder / "nats.npy", folder / "result.json", why="does not bear out its result.json")
-    if spec:
+    if spec and not spec["train"].get("task"):
         found["block_nats"] = sums_of_blocks(per_window, spec["model"]["block_size"])
     return found
 
@@ -170,11 +177,15 @@ def run(folder, train):
     state, model, per_window, scored = score_of(folder, spec, device)
     replaced.refuse()  # a mechanism's code ran until here
     speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
+    if config.task:
+        of_run = learning(folder)
+    else:
+        of_run = dict(block_nats=sums_of_blocks(per_window, model.config.block_size))
     found = dict(**scored, trial=folder.name, params=model.num_params(),
                  flops_per_token=model.flops_per_token(), best_step=state["step"], steps=last["step"],
                  seconds=last["elapsed_s"], tokens_per_s=statistics.median(speeds) if speeds else None,
                  memory_mib=memory, threads=torch.get_num_threads(), processor=processor(device),
-                 torch=torch.__version__, block_nats=sums_of_blocks(per_window, model.config.block_size))
+                 torch=torch.__version__, **of_run)
     write_atomic(folder / "nats.npy", lambda f: np.save(f, per_window))
     write_atomic(folder / "result.json", lambda f: f.write(json.dumps(found, indent=1).encode()))
     # the optimizer's moments: three times the weights, and nothing goes on from them
@@ -189,7 +200,8 @@ def score_of(folder, spec, device):
     no score, and of the latter no checkpoint to go on from.
     """
     digest, state = sha256(checkpoint.file_of(folder)), checkpoint.read(folder)
-    if digests_of(state["meta"]) != check_data(spec).digests:
+    of_data = tasks.of_training if state["meta"].get("task") else digests_of
+    if of_data(state["meta"]) != check_data(spec).digests:
         for name in ("ckpt.pt", "best.pt"):
             (folder / name).unlink(missing_ok=True)
         raise UserError("the data changed while this run was trained, which begins anew when the study is "
@@ -207,6 +219,8 @@ def score_as_planned(model, spec):
     UserError where that was not there from before the scoring until after it.
     """
     data = check_data(spec)
+    if spec["train"].get("task"):
+        return score_on_task(model, data, **spec["score"])
     split = data.dir / f"{spec['score']['split']}.bin"
     before = stamp(split)
     found = score_windows(model, data, **spec["score"])
@@ -217,10 +231,37 @@ def score_as_planned(model, spec):
     return found
 
 
+def score_on_task(model, data, split, rows):
+    """(nats of each level [levels], {nats, tokens, acc, levels}) of so many rows of each level of a task.
+
+    levels: {level: [nats, answers right, answers asked]}; tokens: answers asked. UserError: not finite.
+    """
+    levels = tasks.score_levels(model, data, split, rows)
+    nats = np.array([each[0] for each in levels.values()])
+    if not np.isfinite(nats).all():
+        raise UserError(f"the trained model gives {nats.sum()} nats on {data.dir}: its training diverged")
+    shares = [right / asked for _, right, asked in levels.values()]
+    return nats, dict(nats=float(nats.sum()), tokens=sum(each[2] for each in levels.values()),
+                      acc=sum(shares) / len(shares),
+                      levels={str(level): list(each) for level, each in levels.items()})
+
+
+def learning(folder):
+    """{learned_from, curve} of a finished run on a task, from its log.
+
+    learned_from: the step from which on LEARNED of the answers are right in each evaluation, None: there is
+    none. curve: steps, and the share that is right, the mean over levels.
+    """
+    evals = [row for row in read_rows(folder / "log.jsonl") if "val_acc" in row]
+    steps, shares = [row["step"] for row in evals], [row["val_acc"] for row in evals]
+    return dict(learned_from=tasks.learned_from(steps, shares),
+                curve=dict(step=steps, acc=[round(share, 4) for share in shares]))
+
+
 def refuse_leak(model_config, config, device):
     """UserError where the new model of a run looks ahead or mixes rows, with each weight off its start."""
     model_config = controller.starting_config(model_config, config)
-    vocab_size = model_config.vocab_size or Dataset(config.dataset).vocab_size
+    vocab_size = model_config.vocab_size or data_of(config, model_config.block_size).vocab_size
     model = GPT(replace(model_config, vocab_size=vocab_size)).to(device)
     causality.refuse(causality.grown(model), config, "before training", step=0)
 
@@ -270,7 +311,7 @@ def stop_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def data_of(dataset, labels=None, teacher=None, files=(), rules=None):
+def digests_of_all(dataset, labels=None, teacher=None, files=(), rules=None):
     """{what: sha256} of all that a run reads: splits, what is read of meta.json, labels, teacher, mechanisms
     of one's own, policy rules.
 
@@ -326,10 +367,10 @@ def check_data(spec):
     with; of a mechanism's text add_mechanisms() made sure.
     """
     training = spec["train"]
-    dataset = Dataset(training["dataset"])
-    for split in dict.fromkeys(("train", "val", spec["score"]["split"])):
+    dataset = data_of(TrainConfig(**training), spec["model"]["block_size"])
+    for split in dict.fromkeys(("train", "val", spec["score"]["split"])) if not training.get("task") else ():
         dataset.tokens(split)
-    found = data_of(dataset, training.get("labels"), training.get("teacher"),
+    found = digests_of_all(dataset, training.get("labels"), training.get("teacher"),
                     rules=training.get("policy_rules"))
     if not found.items() <= spec.get("data", found).items():
         raise UserError("the data changed after this run was planned; start the study again")
@@ -349,7 +390,7 @@ def check_unchanged(folder, files=()):
         raise UserError("the code changed after this run was planned; start the study again")
     training, dataset = spec["train"], check_data(spec)
     files = files if training.get("own_mechanism") else ()
-    data = data_of(dataset, training.get("labels"), training.get("teacher"), files,
+    data = digests_of_all(dataset, training.get("labels"), training.get("teacher"), files,
                    training.get("policy_rules"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")

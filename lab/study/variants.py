@@ -14,11 +14,11 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, own_mechanism
 from nanoheads.common import UserError
-from nanoheads.config import TrainConfig, training_problems, with_log
+from nanoheads.config import TrainConfig, data_of, training_problems, with_log
 from nanoheads.configurator import Scale
-from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag
 from nanoheads.optim import block_matrices, of_mechanisms
+from nanoheads.tasks import TASKS, TaskConfig
 from nanoheads.teacher import is_function
 from lab.study import effects
 
@@ -36,7 +36,8 @@ RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: m
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only", "json", "tensorboard",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
-SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
+# what variants cannot set: the two sides would be scored on other text
+SAME_TEXT = {"dataset", "block_size", *(f.name for f in fields(TaskConfig))}
 # what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
          "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
@@ -70,6 +71,8 @@ class StudyConfig:
     at: dict = flag({}, 'other keys at one size of the ladder: {"1M": {"seeds": [1]}}')
     base: Optional[str] = flag(None, "config file of another plain GPT")
     settings: dict = flag({}, "flags for both sides, on top of the plain GPT's")
+    task: list[str] = flag(
+        [], "judge on tasks in place of a text: recall,copy, or all (docs/tasks.md); at --scale=task")
     texts: list[str] = flag([], "datasets to judge on, together; the first chooses, tunes")
 
     minutes: Optional[float] = flag(
@@ -147,6 +150,8 @@ class StudyConfig:
             self.screen = self.mechanism is not None
         if self.mechanism:
             self.mechanisms = self.mechanisms or self.mechanism.split(",")
+        if self.task and self.scale == "tiny" and not self.base:
+            self.scale = "task"
         if self.budgets is None:
             self.budgets = [] if self.mechanism else [0.7, 1.4, 2.0]
         if self.seeds is None:
@@ -276,6 +281,13 @@ class StudyConfig:
         if self.looks == 2 and (self.texts or self.has_results_already):
             bad.append("looks=2 is for a study that trains its runs, on one text: leave it out with "
                        f"{'texts' if self.texts else 'a file of results or scores'}")
+        if unknown := [name for name in self.task if name not in (*TASKS, "all")]:
+            bad.append(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
+        if self.task:
+            of_text = dict(texts=[], sizes=[], looks=1, minutes=None, tokens_per_param=None, fresh=False,
+                           lives=False)
+            bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"
+                    for key, usual in of_text.items() if getattr(self, key) != usual]
         if self.looks == 1 and self.spending != "obrien_fleming":
             bad.append(f"spending={self.spending!r} is how the error is spent on two looks: add --looks=2")
         if self.submit not in (None, "auto", "slurm", "local"):
@@ -375,8 +387,8 @@ class VariantBuilder:
         if model.weight_dropout and any(self.needs_no_dropout(relative(flags, model))
                                         for flags in variants_of(config).values()):
             self.settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
-        self.data = Dataset(training.dataset)
-        for split in dict.fromkeys(("train", "val", config.split)):
+        self.data = data_of(training, model.block_size)
+        for split in dict.fromkeys(("train", "val", config.split)) if not training.task else ():
             self.data.tokens(split)  # what is missing is reported now, not after all runs
         self.plain = self.make("plain", "plain", "plain GPT", {})
 

@@ -1,5 +1,7 @@
 """The plain GPT: equal to independent references, causal, the same with a cache and compiled as without."""
 
+import ast
+import inspect
 import math
 
 import pytest
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from model import GPT, RECIPES, GPTConfig
+from model import GPT, MECHANISM_CLASSES, RECIPES, GPTConfig
 from nanoheads import logits as logits_py
 from nanoheads.kernels import relu2, rms_norm, rope_tables, rotate
 from nanoheads.logits import check_sampling, penalise, sample_token
@@ -470,3 +472,23 @@ def test_dropout_is_off_in_eval_mode_and_on_in_training(dropout):
     a, b = model.train()(idx).logits, model(idx).logits
     assert torch.equal(a, b) == (dropout == 0)
     assert torch.equal(model.eval()(idx).logits, model(idx).logits)
+
+
+# ---- the interface of mechanisms ----
+
+def words_in(cls):
+    """The names, attributes, arguments and texts in the code of a class."""
+    nodes = [*ast.walk(ast.parse(inspect.getsource(cls)))]
+    return {getattr(node, key) for node in nodes for key in ("id", "attr", "arg", "value")
+            if isinstance(getattr(node, key, None), str)}
+
+
+def test_the_plain_gpt_names_no_mechanism():
+    """So a mechanism is deleted without an edit in what computes the plain GPT."""
+    of_mechanisms = {"A2CValue", "UNetSkip"}
+    for cls in MECHANISM_CLASSES:
+        of_mechanisms |= {cls.__name__, cls.name, *cls.takes, *cls.fields()}
+    for cls in (model_py.AttentionCore, model_py.CausalSelfAttention, model_py.MLP, model_py.Block, GPT,
+                model_py.KVCache, model_py.CausalMask):
+        assert words_in(cls) & of_mechanisms == set(), cls.__name__
+    assert words_in(model_py.Agency) >= {"agency", "agency_scope"}, "a control"

@@ -23,9 +23,9 @@ def test_the_interval_of_the_median_covers_95_percent(n, cut):
 
 @pytest.mark.slow
 def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
-    args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu",
-                dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1, block_size=8,
-                batch_size=1)
+    args = dict(task=None, nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1,
+                device="cpu", dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1,
+                block_size=8, batch_size=1)
     small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
     large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
     # weights and two moments, in float32
@@ -39,14 +39,24 @@ def test_a_run_on_the_cpu_has_resident_memory_whatever_gpu_is_there(monkeypatch)
 
 
 def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
-    args = argparse.Namespace(nanogpt=None, mechanisms="all", heads_off=None, recipes=["gpt2"])
+    args = argparse.Namespace(task=None, nanogpt=None, mechanisms="all", heads_off=None, recipes=["gpt2"])
     assert list(bench.contestants_of(args)) == ["gpt2", *MECHANISMS, "all_on"]
-    args = argparse.Namespace(nanogpt=None, mechanisms=None, heads_off=[0, 0.5],
+    args = argparse.Namespace(task=None, nanogpt=None, mechanisms=None, heads_off=[0, 0.5],
                               recipes=["gpt2"], block_size=8, vocab_size=16, n_layer=2, n_head=4,
                               n_embd=32, device="cpu", dtype="float32", compile=False, compile_mode="default")
     whole, half = (build()[0] for build in bench.contestants_of(args).values())
     assert [block.attn.n_head for block in half.transformer.h] == [2, 2]
     assert whole.num_params() > half.num_params()
+
+
+def test_a_step_on_a_task_stands_beside_one_on_text_and_drawing_its_rows(tmp_path, capsys):
+    bench.main(["--task=copy", "--n_layer=1", "--n_head=1", "--n_embd=8", "--batch_size=2", "--rounds=2",
+                "--steps=1", "--device=cpu", f"--json={tmp_path / 'rows.json'}"])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["text", "copy", "drawing its rows"]
+    assert "drawing its rows" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--task times training steps of one plain GPT: leave out"):
+        bench.main(["--task=copy", "--mechanisms=sink"])
 
 
 @pytest.mark.slow

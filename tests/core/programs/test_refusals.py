@@ -174,8 +174,8 @@ GPT_CONFIGS = [
     # sizes of constraint heads
     (dict(B, constraint_heads=50), "^constraint_variant='B' leaves 64 / 154 heads, less than 1 wide each$"),
     (dict(B, constraint_round=16), "^constraint_variant='B' leaves 64 / 7 heads, less than 16 wide each$"),
-    (dict(B, constraint_heads=6, key_offset=True), "^key_offset moves a part of each key: the head size of 2 "
-     "that constraint_variant='B' leaves is below 4$"),
+    (dict(B, constraint_heads=6, key_offset=True), "^key_offset needs a head size of at least 4: "
+     "constraint_variant='B' leaves 2$"),
     (dict(B, constraint_variant="A", constraint_round=8), "^constraint_round=8 needs constraint_variant='B': "
      "heads of 'A' are as wide as the layer's others$"),
 

@@ -12,7 +12,7 @@ import torch
 from helpers import put_split, write_dataset
 from helpers import byte_pairs, tiny, torchrun, untimed
 
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNetSkip
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNet
 from nanoheads import checkpoint, dataset
 from nanoheads.common import ROOT
 from nanoheads.config import TrainConfig
@@ -89,7 +89,7 @@ def test_gates_and_skips_have_rates_of_their_own(optimizer):
 def test_the_share_of_the_skips_by_hand():
     def shares(**flags):
         config = GPTConfig(**SIZES, unet="add", **flags)
-        return [UNetSkip.share_at_step(config, step) for step in range(7)]
+        return [UNet.share_at_step(config, step) for step in range(7)]
     assert shares() == [1.0] * 7
     assert shares(unet_from=3) == [0, 0, 0, 1, 1, 1, 1]
     assert shares(unet_from=2, unet_ramp=4) == [0, 0, 0.25, 0.5, 0.75, 1, 1]

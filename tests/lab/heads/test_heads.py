@@ -14,6 +14,7 @@ from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import prune_heads
+from nanoheads.tasks import TaskData
 from lab.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, fixed_text, measure,
                                  measure_pieces, nats_on)
 from lab.heads.surgery import insert_heads
@@ -267,6 +268,16 @@ def test_the_text_to_measure_on_is_fixed_and_shared_among_ranks(bytes_data):
     assert torch.equal(torch.stack(shares, 1).flatten(0, 1), x)
     with pytest.raises(UserError, match="measuring heads takes"):
         fixed_text(data, "val", 1500, 16)
+
+
+def test_rows_of_a_task_are_what_heads_are_measured_on():
+    data = TaskData(dict(task="recall", task_levels=[1, 2, 3], task_test_levels=[1]), 12)
+    x, y = fixed_text(data, "train", 99, 84)
+    assert x.shape == y.shape == (7, 12) and torch.equal(x, fixed_text(data, "train", 99, 84)[0])
+    assert (y != -1).sum(1).tolist() == [1, 2, 3, 1, 2, 3, 1]  # of all levels of training in turn
+    shares = [fixed_text(data, "train", 99, 96, rank, 2)[0] for rank in (0, 1)]
+    assert torch.equal(torch.stack(shares, 1).flatten(0, 1), fixed_text(data, "train", 99, 96)[0])
+    assert not torch.equal(x, fixed_text(data, "val", 99, 84)[0])
 
 
 def test_nats_are_the_loss():

@@ -13,6 +13,7 @@ from model import GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, scoring
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
+from nanoheads.tasks import TaskData, score_levels, summary
 from lab.heads.inspection import folded, main
 from lab.heads.measuring import attentions
 from helpers import ROOT
@@ -71,6 +72,17 @@ def off_by(model, other):
 
 
 # ---- what a change costs ----
+
+def test_a_change_of_a_task_s_checkpoint_is_scored_in_answers(task_run, tmp_path, inspect):
+    out = tmp_path / "found.json"
+    text = inspect(task_run, "gate.0.1=0", "--tokens=0", f"--json={out}")
+    found, data = json.loads(out.read_text()), TaskData(checkpoint.read(task_run)["meta"]["task"], 12)
+    for key, settings in (("", []), ("_after", ["gate.0.1=0"])):
+        counted = summary(score_levels(changed_by(task_run, *settings), data, "val"))
+        assert found[f"right{key}"] == counted["right"] and found[f"nats{key}"] == counted["nats"]
+        assert f"{counted['right']:.4f} right" in text
+    assert f"({found['nats_after'] - found['nats']:+.4f})" in text and len(found["heads"]) == 8
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)

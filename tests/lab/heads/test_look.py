@@ -16,8 +16,10 @@ import helpers
 import sample
 from model import GPT, MECHANISMS, HeadNorm
 from nanoheads.common import UserError
+from nanoheads import checkpoint
 from nanoheads.pruning import prune_heads
 from nanoheads.sampling import model_and_tokenizer
+from nanoheads.tasks import TaskData
 from nanoheads.traces import explain
 from lab.heads import look
 from helpers import make_checkpoint
@@ -54,6 +56,17 @@ def lines_of(path):
 def look_at(model, text, **how):
     """The JSON line of a window of a text."""
     return look.look(look.Viewer(model, "a"), text, "b", room=look.Room(), **how).line
+
+
+def test_lines_are_rows_of_a_task(task_run, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    look.main(["--ckpt", str(task_run), "--levels", "1,5", "--out", str(out)])
+    data = TaskData(checkpoint.read(task_run)["meta"]["task"], 24)
+    assert [line["ids"] for line in lines_of(out)] == [data.rows("test", level, 1, 24)[0][0].tolist()
+                                                       for level in (1, 5)]
+    sample.main(["--ckpt", str(task_run), "--levels", "1,3", "--audit", str(out)])
+    assert [line["ids"] for line in lines_of(out)] == [data.rows("test", level, 1, 12, 1337)[0][0].tolist()
+                                                       for level in (1, 3)]
 
 
 def random_text(n, seed=0):

@@ -19,6 +19,7 @@ from nanoheads.configurator import load as configure
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import prune_heads
 from nanoheads.scoring import evaluate, score
+from nanoheads.tasks import TaskData, score_levels, summary
 from lab.heads.measuring import closed, fixed_text, measure, nats_on
 from lab.heads.surgery import stack_blocks
 from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main,
@@ -286,6 +287,26 @@ def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
         nats, count = score(model, data, "val")
     assert math.isclose(row["bpb"], nats / count / math.log(2), rel_tol=1e-6)
     assert row["bpb"] > row["bpb_before"]
+
+
+@pytest.mark.slow
+def test_heads_of_a_task_are_judged_by_its_answers(task_run, tmp_path, rows):
+    out = tmp_path / "half"
+    found = prune_json(["--ckpt", task_run, "--to", "1", "0.5", "--by", "importance", "random",
+                        "--tokens", "0", "--rounds", "0", "--out_dir", out, "--recover", "4"], tmp_path)
+    for row in found["rows"]:
+        place = out / f"{row['by']}-{row['to']:g}"
+        for key, path in (("", place / "pruned.pt"), ("_before", task_run), ("_recovered", place)):
+            model, data = model_of(path), TaskData(checkpoint.read(path)["meta"]["task"], 12)
+            counted = summary(score_levels(model, data, "val"))
+            assert row[f"right{key}"] == counted["right"]
+            assert row[f"nats{key}"] == pytest.approx(counted["nats"], rel=1e-6)
+        assert rows(place)[1][-1]["step"] == 4 and "acc/3" in rows(place)[1][-1]
+    whole = next(row for row in found["rows"] if row["to"] == 1)
+    assert whole["right"] == whole["right_before"]
+    title = prune.result_table(found["rows"]).splitlines()[0]
+    assert title.split()[2:8] == ["right", "pruned", "recovered", "nats/answer", "pruned", "recovered"]
+    assert draw_curves(found["rows"]).axes[0].get_ylabel().startswith("answers right")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, CausalMask, GPTConfig, Heads
+from model import GPT, CausalMask, ForwardPass, GPTConfig
 from lab.hub.as_printed import (A2CAttention, ActorCritic, ConstraintConfig,
                                       MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint,
                                       constraint_loss, language_model_loss)
@@ -587,8 +587,8 @@ def attention_of_gpt(n_embd, n_head, **flags):
         p.data = normal(*p.shape, seed=i) / 3
     mask = CausalMask(config).dense(0, T, None, torch.device("cpu"))
     positions = torch.arange(T)
-    counted = Heads(mask=mask, positions=positions, n_keys=(positions + 1).double(), wants_traces="maps",
-                   wants_scores=True)
+    counted = ForwardPass(mask=mask, positions=positions, n_keys=(positions + 1).double(),
+                          wants_traces="maps", wants_predictions=True)
     return attn, counted
 
 

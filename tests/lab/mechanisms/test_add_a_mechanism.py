@@ -75,7 +75,7 @@ def test_it_equals_the_formula(mine):
     own.add(mine())
     gpt = model.GPT(model.GPTConfig(**SIZES, forget=True, forget_init=-1.0)).double().eval()
     attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
-    heads = gpt.make_heads(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
+    heads = model.Heads(gpt.make_forward_pass(gpt.mask, slice(0, 9), 0, 9, None, None, x.device), x)
     heads.q, heads.k, heads.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), heads, 4, 4)
     q, k, v = heads.q, heads.k, heads.v
     distance = torch.arange(9)[:, None] - torch.arange(9)
@@ -309,6 +309,24 @@ def test_a_constant_that_would_be_overwritten_is_refused(mine):
         own.add(path)
     assert str(e.value).endswith("forget: __init__ fills slope with 0.5, and the model would start with 1; "
                                  "say it in `starts`: {'slope': 0.5}")
+
+
+@pytest.mark.parametrize("fill, words", [
+    ("torch.full((attn.n_head,), config.forget_init)",
+     "forget, forget_init=0.8125: __init__ fills slope with 0.8125, and the model would start with 1; say it "
+     "in `starts`: {'slope': 0.8125}"),
+    ("torch.linspace(0.5, 1, attn.n_head)",
+     "forget: __init__ fills slope with 0.5, 0.667, ..., and the model would start with 1; give them in "
+     "initial_values()"),
+], ids=["flag", "vector"])
+def test_values_that_would_be_overwritten_are_refused(fill, words, mine):
+    """A number of a flag whose default is where parameters start anyway, and a vector of unequal numbers."""
+    path = mine("torch.empty(attn.n_head)", fill)
+    path.write_text(path.read_text().replace("flag(-3.0,", "flag(1.0,").replace(", at_most=0)", ")").replace(
+        "return {\"slope\": self.start}", "return {}"))
+    with pytest.raises(UserError) as e:
+        own.add(path)
+    assert str(e.value).endswith(words)
 
 
 def test_no_constant_of_the_repositorys_mechanisms_is_overwritten():

@@ -292,7 +292,7 @@ def planned(evil, bytes_data, tmp_path):
             own_mechanism=str(path),
         ),
         score=dict(split="val", tokens=64),
-        data=trial.data_of(Dataset(bytes_data), files=[own.opened(path)]),
+        data=trial.digests_of_all(Dataset(bytes_data), files=[own.opened(path)]),
     )
     return trial.make(spec, tmp_path / "trials"), spec, was_run
 

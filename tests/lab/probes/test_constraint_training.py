@@ -168,12 +168,12 @@ def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_pa
 def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
     """Other labels are another run; a run of none keeps its folder."""
     data = Dataset(labelled)
-    bare = trial.data_of(data)
+    bare = trial.digests_of_all(data)
     assert set(bare) == {"train", "val", "test", "meta"}
-    with_labels = trial.data_of(data, "truth")
+    with_labels = trial.digests_of_all(data, "truth")
     assert {"labels digit.train", "labels even.val"} < set(with_labels) and bare.items() < with_labels.items()
     run("teacher", max_iters=3)
-    one = trial.data_of(data, "truth", tmp_path / "teacher")["teacher"]
+    one = trial.digests_of_all(data, "truth", tmp_path / "teacher")["teacher"]
     assert one == sha256(tmp_path / "teacher" / "best.pt") != with_labels["labels digit.train"]
     assert not {"labels", "teacher"} & set(digest.own_training(TrainConfig()))
     assert digest.own_training(TrainConfig(labels="truth"))["labels"] == "truth"

@@ -343,7 +343,7 @@ def test_statistics_count_the_keys_that_are_left():
     model = make_model(recipe="modern", acag="headwise")
     removed = torch.from_numpy(np.stack([gone(8, []), gone(8, [1, 5])]))
     with without_keys(model, removed):
-        ctx = model.make_heads(model.mask, slice(0, 8), 0, 8, None, None, torch.device("cpu"))
+        ctx = model.make_forward_pass(model.mask, slice(0, 8), 0, 8, None, None, torch.device("cpu"))
     assert ctx.n_keys.shape == (2, 1, 8)
     assert ctx.n_keys[:, 0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 3, 4, 5, 5, 6]]
 

@@ -102,12 +102,13 @@ def label_truth(data):
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, bytes_data, chars_data):
+def home(tmp_path_factory, bytes_data, chars_data, task_run):
     """Data sets, labels, checkpoints, runs and files: what the rows below name."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as typed:
         typed.chdir(home)
         furnish(home, bytes_data, chars_data)
+        shutil.copy(task_run / "best.pt", "recall.pt")
     return home
 
 
@@ -414,6 +415,19 @@ COMMANDS = [
         ("keys --ckpt=rope.pt --seed=-1", "--seed=-1 must not be negative"),
         ("keys --ckpt=rope.pt --nearest=20", "leaves 5 keys to remove 8 of"),
         ("states --ckpt=rope.pt --pieces=2", "--pieces 2 (at least 3)")),
+
+    # ---- of texts, and the checkpoint was trained on a task ----
+    *under("lab/probe.py",
+        *((f"{word} --ckpt=recall.pt", "recall.pt was trained on the task recall, and this is of a text")
+          for word in (*sorted({*PROBES} - {"constraints", "inspect", "leak", "look"}),
+                       "constraints score --labels=./weak")),
+        ("look --levels=2 --ckpt=plain.pt", "--levels is of a task, and plain.pt was trained on a text"),
+        ("look --levels=9 --ckpt=recall.pt", "9 pairs of recall need as many keys"),
+        ("inspect --dataset=sums --ckpt=recall.pt", "and --dataset=sums is of a text"),
+        ("inspect --split=train --ckpt=recall.pt", "--split=train: recall.pt was trained on a task")),
+    *under("lab/prune.py --to=0.5 --by=random",
+        ("--ckpt=recall.pt --dataset=sums", "and --dataset=sums is of a text"),
+        ("--ckpt=recall.pt --ckpt=rope.pt", "have other heads or other data")),
 
     # ---- probe.py text ----
     *under("lab/probe.py text --ckpt=plain.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",

@@ -62,7 +62,7 @@ class Bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", ["tiny", "small"])
 def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_differs(scale, monkeypatch):
-    monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.config.Dataset", Bytes)
     builder = VariantBuilder(StudyConfig(mechanisms=list(MECHANISMS), scale=scale))
     for variant in builder.variants():
         wide = builder.same_parameters(variant, [])
@@ -76,7 +76,7 @@ def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_d
 
 
 def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
-    monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.config.Dataset", Bytes)
     builder = VariantBuilder(StudyConfig(mechanisms=["routing_moh", "output_gate", "sentinel"]))
     first, same, few = builder.variants()
     wide = builder.same_parameters(first, [])
@@ -137,7 +137,7 @@ def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
 
 @pytest.mark.slow
 def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch):
-    monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.config.Dataset", Bytes)
     for size, steps in {"0.1M": 960, "0.33M": 3240, "1M": 9600}.items():
         config = StudyConfig(mechanisms=["xsa"], scale="nano", size=size, tokens_per_param=20.0)
         builder = VariantBuilder(config)
@@ -178,7 +178,7 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
 def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_mechanisms_go):
-    monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.config.Dataset", Bytes)
     # 90 million numbers take their time; sizes have their own test
     monkeypatch.setattr("lab.study.variants.size_of", lambda config: (1000, 1000))
     own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
@@ -201,7 +201,7 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
 @pytest.mark.parametrize("name", [name for name, flags in MECHANISMS.items()
                                   if GPTConfig(dropout=0.1, **flags).problems()])
 def test_what_has_no_kernel_with_dropout_is_compared_without_it_on_both_sides(name, monkeypatch):
-    monkeypatch.setattr("lab.study.variants.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.config.Dataset", Bytes)
     builder = VariantBuilder(StudyConfig(mechanisms=[name], settings=dict(dropout=0.1)))
     variant, = builder.variants()
     assert builder.plain.model.attn_dropout == variant.model.attn_dropout == 0 != variant.model.dropout
@@ -1875,7 +1875,7 @@ def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, ca
 
     def not_there(name):
         raise missing("wikitext2_byte")
-    monkeypatch.setattr("lab.study.variants.Dataset", not_there)
+    monkeypatch.setattr("nanoheads.config.Dataset", not_there)
     main(["config/studies/controls.py", "--dry_run", "--device=cpu"])
     said = capsys.readouterr()
     *rows, last = said.out.splitlines()

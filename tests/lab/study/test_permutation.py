@@ -36,7 +36,8 @@ def test_p_is_that_of_all_divisions_by_hand(n, m, side):
     for values in (rng.random(n + m), rng.choice([0.3, 1.0], n + m), np.full(n + m, 0.5)):
         scores, baseline = values[:n], values[n:]
         for shift in (0.0, 0.05, -0.05):
-            assert p_of(scores, baseline, shift, side) == pytest.approx(by_hand(scores, baseline, shift, side))
+            expected = by_hand(scores, baseline, shift, side)
+            assert p_of(scores, baseline, shift, side) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("alternative, side", [("two-sided", 0), ("less", -1), ("greater", 1)])
@@ -80,7 +81,8 @@ def test_verdicts():
     right, wrong, half = [1.0] * 5, [0.3] * 16, [0.3, 1.0, 1.0, 0.3, 1.0]
     plain = np.linspace(0.99, 1.0, 16)
     better, worse, same, undecided, none = judge(
-        [(right, wrong), ([0.3] * 5, plain), ([0.995] * 5, plain), (half, wrong[:3] + [1.0] * 3), ([], plain)])
+        [(right, wrong), ([0.3] * 5, plain), ([0.995] * 5, plain), (half, wrong[:3] + [1.0] * 3),
+         ([], plain)])
     assert (better.verdict, worse.verdict, same.verdict) == ("better", "worse", "same")
     assert undecided.verdict == none.verdict == "undecided" and math.isnan(none.p)
     assert better.mean == pytest.approx(0.7) and better.low > 0.5
@@ -124,10 +126,15 @@ def test_of_variants_that_do_nothing_at_most_one_study_in_twenty_has_a_verdict(d
 
 def test_of_variants_that_differ_by_the_margin_few_are_called_the_same(monkeypatch):
     monkeypatch.setattr(permutation, "interval", lambda *_: (0.0, 0.0))
-    _, same = wrong_verdicts(lambda rng, n: rng.normal(0.65, 0.02, n), lambda rng, n: rng.normal(0.6, 0.02, n),
-                             studies=200, k=6, n=4, m=8)
+
+    def more(rng, n):
+        return rng.normal(0.65, 0.02, n)
+
+    def less(rng, n):
+        return rng.normal(0.6, 0.02, n)
+
+    _, same = wrong_verdicts(more, less, studies=200, k=6, n=4, m=8)
     assert same <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
-    # which is no wonder of a test that never says it: of those whose margin is wider many are
-    _, wider = wrong_verdicts(lambda rng, n: rng.normal(0.65, 0.02, n), lambda rng, n: rng.normal(0.6, 0.02, n),
-                              studies=50, k=6, n=4, m=8, margin=0.1)
+    # which is no wonder of a test that never says it: where the margin is wider many are
+    _, wider = wrong_verdicts(more, less, studies=50, k=6, n=4, m=8, margin=0.1)
     assert wider > 0.2

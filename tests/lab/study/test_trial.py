@@ -37,7 +37,7 @@ def spec_of(data, tokens=0, **keys):
                     eval_tokens=64, log_interval=2)
     return dict(model=digest.own_flags(model), train={**training, **keys},
                 score=dict(split="test", tokens=tokens), code=digest.code_digest(model),
-                data=trial.data_of(Dataset(data)),
+                data=trial.digests_of_all(Dataset(data)),
                 torch=torch.__version__)
 
 

@@ -1,0 +1,376 @@
+"""
+A study of tasks: which mechanisms learn what the plain GPT does not, over seeds, with a verdict for each.
+
+    python compare.py --task=recall --mechanisms=sink,fox      # one task
+    python compare.py --task=all config/studies/tasks.py       # all of them
+    python compare.py --task=recall --mechanisms=fox --tune_lr # and at each one's best rates
+
+A run's score is the share of answers that are right on fresh rows, the mean over the levels of its task; and
+beside it the step from which on LEARNED of them are. The verdicts are those of permutation.py, corrected over
+all comparisons of the study. With tune_lr what differs at the shared rates is looked at once more: a grid
+over Muon's and AdamW's rate, for the plain GPT too, and then the best rates of each, judged with fresh seeds.
+
+How the table, the pictures and the words look is task_report.py; a run is trial.py's.
+"""
+
+import gzip
+import math
+import statistics
+import zlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from nanoheads.common import (UserError, from_json, git_commit, json_safe, plural, read_whole, write_json)
+from nanoheads.tasks import LEARNED, TASKS
+from lab.study import permutation, queue, results, trial
+from lab.study.runs import Reuse, Runs
+from lab.study.variants import VariantBuilder
+
+PLAIN = "plain"
+MARGIN = 0.05                # of the share that is right: a difference below it is called the same
+GRID = (0.5, 1.0, 2.0)       # factors of Muon's rate, and of AdamW's
+OF_ADAMW = ("adamw_lr", "embed_lr", "mechanism_lr")  # groups of variants.RATES that one factor moves
+TWICE = 2                    # budgets of the control: as many times the steps
+
+
+def names_of(asked):
+    """The tasks that --task names, in the order of TASKS."""
+    return [name for name in TASKS if name in asked or "all" in asked]
+
+
+def seeds_of_plain(config, comparisons):
+    """The plain GPT's seeds: so many that a verdict is possible at all, after Holm's correction.
+
+    With five seeds against ten the smallest p is 1 in 3,003, and of 320 comparisons none could be shown.
+    """
+    n = len(config.seeds)
+    count = config.plain_seeds or next(
+        m for m in range(2 * n, 1000) if permutation.smallest_p(n, m) * comparisons <= config.alpha / 2)
+    more = (seed for seed in range(1, 10_000) if seed not in (*config.seeds, *config.screen_seeds))
+    return [*config.seeds, *(next(more) for _ in range(count - n))]
+
+
+class OnTask:
+    """One task of a study: its plain GPT, its variants and their runs."""
+
+    def __init__(self, config, name, reuse):
+        self.name = name
+        self.config = replace(config, task=[], settings={**config.settings, "task": name})
+        self.builder = VariantBuilder(self.config)
+        self.plain = self.builder.plain
+        self.variants = {each.name: each for each in self.builder.variants()}
+        self.twice = self.builder.at_budget(TWICE)
+        self.runs = Runs(self.config, self.builder.data, trial.TRIALS, reuse)
+        self.tuned = {}   # variant: {(Muon's factor, AdamW's): (share right, step or None)}
+        self.at_best = {}  # variant: the Variant at its best rates
+
+    @property
+    def compared(self):
+        return {PLAIN: self.plain, self.twice.name: self.twice, **self.variants}
+
+    def results(self, stage, variant):
+        """{seed: result} of what is done of a variant in a stage."""
+        return {seed: result for (at, name, seed), folder in self.runs.folders.items()
+                if (at, name) == (stage, variant) and (result := self.runs.result(folder))}
+
+    def scores(self, stage, variant):
+        return [result["acc"] for result in self.results(stage, variant).values()]
+
+    def pairs(self, stage):
+        """[(variant, its scores, the plain GPT's)] of a stage, where both sides have one."""
+        names = [name for name in self.compared if name != PLAIN]
+        plain = self.scores(stage, PLAIN)
+        found = [(name, self.scores(stage, name), plain) for name in names]
+        return [each for each in found if each[1] and plain]
+
+    def at_factors(self, variant, muon, adamw):
+        """A variant with Muon's rate times one factor, and AdamW's rates times another."""
+        factors = {"muon_lr": muon, **dict.fromkeys(OF_ADAMW, adamw)}
+        own = [group for group in variant.groups() if group in factors]
+        return variant.at_rates({group: factors[group] for group in own},
+                                f"{variant.name}, muon x {muon:g}, adamw x {adamw:g}")
+
+
+class TaskStudy:
+    """All tasks of a study. With `place` None nothing runs, and what is planned can be counted."""
+
+    def __init__(self, config, name):
+        self.config, self.name = config, name
+        reuse = Reuse(config.reuse, config.accept_code)
+        self.tasks = [OnTask(config, task, reuse) for task in names_of(config.task)]
+        comparisons = sum(len(task.compared) - 1 for task in self.tasks)
+        self.plain_seeds = seeds_of_plain(config, max(1, comparisons))
+
+    @property
+    def margin(self):
+        return MARGIN if self.config.margin == type(self.config).margin else self.config.margin
+
+    @property
+    def folders(self):
+        return [folder for task in self.tasks for folder in dict.fromkeys(task.runs.folders.values())]
+
+    def run(self, place):
+        """Judge all at the shared rates; with tune_lr what differs there once more, at its best rates."""
+        self.judge(place)
+        if self.config.tune_lr:
+            self.tune(place)
+
+    def execute(self, place, what):
+        """Run what is planned and not done, seed by seed over all tasks; place None: nothing."""
+        if place is None or self.config.report_only:
+            return
+        todo = []
+        for task in self.tasks:
+            for folder in dict.fromkeys(task.runs.folders.values()):
+                if folder not in task.runs.taken:
+                    trial.make(task.runs.specs[folder])
+                    todo.append((self.order(task, folder), folder))
+        failed = queue.run_all([folder for _, folder in sorted(todo, key=lambda each: each[0])], place, what)
+        for task in self.tasks:
+            task.runs.failed |= failed.keys() & {*task.runs.folders.values()}
+
+    @staticmethod
+    def order(task, folder):
+        """Where a run stands in the queue: seeds one after the other, so that what is stopped is balanced."""
+        return next(seed for (_, _, seed), other in task.runs.folders.items() if other == folder)
+
+    def judge(self, place):
+        for task in self.tasks:
+            others = [each for each in task.compared.values() if each.name != PLAIN]
+            task.runs.plan("judge", [task.plain], self.plain_seeds)
+            task.runs.plan("judge", others, self.config.seeds)
+        self.execute(place, "runs on tasks")
+
+    # ---- rates ----
+
+    def to_tune(self):
+        """{task: [names]}: what differs from the plain GPT at the shared rates, uncorrected."""
+        return {task.name: [name for name, scores, plain in task.pairs("judge") if name in task.variants
+                            and permutation.p_of(scores, plain) <= self.config.alpha] for task in self.tasks}
+
+    def tune(self, place):
+        """A grid over both rates for what differs, and for the plain GPT of its task; then fresh seeds."""
+        names, seed = self.to_tune(), self.config.screen_seeds[:1]
+        grid = [(muon, adamw) for muon in GRID for adamw in GRID]
+        tuned = [task for task in self.tasks if names[task.name]]
+        for task in tuned:
+            for name in (PLAIN, *names[task.name]):
+                at = [task.at_factors(task.compared[name], *factors) for factors in grid]
+                task.runs.plan("grid", at, seed)
+        self.execute(place, "a grid of rates")
+        for task in tuned:
+            for name in (PLAIN, *names[task.name]):
+                found = {}
+                for factors in grid:
+                    changed = task.at_factors(task.compared[name], *factors)
+                    for result in task.results("grid", changed.name).values():
+                        found[factors] = result["acc"], result["learned_from"]
+                task.tuned[name] = found
+                if len(found) == len(grid):
+                    task.at_best[name] = replace(task.at_factors(task.compared[name], *best_of(found)),
+                                                 name=name, label=name)
+        fresh = [max(*self.plain_seeds, *self.config.screen_seeds) + i
+                 for i in range(1, 1 + len(self.plain_seeds))]
+        for task in tuned:
+            if PLAIN not in task.at_best:
+                continue
+            task.runs.plan("best", [task.at_best[PLAIN]], fresh)
+            others = [each for name, each in task.at_best.items() if name != PLAIN]
+            task.runs.plan("best", others, fresh[:len(self.config.seeds)])
+        self.execute(place, "at the best rates")
+
+    # ---- what came of it ----
+
+    def collect(self, command):
+        """The study as a dict, which results.json.gz holds: all scores, runs, verdicts; see verdicts()."""
+        tasks = {}
+        for task in self.tasks:
+            arms = {}
+            for name, variant in task.compared.items():
+                arms[name] = dict(flags=variant.flags, params=variant.params, steps=variant.train.max_iters,
+                                  kind=variant.kind, judge=runs_of(task, "judge", name),
+                                  best=runs_of(task, "best", name),
+                                  what=what_runs(task, variant),
+                                  best_flags=task.at_best[name].flags if name in task.at_best else None,
+                                  what_best=what_runs(task, task.at_best.get(name)),
+                                  grid=[dict(muon=muon, adamw=adamw, acc=acc, learned_from=step)
+                                        for (muon, adamw), (acc, step) in task.tuned.get(name, {}).items()])
+            data = task.builder.data
+            guesses = {str(level): data.guesses(self.config.split, level, trial.ROWS_OF_TASK)
+                       for level in data.test_levels}
+            runs = {folder.name: {**result, "spec": task.runs.specs[folder]}
+                    for folder in dict.fromkeys(task.runs.folders.values())
+                    if (result := task.runs.result(folder))}
+            tasks[task.name] = dict(arms=arms, unit=data.task.unit, guesses=guesses, length=data.length,
+                                    vocab_size=data.vocab_size, runs=runs,
+                                    failures=failures_of(task))
+        planned, done = len(self.folders), sum(len(each["runs"]) for each in tasks.values())
+        found = dict(kind="tasks", name=self.name, question=self.config.question, command=command,
+                     commit=git_commit(), config=asdict(self.config), alpha=self.config.alpha,
+                     margin=self.margin, seeds=self.config.seeds, plain_seeds=self.plain_seeds,
+                     planned=planned, done=done, finished=planned == done, tasks=tasks)
+        found = json_safe(found)
+        return {**found, "verdicts": verdicts(found)}
+
+
+def best_of(found):
+    """The factors of the best run of a grid: the most answers right, to 0.01; then learned first; then as
+    near to the rates as they are as can be.
+    """
+    def rank(factors):
+        acc, step = found[factors]
+        return -round(acc, 2), math.inf if step is None else step, sum(abs(math.log2(f)) for f in factors)
+    return min(found, key=rank)
+
+
+def runs_of(task, stage, name):
+    """{seeds, acc, learned_from, runs} of a variant in a stage, each a list over its seeds that are done."""
+    results = task.results(stage, name)
+    folders = {seed: folder for (at, other, seed), folder in task.runs.folders.items()
+               if (at, other) == (stage, name)}
+    return dict(seeds=[*results], acc=[each["acc"] for each in results.values()],
+                learned_from=[each["learned_from"] for each in results.values()],
+                runs=[folders[seed].name for seed in results])
+
+
+def what_runs(task, variant):
+    """{"model", "train", "score"} of a variant's trial.json, whatever the seed; None: there is no variant."""
+    if variant is None:
+        return None
+    spec = task.runs.spec(variant, 0, task.config.split)
+    return {**{key: spec[key] for key in ("train", "score")}, "model": without_seed(spec["model"])}
+
+
+def without_seed(flags):
+    return {key: value for key, value in flags.items() if key != "seed"}
+
+
+def failures_of(task):
+    rows = [dict(arm=name, seed=seed, stage=stage, why=trial.failure(folder), log=str(folder / "trial.log"))
+            for (stage, name, seed), folder in task.runs.folders.items() if task.runs.result(folder) is None]
+    return [row for row in rows if row["why"]]
+
+
+def verdicts(found):
+    """[{task, variant, stage, ...Comparison}] of a study's dict, corrected over each stage, from its scores.
+
+    stage: "judge", at the shared rates; "best", at each one's best. learned, learned_plain: how many runs
+    learned it; step, step_plain: the median step from which on, None where half of them did not.
+    """
+    rows = []
+    for stage in ("judge", "best"):
+        pairs = []
+        for task, each in found["tasks"].items():
+            plain = each["arms"][PLAIN][stage]
+            for name, arm in each["arms"].items():
+                if name != PLAIN and arm[stage]["acc"] and plain["acc"]:
+                    pairs.append((task, name, arm[stage], plain))
+        compared = permutation.judge([(mine["acc"], plain["acc"]) for *_, mine, plain in pairs],
+                                     found["alpha"], found["margin"])
+        for (task, name, mine, plain), comparison in zip(pairs, compared):
+            rows.append(dict(task=task, variant=name, stage=stage, **comparison._asdict(),
+                             acc=statistics.mean(mine["acc"]), acc_plain=statistics.mean(plain["acc"]),
+                             learned=count_learned(mine), learned_plain=count_learned(plain),
+                             step=median_step(mine), step_plain=median_step(plain)))
+    return json_safe(rows)
+
+
+def count_learned(arm):
+    return sum(acc >= LEARNED for acc in arm["acc"])
+
+
+def median_step(arm):
+    """The median over seeds of the step from which on a task is learned; None: half or more have none."""
+    steps = sorted(math.inf if step is None else step for step in arm["learned_from"])
+    middle = statistics.median(steps) if steps else math.inf
+    return None if math.isinf(middle) else middle
+
+
+# ---- once more ----
+
+def recheck(found, where):
+    """Compute every figure of a study's dict once more from its runs; a line. UserError: one differs."""
+    wrong, count = [], 0
+    for task, each in found["tasks"].items():
+        for name, run in each["runs"].items():
+            count += 1
+            try:
+                trial.check_figures(run, [nats for nats, _, _ in run["levels"].values()], 1e-9)
+            except ValueError:
+                wrong.append(f"{task}: run {name} has a figure that does not follow from its answers")
+            if trial.folder_of(run["spec"]).name != name or run["spec"]["train"].get("task") != task:
+                wrong.append(f"{task}: run {name} has the flags of another run")
+        for name, arm in each["arms"].items():
+            for stage in ("judge", "best"):
+                mine = arm[stage]
+                what = arm["what_best"] if stage == "best" else arm["what"]
+                for run, seed, acc, step in zip(mine["runs"], mine["seeds"], mine["acc"],
+                                                mine["learned_from"]):
+                    count += 1
+                    wrong += problems_of(each["runs"].get(run), what, seed + arm["flags"].get("seed", 0), acc,
+                                         step, f"{task}: {name}, seed {seed}")
+    again = verdicts(found)
+    count += sum(len(row) for row in again)
+    if again != found["verdicts"]:
+        wrong += [f"{a['task']}: the verdict on {a['variant']} ({a['stage']}) is not what its scores give"
+                  for a, b in zip(again, found["verdicts"]) if a != b] or ["verdicts are missing or too many"]
+    if wrong:
+        raise UserError("\n".join(f"{where}: {line}" for line in wrong))
+    return f"{where}: {count:,} figures computed once more from its runs, all of them the same"
+
+
+def problems_of(run, what, seed, acc, step, where):
+    """Why a run is not what stands under its variant, as sentences."""
+    if run is None:
+        return [f"{where}: a score without its run"]
+    of_run = {**run["spec"], "model": without_seed(run["spec"]["model"])}
+    other = [f"{part}.{key}" for part in ("model", "train", "score")
+             for key in {**what[part], **of_run[part]} if what[part].get(key) != of_run[part].get(key)]
+    if run["spec"]["model"]["seed"] != seed:
+        other.append("seed")
+    if (run["acc"], run["learned_from"]) != (acc, step):
+        other.append("score")
+    return [f"{where}: its run has another {', '.join(other)}"] if other else []
+
+
+# ---- what a study would take ----
+
+def plan_in_words(study):
+    """What a study consists of, as lines."""
+    study.run(None)
+    left = [folder for task in study.tasks for folder in dict.fromkeys(task.runs.folders.values())
+            if task.runs.result(folder) is None]
+    n, m = len(study.config.seeds), len(study.plain_seeds)
+    comparisons = sum(len(task.compared) - 1 for task in study.tasks)
+    lines = [f"{plural(len(study.tasks), 'task')}: {', '.join(task.name for task in study.tasks)}",
+             f"{plural(len(study.tasks[0].variants), 'variant')} and a plain GPT trained twice as long, with "
+             f"{plural(n, 'seed')} each against {m} of the plain GPT: {plural(comparisons, 'comparison')}, "
+             f"of which the smallest p is {permutation.smallest_p(n, m):.2g}, "
+             f"{min(1, comparisons * permutation.smallest_p(n, m)):.2g} corrected",
+             f"{plural(len(study.folders), 'run')}, {len(left):,} of them to do, in {trial.TRIALS}"]
+    if study.config.tune_lr:
+        lines.append(f"then, for what differs, a grid of {len(GRID) ** 2} pairs of rates and fresh seeds")
+    return lines
+
+
+def read(path):
+    """The dict of a study of tasks in a results file, gzip'd or not; None: it is that of another kind, or
+    cannot be read, which results.read() says.
+    """
+    try:
+        data = read_whole(Path(path))
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        found = from_json(data)
+    except (OSError, ValueError, EOFError, zlib.error):
+        return None
+    return found if isinstance(found, dict) and found.get("kind") == "tasks" else None
+
+
+def write(found, out, json=None):
+    """Write a study's dict as out/results.json.gz, and its verdicts into `json` where that is given."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    results.write(found, Path(out))
+    if json:
+        keys = ("kind", "name", "question", "command", "alpha", "margin", "planned", "done", "finished")
+        write_json(json, {**{key: found[key] for key in keys}, "verdicts": found["verdicts"]})

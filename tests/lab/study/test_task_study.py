@@ -1,0 +1,198 @@
+"""A study of tasks: which mechanisms learn what the plain GPT does not, from runs to verdicts and back."""
+
+import copy
+import gzip
+import json
+
+import pytest
+
+import compare
+from nanoheads.common import UserError
+from nanoheads.tasks import TASKS
+from lab.study import permutation, task_study, trial
+from lab.study.variants import StudyConfig
+
+from lab_helpers import in_this_process
+
+PLAIN = """
+task = 'copy'
+n_layer = 1
+n_head = 2
+n_embd = 16
+block_size = 16
+batch_size = 4
+max_iters = 4
+eval_interval = 2
+recipe = 'modern'
+task_levels = [2, 4]
+task_test_levels = [2, 4]
+task_rows = 2
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty folder with plain.py, a plain GPT on a task that is trained in a moment; no processes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    place = in_this_process(monkeypatch)
+    monkeypatch.setattr(compare, "place_for", lambda config: place)
+    monkeypatch.setattr(trial, "ROWS_OF_TASK", 4)
+    return tmp_path
+
+
+STUDY = ["--base=plain.py", "--mechanisms=key_offset", "--seeds=1,2", "--plain_seeds=3", "--device=cpu",
+         "--out_dir=out/study", "--alpha=0.6"]
+
+
+def study_of_two(home):
+    compare.main(["--task=copy,induction", *STUDY, "--json=verdicts.json"])
+    return task_study.read(home / "out/study/results.json.gz")
+
+
+def test_a_study_from_its_runs_to_its_verdicts(home, capsys):
+    found = study_of_two(home)
+    said = capsys.readouterr().out
+    assert found["finished"] and found["planned"] == found["done"] == 2 * (3 + 2 + 2)
+    arms = found["tasks"]["copy"]["arms"]
+    assert list(arms) == ["plain", "plain x 2", "key_offset"] and arms["plain"]["judge"]["seeds"] == [1, 2, 3]
+    assert arms["plain x 2"]["steps"] == 2 * arms["plain"]["steps"] == 8
+    # scores are those of the runs, and the runs' those of their answers
+    for task in found["tasks"].values():
+        for arm in task["arms"].values():
+            for name, acc in zip(arm["judge"]["runs"], arm["judge"]["acc"]):
+                levels = task["runs"][name]["levels"].values()
+                assert acc == pytest.approx(sum(right / asked for _, right, asked in levels) / len(levels))
+    rows = json.loads((home / "verdicts.json").read_text())["verdicts"]
+    assert [(row["task"], row["variant"]) for row in rows] == [
+        (task, name) for task in ("copy", "induction") for name in ("plain x 2", "key_offset")]
+    row = rows[1]
+    assert row["p"] == permutation.p_of(arms["key_offset"]["judge"]["acc"], arms["plain"]["judge"]["acc"])
+    assert "4 comparisons with the plain GPT on 2 tasks" in said and "guessing" in said
+    page = (home / "out/study/report.html").read_text()
+    assert "data:image/svg+xml;base64" in page and "permutation tests" in page
+    # again: nothing runs, and the report is the same
+    again = study_of_two(home)
+    assert again["verdicts"] == found["verdicts"] and "runs on tasks" not in capsys.readouterr().err
+
+
+def test_every_figure_is_computed_once_more_and_what_was_changed_is_found(home, capsys):
+    found = study_of_two(home)
+    path = home / "out/study/results.json.gz"
+    compare.main([f"--recheck={path}"])
+    assert "computed once more from its runs, all of them the same" in capsys.readouterr().out
+
+    def refused(change, words):
+        other = copy.deepcopy(found)
+        change(other["tasks"]["copy"], other)
+        with pytest.raises(UserError, match=words):
+            task_study.recheck(other, "x.json.gz")
+
+    def run_of(task):
+        return task["runs"][task["arms"]["key_offset"]["judge"]["runs"][0]]
+
+    refused(lambda task, _: task["arms"]["plain"]["judge"]["acc"].__setitem__(0, 0.99), "another score")
+    refused(lambda task, _: run_of(task).update(acc=0.99), "does not follow from its answers")
+    refused(lambda task, _: run_of(task)["levels"]["2"].__setitem__(1, 7), "does not follow from its answers")
+    refused(lambda task, _: run_of(task)["spec"]["train"].update(adamw_lr=9.0), "the flags of another run")
+    refused(lambda task, _: task["arms"]["plain"]["judge"]["runs"].__setitem__(
+        0, task["arms"]["key_offset"]["judge"]["runs"][0]), "its run has another model.key_offset")
+    refused(lambda _, whole: whole["verdicts"][1].update(verdict="better", mean=0.5), "the verdict on")
+
+
+def test_the_report_is_made_once_more_from_the_file_alone(home, capsys):
+    study_of_two(home)
+    capsys.readouterr()
+    compare.main(["--from_results=out/study/results.json.gz", "--out_dir=out/again"])
+    assert "4 comparisons" in capsys.readouterr().out
+    for name in ("report.html", "task_map.svg"):
+        assert (home / "out/again" / name).read_bytes() == (home / "out/study" / name).read_bytes()
+
+
+def test_with_rates_tuned_what_differs_has_a_grid_and_fresh_seeds(home, monkeypatch):
+    monkeypatch.setattr(task_study, "GRID", (0.5, 1.0))
+    monkeypatch.setattr(task_study.TaskStudy, "to_tune", lambda self: {"copy": ["key_offset"]})
+    compare.main(["--task=copy", *STUDY, "--tune_lr", "--screen_seeds=101"])
+    found = task_study.read(home / "out/study/results.json.gz")
+    arms = found["tasks"]["copy"]["arms"]
+    assert not arms["plain x 2"]["grid"] and not arms["plain x 2"]["best"]["acc"]
+    for name, n in (("plain", 3), ("key_offset", 2)):
+        assert [(each["muon"], each["adamw"]) for each in arms[name]["grid"]] == [
+            (0.5, 0.5), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0)]
+        seeds = arms[name]["best"]["seeds"]
+        assert len(seeds) == n and not {*seeds} & {1, 2, 3, 101}
+    best = [row for row in found["verdicts"] if row["stage"] == "best"]
+    assert [row["variant"] for row in best] == ["key_offset"]
+    task_study.recheck(found, "x")
+
+
+@pytest.mark.parametrize("tried, best", [
+    ({(0.5, 1): (0.5, None), (1, 1): (0.9, 200), (2, 1): (1.0, 300)}, (2, 1)),  # the most right
+    ({(0.5, 1): (1.0, 200), (1, 1): (0.999, 100), (2, 1): (1.0, 300)}, (1, 1)),  # to 0.01, then the first
+    ({(0.5, 0.5): (0.3, None), (1, 1): (0.3, None), (2, 2): (0.3, None)}, (1, 1))])  # then the nearest
+def test_the_best_rates(tried, best):
+    assert task_study.best_of(tried) == best
+
+
+def test_a_run_that_fails_is_named_and_the_rest_is_judged(home, monkeypatch, capsys):
+    started = trial.run
+
+    def fails_once(folder, train):
+        spec = json.loads((folder / "trial.json").read_text())
+        if spec["train"]["task"] == "copy" and spec["model"].get("key_offset"):
+            raise UserError("no luck")
+        return started(folder, train)
+
+    monkeypatch.setattr(trial, "run", fails_once)
+    with pytest.raises(SystemExit, match="2 runs failed"):
+        compare.main(["--task=copy,induction", *STUDY])
+    said = capsys.readouterr().out
+    assert "INTERIM, 12 of 14 runs" in said and "failed: key_offset, seed 1: no luck" in said
+    found = task_study.read(home / "out/study/results.json.gz")
+    assert not found["finished"]
+    assert [row["task"] for row in found["verdicts"]] == ["copy", "induction", "induction"]
+
+
+def test_the_plain_gpt_has_as_many_seeds_as_a_verdict_needs():
+    config = StudyConfig(task=["all"], mechanisms=["sink"], seeds=[1, 2, 3, 4, 5])
+    seeds = task_study.seeds_of_plain(config, 416)
+    assert len(seeds) == 16 and len({*seeds}) == 16 and seeds[:5] == [1, 2, 3, 4, 5]
+    assert permutation.smallest_p(5, 16) * 416 <= 0.025 < permutation.smallest_p(5, 15) * 416
+    assert len(task_study.seeds_of_plain(config, 1)) == 10
+
+
+def test_a_plan_says_how_many_runs_and_what_a_verdict_needs(home, capsys):
+    compare.main(["--task=lookback,copy", *STUDY[:4], "--dry_run"])
+    said = capsys.readouterr().out
+    assert said.startswith("2 tasks: copy, lookback\n1 variant and a plain GPT trained twice as long")
+    assert "2 seeds each against 3 of the plain GPT: 4 comparisons, of which the smallest p is 0.1" in said
+    assert "14 runs, 14 of them to do" in said and not (home / "out").exists()
+
+
+def test_all_tasks_fit_their_own_scale():
+    names = task_study.names_of(StudyConfig(task=["all"], mechanisms=["sink"]).task)
+    assert names == list(TASKS) and task_study.names_of(["parity", "copy"]) == ["copy", "parity"]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--task=recal", "--mechanisms=sink"], "task: unknown 'recal'; there are recall"),
+    (["--task=copy", "--mechanisms=sink", "--texts=a,b"], "task=\\['copy'\\] and texts"),
+    (["--task=copy", "--mechanisms=sink", "--looks=2"], "task=\\['copy'\\] and looks")])
+def test_what_cannot_be_asked_of_tasks_is_one_line(argv, words, home):
+    with pytest.raises(SystemExit, match=words) as e:
+        compare.main(argv)
+    assert "\n" not in e.value.code
+
+
+def test_medians_of_steps_count_runs_that_never_learn():
+    assert task_study.median_step(dict(learned_from=[100, None, 200])) == 200
+    assert task_study.median_step(dict(learned_from=[100, None, None])) is None
+    assert task_study.median_step(dict(learned_from=[100, None])) is None
+    assert task_study.count_learned(dict(acc=[0.3, 0.9, 1.0])) == 2
+
+
+def test_a_damaged_file_is_no_study_of_tasks(tmp_path):
+    path = tmp_path / "x.json.gz"
+    for data in (b"", b"\x1f\x8b", gzip.compress(b"{}"), gzip.compress(b'{"kind": "tasks"')):
+        path.write_bytes(data)
+        assert task_study.read(path) is None
