@@ -7,10 +7,10 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py config/studies/all.py --scale=mid          # tiny | nano | mid | small | paper
     python compare.py config/studies/all.py --jobs_per_gpu=4     # small models: four runs at once on each GPU
     python compare.py config/studies/all.py --submit=auto        # through submitit: Slurm where there is one
-    python compare.py config/studies/all.py --dry_run            # what would run, and for how long
-    python compare.py --from_results=results/all-tiny.json.gz    # a report once more, from its numbers alone
-    python compare.py --recheck=results/all-tiny.json.gz         # every figure of it, computed once more
-    python compare.py --scores=scores.csv --baseline=plain       # verdicts on runs of another program
+    python compare.py plan config/studies/all.py                 # what would run, and for how long
+    python compare.py report results/all-tiny.json.gz            # a report once more, from its numbers alone
+    python compare.py recheck results/all-tiny.json.gz           # every figure of it, computed once more
+    python compare.py scores scores.csv --baseline=plain         # verdicts on runs of another program
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
     python compare.py --mechanism=mine --seeds=1,2,3,4,5,6,7,8 --looks=2   # half of the seeds may be enough
@@ -33,6 +33,7 @@ import sys
 import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 import train
@@ -44,9 +45,10 @@ from nanoheads.files import LONGEST, find, joined
 
 try:
     from lab.probes import promises
-    from lab.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
-                           task_report, task_study, trial)
+    from lab.study import (budget, commands, costs, effects, findings, looks, power, queue, report, results,
+                           tables, task_report, task_study, trial)
     from lab.study import scores as score_file
+    from lab.study.records import Candidate, LadderResults, Screen, TwoLooks, Untuned, as_read
     from lab.study.runs import Reuse, Runs, agreement
     from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 except ModuleNotFoundError as e:
@@ -111,11 +113,11 @@ class Study:
         # compared with one even if they do not seem better here, since they do on another text
         self.wider = {}
         self.tuned_on = None  # the text on which the best rates were found, where it is not this study's
-        self.screened = None  # what results.json.gz holds of the first stage
-        self.two_looks = None  # the plan of a study in two looks, see effects.first_look()
+        self.screened = None  # a records.Screen, once the first stage has chosen
+        self.two_looks = None  # a records.TwoLooks, see effects.first_look()
         self.decided = []    # pairs, as pair_of() has them, that the first of two looks decided
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
-        self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
+        self.candidates = {}  # variant: [records.Candidate]
 
     # ---- the stages ----
 
@@ -157,11 +159,11 @@ class Study:
         named = self.named()
         others = [name for name in ranked if name not in named]
         chosen = {*named, *others[:c.best], *others[max(c.best, len(others) - c.worst):]}
-        self.screened = dict(seeds=c.screen_seeds, split="val", scores=scores,
-                             chosen=[name for name in self.variants if name in chosen],
-                             rule=f"the best {c.best} and the worst {c.worst} on validation"
-                                  + (f", and {', '.join(named)}" if named else ""))
-        return self.screened["chosen"]
+        self.screened = Screen(seeds=c.screen_seeds, split="val", scores=scores,
+                               chosen=[name for name in self.variants if name in chosen],
+                               rule=f"the best {c.best} and the worst {c.worst} on validation"
+                                    + (f", and {', '.join(named)}" if named else ""))
+        return self.screened.chosen
 
     def plain_seeds(self, n_variants):
         """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
@@ -185,8 +187,8 @@ class Study:
         seeds, of_plain = c.seeds, self.plain_seeds(len(variants))
         if c.looks == 2:
             first, of_first = effects.first_half(seeds), self.first_of_plain(of_plain)
-            self.two_looks = dict(spending=c.spending, look=1, seeds=seeds, first_seeds=first,
-                                  plain_seeds=of_first, pairs=[])
+            self.two_looks = TwoLooks(spending=c.spending, look=1, seeds=seeds, first_seeds=first,
+                                      plain_seeds=of_first, pairs=[])
             self.first_look(names, place)
             names = self.in_open_pairs(names)
             seeds, of_plain = ([seed for seed in every if seed not in done]
@@ -216,31 +218,31 @@ class Study:
         Until all of these runs have ended nothing is decided, and the study is at its first look. A plan has
         both looks whole, also where runs are done: the same command has the same seeds in --minutes then.
         """
-        looks = self.two_looks
-        self.train(names, looks["first_seeds"], looks["plain_seeds"], place)
+        plan = self.two_looks
+        self.train(names, plan.first_seeds, plan.plain_seeds, place)
         if place is None:
             return
         if self.config.match_parameters:
-            better = [row["variant"] for row in self.rows_of_first_look() if row["verdict"] == "better"]
+            better = [row.variant for row in self.rows_of_first_look() if row.verdict == "better"]
             self.meet_wider(better)
-            self.train([each.name for each in self.baselines()], looks["first_seeds"], [], place)
+            self.train([each.name for each in self.baselines()], plan.first_seeds, [], place)
         rows = self.rows_of_first_look()
-        self.decided = [effects.pair_of(row["variant"], row["baseline"], row["equal"]) for row in rows
-                        if row["verdict"] != "undecided"]
+        self.decided = [effects.pair_of(row.variant, row.baseline, row.equal) for row in rows
+                        if row.verdict != "undecided"]
         left = len(self.open_pairs())
-        looks["look"] = 2 if rows and left else 1
+        plan.look = 2 if rows and left else 1
         if rows:
             print(f"look 1 of 2: {len(self.decided)} of {len(self.pairs)} comparisons are decided"
                   + ", the others go on" * bool(left), flush=True)
 
     def rows_of_first_look(self):
         """All comparisons that there are, as the first look judges them; [] before its runs have ended."""
-        c, looks = self.config, self.two_looks
-        looks["pairs"] = [*self.pairs]
+        c, plan = self.config, self.two_looks
+        plan.pairs = [*self.pairs]
         folders = [folder for (stage, *_), folder in self.runs.folders.items() if stage == "judge"]
         if not self.runs.ended(folders):
             return []
-        return effects.first_look(self.runs.scores("judge"), looks, c.alpha, c.margin,
+        return effects.first_look(self.runs.scores("judge"), plan, c.alpha, c.margin,
                                   results.failures_of(self))
 
     def open_pairs(self):
@@ -268,7 +270,7 @@ class Study:
         if not self.two_looks:
             self.meet_wider({*self.wider, *self.seem_better()})
             self.train([each.name for each in self.baselines()], self.config.seeds, [], place)
-        elif self.two_looks["look"] == 2:
+        elif self.two_looks.look == 2:
             self.meet_wider(self.seem_better())
             open_ones = [name for name in self.in_open_pairs([]) if self.compared[name].kind == "baseline"]
             self.train(open_ones, self.config.seeds, [], place)
@@ -316,10 +318,10 @@ class Study:
                     folder_at[name, group, factor], = self.runs.plan("tune", [changed], seed, "val")
             folders = list(dict.fromkeys(folder_at.values()))
             self.runs.execute(folders, place, "learning rates")
-            found = {key: result["bpb"] for key, folder in folder_at.items()
-                     if (result := self.runs.result(folder))}
+            scores = {key: result["bpb"] for key, folder in folder_at.items()
+                      if (result := self.runs.result(folder))}
             self.tuned = {}
-            for (name, group, factor), bpb in found.items():
+            for (name, group, factor), bpb in scores.items():
                 self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
             if not self.runs.ended(folders):
                 return
@@ -361,7 +363,7 @@ class Study:
         return [*names.values(), *tuning]
 
     def untuned(self):
-        """{"rates", "runs"} of a study whose rates are not tuned, for its results; None: they are.
+        """The records.Untuned of a study whose rates are not tuned; None: they are.
 
         rates: {variant: {flag: learning rate of the weights that it adds}}; runs: how many --tune_lr would
         train to find the best ones, at least and at most.
@@ -370,8 +372,8 @@ class Study:
         if self.config.tune_lr or self.tuned_on or not judged:
             return None
         first, more = self.runs_to_tune()
-        return dict(rates={name: self.compared[name].rates_of_its_own() for name in judged},
-                    runs=[len(first), len(first) + len(more)])
+        return Untuned(rates={name: self.compared[name].rates_of_its_own() for name in judged},
+                       runs=[len(first), len(first) + len(more)])
 
     def take_best_rates(self, variants, place):
         """Decide on each variant's rates, by runs with all seeds of the first stage.
@@ -395,7 +397,7 @@ class Study:
         if not self.runs.ended(folders):
             return
         scores = self.runs.scores("tune")
-        self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
+        self.candidates = {name: [Candidate(rates=rates, bpb=scores.get(at[name, i].name, {}))
                                   for i, rates in enumerate(each)] for name, each in tried.items()}
         taken = effects.best_rates(self.candidates)
         factors = {name: each[taken[name]] for name, each in tried.items()}
@@ -419,8 +421,8 @@ def plan_of(study):
     seconds = costs.seconds_per_run(plain, device, slots.threads, train, scored, sizes["val"]["tokens"])
     rows = []
     for variant in variants.values():
-        own = results.sizes_of(variant, device)
-        rows += with_flags((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
+        own = SimpleNamespace(**results.sizes_of(variant, device))
+        rows += with_flags((variant.name, f"{own.params:,}", f"{own.steps:,}",
                             findings.short(effects.training_flops(own))), variant.flags)
     names, left = folders_of(study)
     left, more = [names[folder] for folder in left], study.may_follow()
@@ -437,7 +439,7 @@ def plan_of(study):
     if slots.per_gpu > 1:
         notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if study.two_looks:
-        first = {*study.two_looks["first_seeds"], *study.two_looks["plain_seeds"]}
+        first = {*study.two_looks.first_seeds, *study.two_looks.plain_seeds}
         later = {folder for (stage, _, seed), folder in study.runs.folders.items()
                  if stage == "judge" and seed not in first}
         notes.append(f"two looks: {len(later):,} of these runs are of the second one, which trains only what "
@@ -445,9 +447,9 @@ def plan_of(study):
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if untuned := study.untuned():
-        arms = {name: dict(label=each.label, flags=each.flags) for name, each in study.compared.items()}
-        rates = findings.rates_in_words(dict(arms=arms, settings=study.builder.settings), untuned["rates"])
-        (least, most), (first, more) = untuned["runs"], study.runs_to_tune()
+        planned = SimpleNamespace(arms=study.compared, settings=study.builder.settings)
+        rates = findings.rates_in_words(planned, untuned.rates)
+        (least, most), (first, more) = untuned.runs, study.runs_to_tune()
         notes.append(f"no learning rate is tuned: {rates}; --tune_lr looks for the best ones first, in "
                      f"{least} to {most} runs more, {length(first)} to {length([*first, *more])}")
     head = ("variant", "parameters", "steps", "training FLOPs", "flags")
@@ -506,12 +508,12 @@ def within_minutes(config, name):
 
 def plans(config, name):
     """plan_of() each size of a study, and what else is to be known before it runs. UserError."""
-    notes, found = check_parts(config), []
+    notes, lines = check_parts(config), []
     for study, label in planned(config, name):
-        found += [plan_of(study), *expectations(study, label)]
+        lines += [plan_of(study), *expectations(study, label)]
     if config.texts[1:]:
-        found.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
-    return [*found, *notes]
+        lines.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
+    return [*lines, *notes]
 
 
 def planned(config, name):
@@ -581,8 +583,8 @@ def asked_for(config):
 def asked_in(folder):
     """What was asked for in a study's folder, as asked_for(); None: its results do not say."""
     try:
-        return asked_for(results.read(folder / "results.json.gz")["config"])
-    except (UserError, KeyError, AttributeError):
+        return asked_for(results.read(folder / "results.json.gz").config or {})
+    except UserError:
         return None
 
 
@@ -607,10 +609,10 @@ def finished(study, command):
 
 def written(study, command):
     """Write the results of a study's runs so far; the results."""
-    found = {**results.collect(study, command), **looks.beside(study)}
-    results.write(found, study.out)
-    looks.keep(study, found)
-    return found
+    own = replace(results.collect(study, command), **looks.beside(study))
+    results.write(own, study.out)
+    looks.keep(study, own)
+    return own
 
 
 def at_size(config, size, **keys):
@@ -621,13 +623,13 @@ def at_size(config, size, **keys):
 
 def ladder_of(config, name, command):
     """(results, Study of each): the study at each of its sizes."""
-    out, found, studies = Path(config.out_dir), {}, []
+    out, studies = Path(config.out_dir), []
+    ladder = LadderResults(name=name, command=command, sizes={}, config=json_safe(asdict(config)))
     for size in config.sizes:
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
-        found[size] = finished(studies[-1], command)
-        print(report.in_text(findings.part_of(dict(config=asdict(config), sizes=found), size)))
-    ladder = dict(name=name, command=command, **effects.progress(*found.values()), sizes=found,
-                  config=asdict(config))
+        ladder.sizes[size] = finished(studies[-1], command)
+        print(report.in_text(findings.part_of(ladder, size)))
+    ladder = replace(ladder, **effects.progress(*ladder.sizes.values()))
     results.write(ladder, out)
     return ladder, studies
 
@@ -652,25 +654,25 @@ def on_texts(config, name, command):
     """
     out = Path(config.out_dir)
     texts = {Path(text).name: text for text in config.texts}
-    studies, found, first = {}, {}, None
+    studies, written_on, first = {}, {}, None
     for short, text in texts.items():
         own = config_of_what_was_judged(first, config) if first else config
         study = Study(on_text(own, text, out_dir=str(out / short)), name)
         if first:
             study.wider = first.widths()
             study.tuned_on = first.builder.data.meta["name"] if first.candidates else None
-        studies[short], found[short] = study, finished(study, command)
+        studies[short], written_on[short] = study, finished(study, command)
         first = first or study
-    while config.match_parameters and (more := {*effects.seem_better_over_texts(found)} -
+    while config.match_parameters and (more := {*effects.seem_better_over_texts(written_on)} -
                                        {*first.wider, *first.widths()}):
         first.wider.update(dict.fromkeys(more))  # no width yet: that of the first text is made there
         for short, study in studies.items():
             study.wider.update(first.widths())
             study.match_parameters(place_for(study.config))
-            found[short] = written(study, command)
-    whole = {**effects.together(found, name, command), **effects.progress(*found.values()),
-             "config": asdict(config)}
-    whole = json.loads(json.dumps(json_safe(whole)))  # as it will be read
+            written_on[short] = written(study, command)
+    whole = replace(effects.together(written_on, name, command), config=json_safe(asdict(config)),
+                    **effects.progress(*written_on.values()))
+    whole = as_read(whole)
     results.write(whole, out)
     return whole, [*studies.values()]
 
@@ -708,31 +710,39 @@ def check_places(config):
         writable(config.json)
 
 
-# ---- the six things that this program does; run() picks one ----
+# ---- what this program does; run() picks one, see lab/study/commands.py ----
 
 def write_tables(config):
-    """--tables: the tables in README.md and docs/, from results/."""
+    """report --tables: the tables in README.md and docs/, from results/."""
     print(*tables.write() or ["every table is as results/ has it"], sep="\n")
 
 
 def recheck(config):
-    """--recheck: whether every figure of a results file is what its runs give."""
+    """recheck: whether every figure of a results file is what its runs give."""
     if found := task_study.read(config.recheck):
         return say(task_study.recheck(found, config.recheck))
     say(results.recheck(config.recheck))
 
 
 def compare_scores(config):
-    """--scores: verdicts on the runs of another program."""
+    """scores: verdicts on the runs of another program."""
     path = Path(config.scores)
     check_places(config)
-    found = score_file.study_of(score_file.read(path), path.name, config.baseline, config.alpha,
+    study = score_file.study_of(score_file.read(path), path.name, config.baseline, config.alpha,
                                 config.margin, config.higher_is_better)
-    score_file.write(found, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
+    report_of(study, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
+
+
+def report_of(found, out, json_file):
+    """Print and write the report of a study, of whatever scores, and its verdicts for a program."""
+    report.write_all(found, out)
+    if json_file:
+        write_json(json_file, findings.verdicts(found))
+        say(json_file)
 
 
 def report_once_more(config):
-    """--from_results: the report of a results file, without its runs."""
+    """report FILE: the report of a results file, without its runs."""
     path = Path(config.from_results)
     check_places(config)
     if found := task_study.read(path):
@@ -744,12 +754,8 @@ def report_once_more(config):
     except UserError as e:
         say(f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it",
             flush=True)
-    out = Path(config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"])))
-    out.mkdir(parents=True, exist_ok=True)
-    report.write_all(found, out)
-    if config.json:
-        write_json(config.json, findings.verdicts(found))
-        say(config.json)
+    out = config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"]))
+    report_of(found, out, config.json)
 
 
 def run_tasks(config, name, command):
@@ -771,7 +777,7 @@ def run_tasks(config, name, command):
 
 
 def show_plan(config, name):
-    """--dry_run: what a study would train, and for how long."""
+    """plan: what a study would train, and for how long."""
     if config.task:
         return say(*task_study.plan_in_words(task_study.TaskStudy(config, name)))
     try:
@@ -828,7 +834,10 @@ def run_study(config, name, command):
 
 
 def run(argv):
+    command, argv = commands.taken_apart(argv)
     asked = configurator.read((StudyConfig,), argv)
+    if asked.wants_help and not (asked.files or asked.settings):
+        return print(commands.help_of(command, __doc__))
     own_mechanism.take(asked, keep="out/mechanisms")
     (config,), _ = configurator.made(asked, __doc__)
     for key, program in (("tables", write_tables), ("recheck", recheck), ("scores", compare_scores),

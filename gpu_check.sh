@@ -59,7 +59,7 @@ part() {
            --question="Does a study run as it should on a GPU?" --out_dir="$RUNS/study")
     # what is stopped here is reported as far as it came
     timeout --foreground --signal=INT "$((LIMIT * 4 / 5))" "$PY" compare.py "${STUDY[@]}" || true
-    each "$PY" compare.py "${STUDY[@]}" --report_only
+    each "$PY" compare.py report "${STUDY[@]}"
     cp "$RUNS/study/results.json.gz" "$OUT/study.json.gz" ;;
   compiled)
     each "$PY" -m tests.lab.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;

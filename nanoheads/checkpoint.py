@@ -10,6 +10,7 @@ folders of transformers'.
 """
 
 import argparse
+import errno
 import math
 import reprlib
 import sys
@@ -169,7 +170,7 @@ def check_form(state, path):
             for inner, part in parts(state[name], place):
                 if not fits(part):
                     refuse(f"{name}.{inner}", part, what)
-    if state["meta"] and (problem := problem_of_meta(state["meta"], of_folder=False)):
+    if state["meta"] is not None and (problem := problem_of_meta(state["meta"], of_folder=False)):
         raise UserError(f"{damaged}: meta, its dataset's: {problem}")
     step, last = state.get("step"), (state.get("last_eval") or {}).get("step")
     most = (state.get("train") or {}).get("max_iters")
@@ -259,7 +260,8 @@ def in_file(path, device):
     """The dict in a file, in our form; check_form() looks into it. UserError: it is no checkpoint."""
     try:
         with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):
+            # torch asks for the first bytes alone, and takes what has others for a file of its oldest form
+            if file.read(4) != b"PK\3\4" or not zipfile.is_zipfile(file):
                 raise ValueError("cut short, or no torch file at all")
             if broken := zipfile.ZipFile(file).testzip():  # torch itself does not verify the checksums
                 raise ValueError(f"damaged in {broken}")
@@ -268,7 +270,8 @@ def in_file(path, device):
         if ran_out_of_memory(e):
             raise
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
-        why = getattr(e, "strerror", None) or why  # such as: Permission denied
+        if isinstance(e, OSError):  # such as: Permission denied; EINVAL: a place before the start of the file
+            why = "damaged" if e.errno == errno.EINVAL else e.strerror or why
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
     state = state if has_names(state) else {}
     if has_names(state.get("model")) and isinstance(state.get("model_args"), dict):
@@ -310,8 +313,7 @@ def config_of(state, path, **overrides):
         flags = own_mechanism.flags_of(state, path)
     try:
         config = GPTConfig(**{**RECIPES["gpt2"], **flags, **typed(flags, GPTConfig), **overrides})
-        if not {"n_layer", "n_embd"} & set(overrides):
-            check_layers(state, config)
+        check_sizes(state, config, overrides)
     except (ValueError, TypeError) as e:
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
@@ -323,18 +325,26 @@ def is_of_an_older_version(state):
     return "routing_capacity" in state["config"]
 
 
-def check_layers(state, config):
-    """ValueError where a config has other blocks or another width than the tensors beside it.
+# which size of a config is one of which tensor's
+SIZES = {"n_embd": ("transformer.wte.weight", "the embedding is"),
+         "vocab_size": ("transformer.wte.weight", "the embedding is"),
+         "block_size": ("transformer.wpe.weight", "the table of positions is")}
 
-    A model of 20,000 layers takes minutes to build, only to find that its weights are those of 12.
+
+def check_sizes(state, config, others=()):
+    """ValueError where a config has other blocks or sizes than the tensors beside it; others: keys that may.
+
+    A model of 20,000 layers takes minutes to build, and one of a billion positions takes all memory, only to
+    find that its weights are those of 12 layers and 1,024 positions.
     """
     weights = state.get("model", {})
     layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-    if weights and len(layers) != config.n_layer:
+    if weights and "n_layer" not in others and len(layers) != config.n_layer:
         raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {plural(len(layers), 'block')}")
-    wte = weights.get("transformer.wte.weight")
-    if wte is not None and config.n_embd not in wte.shape:
-        raise ValueError(f"n_embd={config.n_embd}, and the embedding is {' x '.join(map(str, wte.shape))}")
+    for key, (name, words) in SIZES.items():
+        size, shape = getattr(config, key), weights[name].shape if name in weights else None
+        if shape is not None and key not in others and size not in shape:
+            raise ValueError(f"{key}={size}, and {words} {' x '.join(map(str, shape))}")
 
 
 # ---- its model ----

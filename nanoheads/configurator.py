@@ -236,14 +236,18 @@ def nearest(key, keys):
     return meant, f"did you mean {meant}?" if meant else "--help lists the keys"
 
 
-def help_text(classes, doc, mechanisms=()):
-    """Every key with type, default and help, under their headings."""
+def help_text(classes, doc, mechanisms=(), only=None):
+    """Every key with type, default and help, under their headings; only: those to show, None: all."""
     lines = [doc.strip()]
     for cls in classes:
-        keys = keys_of((cls,))
+        keys, above = keys_of((cls,)), ""
         for heading, f in headed_fields(cls):
-            if heading:
-                lines += ["", f"---- {heading} ----"]
+            above = heading or above
+            if only is not None and f.name not in only:
+                continue
+            if above:
+                lines += ["", f"---- {above} ----"]
+                above = ""
             t, default, about = keys[f.name]
             key = f"  --{f.name:<24}  {type_name(t):<31}  {default!r:<16}"
             words = textwrap.wrap(about, HELP_WIDE)

@@ -27,7 +27,7 @@ def write_config(path, model_config, config, step, machine, asked):
     before = []
     if step:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            before = from_json(path.read_bytes())["launches"]
+            before = [*from_json(path.read_bytes())["launches"]]
     details = dict(model=model_config.flags(), train=asdict(config), asked=asked, **launch,
                    launches=[*before, dict(step=step, **launch)])
     write_json(path, details)

@@ -78,7 +78,8 @@ def plain_problems(config):
     if config.n_head > 0 and config.head_dim is None and config.n_embd % config.n_head:
         yield f"n_embd={config.n_embd} must be a multiple of n_head={config.n_head}"
     elif config.n_head > 0 and config.pos == "rope" and config.head_size % 2:
-        yield f"pos='rope' needs an even head size, n_embd/n_head={config.head_size}"
+        what = "n_embd/n_head" if config.head_dim is None else "head_dim"
+        yield f"pos='rope' needs an even head size, {what}={config.head_size}"
     scaling = config.rope_scaling
     if scaling is not None and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]):
         yield f"rope_scaling={scaling} must be four numbers above 0: factor, low, high above low, context"

@@ -24,7 +24,7 @@ from nanoheads.config import trained_with
 from nanoheads.configurator import print_once
 from nanoheads.dataset import digests_of
 from nanoheads.files import find
-from nanoheads.tasks import TaskConfig, of_training
+from nanoheads.tasks import of_training
 
 
 # ---- its folder ----
@@ -103,8 +103,8 @@ def left_open(command, trusted):
     if "lr" in asked:
         raise UserError(of_an_older_version(path))
     if evaluates:
-        keys = ("dataset", "eval_tokens", "device", "dtype", *TaskConfig.__dataclass_fields__)
-        asked = {key: asked[key] for key in keys if key in asked}
+        asked = {key: value for key, value in asked.items()
+                 if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}
     if asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
         last = Path(folder, "ckpt.pt")
@@ -213,11 +213,13 @@ def same_run(state, path, config, dataset):
     needed = checkpoint.entries(checkpoint.EVERY, checkpoint.RUN, checkpoint.PROGRESS, checkpoint.GOING_ON)
     if missing := sorted(name for name in needed if state.get(name) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {instead}")
-    old, new = ({"optimizer": c.optimizer, "batch_size * grad_accum": c.batch_size * c.grad_accum,
-                 **of_training(meta)}
-                for c, meta in ((trained_with(state["train"], path), state["meta"]), (config, dataset.meta)))
-    differ = [f"{key}={new[key]!r} here is {old.get(key)!r} there" for key in new if new[key] != old.get(key)]
-    if not config.task and digests_of(state["meta"]) != dataset.digests:
+    old, new = ({"optimizer": c.optimizer, "batch_size * grad_accum": c.batch_size * c.grad_accum}
+                for c in (trained_with(state["train"], path), config))
+    differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
+    old, new = (of_training(meta) for meta in (state["meta"], dataset.meta))  # {} of a text
+    differ += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
+               if new.get(key) != old.get(key)]
+    if not new and digests_of(state["meta"]) != digests_of(dataset.meta):
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
         raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")

@@ -35,7 +35,14 @@ def is_whole(value, least):
 
 
 def is_text(value):
-    return isinstance(value, str)
+    """Whether a value is a str that has bytes: half of a surrogate pair, which JSON may hold, has none."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def is_options(value):
+    """Whether a value is what was chosen when a text was prepared; a separator is read of it."""
+    separator = value.get("separator") if isinstance(value, dict) else None
+    return value is None or isinstance(value, dict) and (separator is None or is_text(separator))
 
 
 def is_vocabulary(value, meta):
@@ -59,6 +66,8 @@ META = {
               is_text(value) and meta["vocab_size"] <= DTYPES.get(value, 0)),
     "separator": ("a whole number from 0 to below vocab_size, a token", lambda value, meta:
                   is_whole(value, 0) and value < meta["vocab_size"]),
+    "options": ("what was chosen, by name, its separator a text; or left out", lambda value, meta:
+                is_options(value)),
     "splits": ("the splits by name, one at least", lambda value, meta: isinstance(value, dict) and value),
     "task": ("the flags of a task by name, or left out", lambda value, meta: value is None or (
         isinstance(value, dict) and is_text(value.get("task")))),
@@ -69,6 +78,7 @@ META_OF_SPLIT = {
     "bytes": ("a whole number above 0", lambda value: is_whole(value, 1)),
     "chars": ("a whole number, or left out", lambda value: value is None or is_whole(value, 0)),
     "sha256": ("a text", is_text),
+    "sizes_sha256": ("a text, or left out", lambda value: value is None or is_text(value)),
 }
 OF_FOLDER = {"dtype", "separator", "splits"}  # a checkpoint out of a Hugging Face folder has none of these
 

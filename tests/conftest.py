@@ -7,6 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
@@ -19,6 +20,11 @@ import train  # noqa: E402
 from helpers import CODE, ROOT, TINY, TINY_TASK, without_own_mechanisms, write_dataset  # noqa: E402
 from nanoheads import corpus  # noqa: E402
 
+# the same examples in each run, as many as a test says; all examples of a test have the same fixtures
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[
+    hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow,
+    hypothesis.HealthCheck.filter_too_much])
+hypothesis.settings.load_profile("fixed")
 torch.set_num_threads(1)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what it starts does too

@@ -18,10 +18,12 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import assume, strategies as st
 
-from model import GPT, GPTConfig
+from model import GPT, MECHANISM_CLASSES, MECHANISMS, RECIPES, GPTConfig
 from nanoheads import checkpoint, corpus, own_mechanism as own, replaced
 from nanoheads.common import OWN_FILES
+from nanoheads.configurator import alternatives, headed_fields, hints_of, is_choice
 from nanoheads.corpus import Writer
 from nanoheads.tokenizer import Tokenizer
 from oracle import give_states
@@ -331,3 +333,95 @@ def save_model(path, model, data, dataset=None):
     torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
                     train=dict(dataset=name), dataset=name), path)
     return str(path)
+
+
+# ---- what hypothesis draws: values of flags, models, damage to files ----
+
+TEXTS = st.text("abcXYZ019_-./ é", min_size=1, max_size=8).filter(lambda text: text == text.strip())
+ANY_CHARACTER = st.characters(exclude_categories=())  # halves of surrogate pairs too, as JSON may hold them
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(ANY_CHARACTER, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=4)
+
+
+def values_of(t, limits, most=12):
+    """Values of a type, out of the range that a flag's `limits` (see mechanism.flag) name and out of it.
+
+    most: how far above the range's lower end whole numbers go, but for a few that are huge.
+    """
+    low = next((limits[key] for key in ("at_least", "above") if limits.get(key) is not None), None)
+    high = next((limits[key] for key in ("at_most", "below") if limits.get(key) is not None), None)
+
+    def of(kind):
+        if kind is type(None) or is_choice(kind):
+            return st.just(None if kind is type(None) else kind)
+        if kind is bool:
+            return st.booleans()
+        if kind is int:
+            first = int(low or 0)
+            return st.integers(first, first + most) | st.sampled_from([first - 1, *([2**40] * (most > 12))])
+        if kind is float:
+            first = float(low or 0.0)
+            last = float(first + 2.0 if high is None else high)
+            return st.floats(first, last) | st.sampled_from([first, last, first - 1.0, last + 1.0])
+        if kind is str:
+            return TEXTS
+        item, = kind.__args__
+        return st.lists(values_of(item, {}, most), max_size=3)
+
+    return st.one_of([of(kind) for kind in alternatives(t)])
+
+
+def flags_of(*classes, but=()):
+    """Strategy: {key: value} of some flags of these dataclasses, most of them in their ranges."""
+    each = {f.name: values_of(hints_of(cls)[f.name], f.metadata, most=40)
+            for cls in classes for _, f in headed_fields(cls) if f.name not in but}
+    keys = st.lists(st.sampled_from(sorted(each)), min_size=1, max_size=6, unique=True)
+    return keys.flatmap(lambda names: st.fixed_dictionaries({name: each[name] for name in names}))
+
+
+@st.composite
+def small_models(draw):
+    """Strategy: flags of a small GPT with up to four mechanisms, and with some of their details, together."""
+    flags = dict(recipe=draw(st.sampled_from([*RECIPES])), n_layer=draw(st.integers(1, 3)),
+                 n_head=draw(st.sampled_from([2, 3, 4, 6])), block_size=16, vocab_size=37)
+    flags["n_embd"] = 8 * flags["n_head"]
+    if draw(st.booleans()):
+        flags["n_kv_head"] = draw(st.sampled_from([n for n in (1, 2, 3) if not flags["n_head"] % n]))
+    for name in draw(st.permutations([*MECHANISMS]))[:draw(st.integers(1, 4))]:
+        if not flags.keys() & MECHANISMS[name].keys():  # else two modes of one thing
+            flags |= MECHANISMS[name]
+    details = {f.name: (cls.Options, f) for cls in MECHANISM_CLASSES if cls.flag in flags
+               for _, f in headed_fields(cls.Options) if f.name not in flags}
+    if details:
+        for name in draw(st.lists(st.sampled_from(sorted(details)), max_size=2, unique=True)):
+            cls, f = details[name]
+            flags[name] = draw(values_of(hints_of(cls)[name], f.metadata, most=4))
+    assume(not GPTConfig(**flags).problems())
+    return flags
+
+
+def portions(length):
+    """Strategy: sizes of the pieces in which so many tokens are read one after the other."""
+    cuts = st.sets(st.integers(1, length - 1))
+    return cuts.map(lambda at: [b - a for a, b in itertools.pairwise([0, *sorted(at), length])])
+
+
+PLACE = st.floats(0, 1, exclude_max=True)  # as a share of the file
+EDITS = st.lists(st.one_of(
+    st.tuples(st.just("cut"), PLACE, st.integers(1, 2**16)),
+    st.tuples(st.just("flip"), PLACE, st.integers(1, 255)),
+    st.tuples(st.just("insert"), PLACE, st.binary(min_size=1, max_size=8))), min_size=1, max_size=3)
+
+
+def damaged(content, edits):
+    """Bytes of a file with some of them cut out, flipped or inserted; edits: as EDITS draws them."""
+    for kind, place, what in edits:
+        at = int(place * len(content))
+        if kind == "cut":
+            content = content[:at] + content[at + what:]
+        elif kind == "insert":
+            content = content[:at] + what + content[at:]
+        elif content:
+            content = content[:at] + bytes([content[at] ^ what]) + content[at + 1:]
+    return content

@@ -1,12 +1,14 @@
 """A slow, plain GPT in float64: the T x T attention in memory, and the formula of each mechanism.
 
 Tests compare the fast path with it, forward and gradient. It reads a model's config, its parameters and
-buffers by name, and calls nothing of model.py. In the shapes, H are the layer's heads and then its constraint
-heads; what a mechanism does to the first kind alone says so. `plain` is the exception: the plain GPT in
-PyTorch's own operations, for equality to the last bit.
+buffers by name, and calls nothing of model.py. WITHOUT lists the flags whose work is not here. In the
+shapes, H are the layer's heads and then its constraint heads; what a mechanism does to the first kind alone
+says so. `plain` is the exception: the plain GPT in PyTorch's own operations, for equality to the last bit.
 """
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -28,6 +30,46 @@ def give_states(model, generator=None):
             model.set_head(layer, head, state=state)
         if model.config.agency_learned:
             (block.agency or block.attn.agency).metrics.normal_(generator=generator)
+
+
+# Flags of mechanisms that no formula here reads -> why, or the test that has what they do. All others are
+# read, and of every entry of MECHANISMS values and gradients are compared.
+OF_SHAPES = "the shapes and the names of parameters, which the formulas go by, say it"
+OF_STARTS = "an initial value: parameters are compared as they are"
+RETURN = "test_mechanisms.py::test_the_discounted_return_equals_the_double_loop"
+CRITIC = "test_mechanisms.py::test_critic_losses_and_their_metrics_equal_loops"
+LABELS = "test_mechanisms.py::test_constraint_loss_equals_a_loop_over_tokens"
+ROUTER = "test_constraint.py::test_the_routers_penalties"
+TEACHER = "test_constraint.py::test_a_student_is_compared_with_its_teacher"
+SKIPS = "test_finetune.py::test_the_share_of_the_skips_by_hand"
+WITHOUT = {
+    **dict.fromkeys(("short_conv_width", "value_embedding", "routing_hidden", "constraint_variant",
+                     "constraint_round", "constraint_layers", "constraint_hidden"), OF_SHAPES),
+    **dict.fromkeys(("ssmax_init", "sentinel_init", "roles_strength", "unet_init"), OF_STARTS),
+    "agency_threshold":
+        "test_violations.py::test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs",
+    "routing_skip": "test_promises.py::test_decoding_that_skips_heads_equals_decoding_that_does_not",
+    "unet_from": SKIPS, "unet_ramp": SKIPS,
+    "constraint_stop": "test_constraint_training.py::test_stopped_heads_send_no_gradient_into_the_trunk",
+    # weights and details of losses; the formulas here end with the hidden states
+    "routing_coef": "test_mechanisms.py::test_routing_weights_and_penalty_equal_loops_over_tokens",
+    "sentinel_coef": "test_mechanisms.py::test_the_gate_penalty_sums_over_all_blocks_and_heads",
+    "a2c_gamma": RETURN, "a2c_value_coef": CRITIC, "a2c_advantage_coef": CRITIC,
+    "constraint_coef": "test_mechanisms.py::test_the_models_constraint_loss_is_the_mean_over_blocks_times_"
+                       "lambda_and_the_router_pays_for_open_gates",
+    "constraint_warmup": "test_constraint.py::test_warm_up_weighs_the_loss_on_labels_and_nothing_else",
+    "constraint_loss_layers": "test_constraint.py::test_scores_are_judged_in_the_chosen_blocks_alone",
+    "constraint_name_coef": LABELS, "constraint_positive_coef": LABELS, "constraint_focal": LABELS,
+    "constraint_sparsity_coef": ROUTER, "constraint_entropy_coef": ROUTER,
+    "constraint_match": TEACHER, "constraint_match_coef": TEACHER,
+    "constraint_features": "test_constraint.py::test_a_student_is_compared_with_any_features",
+}
+
+
+def flags_read():
+    """The names that the formulas of this file read of a config, c or config."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    return set(re.findall(r"\bc(?:onfig)?\.([a-z]\w*)", text))
 
 
 # ---- comparing ----

@@ -1,5 +1,5 @@
 # The write-up's five scenarios of agency, on one corpus, five seeds each, with what became of the heads
-# Tiny scale: runs of half a minute to two minutes on a core; --dry_run counts them
+# Tiny scale: runs of half a minute to two minutes on a core; compare.py plan counts them
 
 import runpy as _runpy
 from pathlib import Path as _Path

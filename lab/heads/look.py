@@ -48,8 +48,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from nanoheads import checkpoint, task_scores
-from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural,
-                              read_whole, say, writable, write_atomic, write_json)
+from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural, read_whole,
+                              say, writable, write_atomic, write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 from nanoheads.tokenizer import Tokenizer, char_sizes
 from nanoheads.traces import GATE, declared_axes, explain, head_numbers

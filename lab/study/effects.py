@@ -11,6 +11,7 @@ a weighted mean of two groups of runs, by the same test as everything else.
 """
 
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 from scipy.optimize import brentq
@@ -19,49 +20,57 @@ from nanoheads.common import number
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import BLOCK
 from lab.study import stats
+from lab.study.records import (AtCost, Comparison, Figures, Interval, Rescored, Reused, Screened,
+                               TextsResults, Worth)
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are not read
 NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
 
 
-def figures(found, texts=None):
-    """{name: figure} of a study; found: its results file without them.
+def figures(study, texts=None):
+    """The records.Figures of a study, by the rest of its results.
 
-    texts: the studies, one for each text, that `found` puts together; None: found is of one text. Below,
+    texts: the studies, one for each text, that `study` puts together; None: it is of one text. Below,
     by_text is a list too, of scores alone: what each function says of one text, for each of them.
     """
-    variants, alpha, margin = found["arms"], found["alpha"], found["margin"]
-    studies = texts or [found]
-    scores, plan = [scores_of(study["arms"]) for study in studies], found.get("two_looks")
+    variants, alpha, margin = study.arms, study.alpha, study.margin
+    studies = texts or [study]
+    scores, plan, levels = [scores_of(each.arms) for each in studies], study.two_looks, None
+    kind = study.kind
     if plan:
-        looks = planned_looks(scores[0], found["pairs"], plan, alpha, margin, found["failures"])
-        rows, more = looks["comparisons"], dict(levels=looks["levels"])
+        rows, levels = planned_looks(scores[0], study.pairs, plan, alpha, margin, study.failures)
     else:
-        rows, more = comparisons(scores, found["pairs"], alpha, margin), {}
+        by_text = scores if kind.same_seeds else [apart(each) for each in scores]
+        rows = comparisons(by_text, study.pairs, alpha, margin, kind.higher_is_better, kind.unit)
     curve = curve_of(studies)
     for row in rows:
         own = scores_of(variants)
-        row["differences"] = differences(of_first_look(own, plan) if row.get("look") == 1 else own, row)
-        row["text"] = None if texts else text_interval(found, row)
-        if row["baseline"] == "plain":
-            row.update(as_compute(curve, scores, row, variants, alpha))
+        row.differences = differences(of_first_look(own, plan) if row.look == 1 else own, row)
+        row.text = None if texts else text_interval(study, row)
+        if row.baseline == "plain":
+            set_as_compute(row, curve, scores, variants, alpha)
         if not plan:
-            withhold_where_runs_failed(row, found["failures"])
-    if found.get("candidates"):
-        more["taken"] = best_rates(found["candidates"])
-    last = rows_of_last_look(found, rows)
-    level = more["levels"][plan["look"] - 1] if plan else alpha
+            withhold_where_runs_failed(row, study.failures)
+    last = rows_of_last_look(study, rows)
+    level = levels[plan.look - 1] if plan else alpha
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
-    return dict(procedure=PROCEDURE, comparisons=rows, screened=screened(found),
-                findable=findable(scores_of(variants), last, len(tested(rows)), level),
-                margin_as_compute=as_multiples, **more)
+    return Figures(procedure=PROCEDURE, comparisons=rows, screened=screened(study),
+                   findable=findable(scores_of(variants), last, len(tested(rows)), level),
+                   margin_as_compute=as_multiples, levels=levels,
+                   taken=best_rates(study.candidates) if study.candidates else None)
+
+
+def with_figures(study):
+    """The results of a study with their figures."""
+    own = figures(study)
+    return replace(study, **{each.name: getattr(own, each.name) for each in fields(Figures)})
 
 
 # ---- differences and verdicts ----
 
 def finished_scores(variant):
     """{seed: bits/byte} of a variant's finished runs."""
-    return {str(seed): bpb for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
+    return {str(seed): bpb for seed, bpb in zip(variant.seeds, variant.bpb) if bpb is not None}
 
 
 def scores_of(variants):
@@ -69,9 +78,15 @@ def scores_of(variants):
     return {name: finished_scores(variant) for name, variant in variants.items() if finished_scores(variant)}
 
 
+def apart(scores):
+    """{variant: {seed: score}} whose seeds are names: that two variants have some in common pairs no runs."""
+    return {name: {(name, seed): score for seed, score in own.items()} for name, own in scores.items()}
+
+
 def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte",
                 level=None, decided=None):
-    """A dict for each pair (variant, baseline, what is equal beside the hyperparameters), judged together.
+    """A records.Comparison for each pair (variant, baseline, what is equal beside the hyperparameters), all
+    judged together.
 
     by_text: {variant: {seed: score}} of each text. level: what corrected p are held against, None: alpha.
     decided: {pair_of(): row} of comparisons that count as they were at an earlier look. ValueError: a score
@@ -84,15 +99,15 @@ def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False,
     differences, sizes = [], []
     for pair in pairs:
         if row := (decided or {}).get(pair_of(*pair)):
-            differences.append(stats.Difference(*(row[key] for key in stats.Difference._fields)))
-            sizes.append([row["n"], row["n_baseline"]])
+            differences.append(stats.Difference(*(getattr(row, key) for key in stats.Difference._fields)))
+            sizes.append([row.n, row.n_baseline])
         else:
             differences.append(compared(by_text, *pair[:2], alpha))
             sizes.append([min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]])
     judged = stats.judge(differences, sizes, level or alpha, margin, higher_is_better)
-    return [dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
-                 words=stats.in_words(each, alpha, margin, unit,
-                                      "the plain GPT" if baseline == "plain" else baseline))
+    return [Comparison(variant=variant, baseline=baseline, equal=equal, **each._asdict(), differences=[],
+                       words=stats.in_words(each, alpha, margin, unit,
+                                            "the plain GPT" if baseline == "plain" else baseline))
             for (variant, baseline, equal), each in zip(pairs, judged)]
 
 
@@ -116,11 +131,10 @@ def identical(scores, others):
     return enough and all(scores[seed] == others[seed] for seed in shared)
 
 
-def uncertainty(found, name):
+def uncertainty(study, name):
     """Half the interval of a variant's own mean over seeds; None: it has not two, or they show no spread."""
-    studies = [*(found.get("texts") or {"": found}).values()]
-    mean = stats.difference(parts_of([finished_scores(study["arms"][name]) for study in studies], 1),
-                            found["alpha"])
+    studies = [*(study.texts or {"": study}).values()]
+    mean = stats.difference(parts_of([finished_scores(each.arms[name]) for each in studies], 1), study.alpha)
     return (mean.high - mean.low) / 2 if math.isfinite(mean.se) else None
 
 
@@ -128,7 +142,7 @@ def seem_better(by_text, pairs, alpha, margin):
     """The variants whose interval lies below the plain GPT, before anything else is made equal."""
     pairs = [pair for pair in pairs if pair[1] == "plain" and not pair[2]]
     rows = comparisons(by_text, pairs, alpha, margin)
-    return [row["variant"] for row in rows if row["verdict"] == "better" or row["high"] < 0]
+    return [row.variant for row in rows if row.verdict == "better" or row.high < 0]
 
 
 def pair_of(variant, baseline, equal):
@@ -140,54 +154,54 @@ def withhold_where_runs_failed(row, failures):
     """Call a verdict undecided where runs failed of the side that it favours, for "same" of either side:
     those might change it.
     """
-    sides = {"better": ["variant"], "worse": ["baseline"]}.get(row["verdict"], ["variant", "baseline"])
-    judged = [f["arm"] for f in failures if f["stage"] == "judge"]
-    count = {side: judged.count(row[side]) for side in sides}
+    sides = {"better": ["variant"], "worse": ["baseline"]}.get(row.verdict, ["variant", "baseline"])
+    judged = [f.arm for f in failures if f.stage == "judge"]
+    count = {side: judged.count(getattr(row, side)) for side in sides}
     failed = sum(count.values())
-    if failed and row["verdict"] != "undecided":
+    if failed and row.verdict != "undecided":
         whose = " and ".join({"variant": "its", "baseline": "the other side's"}[side]
                              for side in sides if count[side])
-        row.update(verdict="undecided", words=f"not called {row['verdict']}, since {failed} of {whose} "
-                                              f"runs failed; else {row['words']}")
+        row.words = f"not called {row.verdict}, since {failed} of {whose} runs failed; else {row.words}"
+        row.verdict = "undecided"
 
 
 def failed_runs(failures):
     """How many runs failed: one may stand under several names, such as a rate times 1 in each group."""
-    return len({row["log"] for row in failures})
+    return len({row.log for row in failures})
 
 
 def progress(*studies):
     """{"finished", "planned", "done"} of studies: whether all planned runs are done or failed, and how many
     there are of the first two.
     """
-    left = [study["planned"] - study["done"] - failed_runs(study["failures"]) for study in studies]
-    return dict(finished=max(left) <= 0, **{key: sum(study[key] for study in studies)
-                                            for key in ("planned", "done")})
+    left = [study.planned - study.done - failed_runs(study.failures) for study in studies]
+    return dict(finished=max(left) <= 0, planned=sum(study.planned for study in studies),
+                done=sum(study.done for study in studies))
 
 
 def differences(scores, row):
     """Each seed of the variant minus the mean of the baseline, for the picture."""
-    own, base = scores.get(row["variant"], {}), list(scores.get(row["baseline"], {}).values())
+    own, base = scores.get(row.variant, {}), list(scores.get(row.baseline, {}).values())
     return [score - float(np.mean(base)) for score in own.values()] if base else []
 
 
-def screened(found):
+def screened(study):
     """The first stage's rows, the best first: differences on validation, with intervals and no verdicts."""
-    screen = found["screen"]
-    if not screen or "plain" not in screen["scores"]:
+    screen = study.screen
+    if not screen or "plain" not in screen.scores:
         return []
     rows = []
-    for name, own in screen["scores"].items():
+    for name, own in screen.scores.items():
         if name != "plain":
-            each = compared([screen["scores"]], name, "plain", found["alpha"])
-            rows.append(dict(variant=name, bpb=float(np.mean([*own.values()])), mean=each.mean, low=each.low,
-                             high=each.high, chosen=name in screen["chosen"]))
-    return sorted(rows, key=lambda row: row["mean"])
+            each = compared([screen.scores], name, "plain", study.alpha)
+            rows.append(Screened(variant=name, bpb=float(np.mean([*own.values()])), mean=each.mean,
+                                 low=each.low, high=each.high, chosen=name in screen.chosen))
+    return sorted(rows, key=lambda row: row.mean)
 
 
 def tested(rows):
     """The comparisons that have a test, for which verdicts are corrected: not those of identical scores."""
-    return [row for row in rows if row["se"] != 0]
+    return [row for row in rows if row.se != 0]
 
 
 def findable(scores, rows, m, alpha):
@@ -195,7 +209,7 @@ def findable(scores, rows, m, alpha):
 
     rows: the comparisons whose seeds count; m: how many are corrected together.
     """
-    sizes = [row["n"] for row in tested(rows) if row["baseline"] == "plain"]
+    sizes = [row.n for row in tested(rows) if row.baseline == "plain"]
     if not sizes or min(sizes) < 2:
         return None
     groups = [[*own.values()] for own in scores.values()]
@@ -203,13 +217,13 @@ def findable(scores, rows, m, alpha):
 
 
 def best_rates(candidates):
-    """{variant: index of the candidate taken}. candidates: {variant: [{"bpb": {seed: bits/byte}}, ...]}.
+    """{variant: index of the candidate taken}. candidates: {variant: [records.Candidate]}.
 
     The first is the variant as it is, which stays unless the best is better by more than a standard error of
     such a difference, from the median spread over seeds of all candidates (the one-standard-error rule,
     Breiman et al. 1984). One with a run that diverged is none, unless all have.
     """
-    scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
+    scores = {name: [list(each.bpb.values()) for each in own] for name, own in candidates.items()}
     sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
     taken = {}
     for name, own in scores.items():
@@ -230,22 +244,22 @@ def first_half(seeds):
 
 def of_first_look(scores, plan):
     """What {variant: {seed: score}} has at the first look of a plan."""
-    kept = {name: plan["plain_seeds" if name == "plain" else "first_seeds"] for name in scores}
-    found = {name: {seed: score for seed, score in own.items() if int(seed) in kept[name]}
+    seeds_of = {name: plan.plain_seeds if name == "plain" else plan.first_seeds for name in scores}
+    first = {name: {seed: score for seed, score in own.items() if int(seed) in seeds_of[name]}
              for name, own in scores.items()}
-    return {name: own for name, own in found.items() if own}
+    return {name: own for name, own in first.items() if own}
 
 
 def first_look(scores, plan, alpha, margin, failures):
     """The comparisons of the first look of a plan, whose pairs are corrected together.
 
-    plan: {"spending", "seeds": those of a variant, "first_seeds", "plain_seeds": a variant's and the plain
-    GPT's at the first look, "pairs": what that compares, "look": the last look so far}.
+    plan: a records.TwoLooks: `seeds` of a variant, `first_seeds` and `plain_seeds` of a variant and of the
+    plain GPT at the first look, the `pairs` that it compares, and `look`, the last one so far.
     """
-    level = levels_of(plan, plan["pairs"], alpha)[0]
-    rows = comparisons([of_first_look(scores, plan)], plan["pairs"], alpha, margin, level=level)
-    of_plain, of_others = (plan[key] for key in ("plain_seeds", "first_seeds"))
-    failed = [f for f in failures if f.get("seed") in (of_plain if f["arm"] == "plain" else of_others)]
+    level = levels_of(plan, plan.pairs, alpha)[0]
+    rows = comparisons([of_first_look(scores, plan)], plan.pairs, alpha, margin, level=level)
+    failed = [f for f in failures
+              if f.seed in (plan.plain_seeds if f.arm == "plain" else plan.first_seeds)]
     for row in rows:
         say_level(row, 1, level)
         withhold_where_runs_failed(row, failed)
@@ -253,41 +267,41 @@ def first_look(scores, plan, alpha, margin, failures):
 
 
 def planned_looks(scores, pairs, plan, alpha, margin, failures):
-    """{"comparisons", "levels": of both looks} of a study in two looks.
+    """([Comparison], levels of both looks) of a study in two looks.
 
     What was decided at the first look stays as it was there; at the second it still counts among the
     comparisons that are corrected together.
     """
-    levels = [levels_of(plan, each, alpha)[look] for look, each in enumerate((plan["pairs"], pairs))]
+    levels = [levels_of(plan, each, alpha)[look] for look, each in enumerate((plan.pairs, pairs))]
     first = first_look(scores, plan, alpha, margin, failures)
-    if plan["look"] == 1:
-        return dict(comparisons=first, levels=levels)
-    decided = {pair_of(*pair): row for pair, row in zip(plan["pairs"], first)
-               if row["verdict"] != "undecided"}
+    if plan.look == 1:
+        return first, levels
+    decided = {pair_of(*pair): row for pair, row in zip(plan.pairs, first)
+               if row.verdict != "undecided"}
     rows = comparisons([scores], pairs, alpha, margin, level=levels[1], decided=decided)
     for row in rows:
         say_level(row, 2, levels[1])
         withhold_where_runs_failed(row, failures)
     rows = [decided.get(pair_of(*pair), row) for pair, row in zip(pairs, rows)]
-    return dict(comparisons=rows, levels=levels)
+    return rows, levels
 
 
 def levels_of(plan, pairs, alpha):
     """The levels of both looks, by the share of a variant's seeds that the first one has."""
-    return stats.levels(alpha, plan["spending"], len(plan["first_seeds"]) / len(plan["seeds"]),
+    return stats.levels(alpha, plan.spending, len(plan.first_seeds) / len(plan.seeds),
                         max(1, len(pairs)))
 
 
 def say_level(row, look, level):
     """Name in a comparison the look that judged it, and what its corrected p was held against."""
-    row["look"] = look
-    row["words"] += f"; look {look} of 2, held against {level:.4f}"
+    row.look = look
+    row.words += f"; look {look} of 2, held against {level:.4f}"
 
 
-def rows_of_last_look(found, rows):
+def rows_of_last_look(study, rows):
     """The comparisons that the last look of a study judged; without planned looks all of them."""
-    plan = found.get("two_looks")
-    return [row for row in rows if not plan or row["look"] == plan["look"]] or rows
+    plan = study.two_looks
+    return [row for row in rows if not plan or row.look == plan.look] or rows
 
 
 # ---- compute ----
@@ -295,11 +309,11 @@ def rows_of_last_look(found, rows):
 def curve_of(studies):
     """{multiple: [{seed: bits/byte} of the plain GPT on each text]} of its budgets; None: only one."""
     curve = {}
-    for name, variant in studies[0]["arms"].items():
-        if variant["kind"] in ("plain", "budget"):
-            texts = [finished_scores(study["arms"].get(name, dict(seeds=[], bpb=[]))) for study in studies]
-            if all(texts):
-                curve[variant["multiple"]] = texts
+    for name, variant in studies[0].arms.items():
+        if variant.kind in ("plain", "budget"):
+            texts = [finished_scores(study.arms[name]) for study in studies if name in study.arms]
+            if len(texts) == len(studies) and all(texts):
+                curve[variant.multiple] = texts
     return dict(sorted(curve.items())) if len(curve) > 1 and 1.0 in curve else None
 
 
@@ -317,19 +331,19 @@ def plain_at(curve, multiple, weight=-1):
     return [*parts_of(curve[below], weight * (1 - share)), *parts_of(curve[above], weight * share)]
 
 
-def as_compute(curve, scores, row, variants, alpha):
-    """What a difference is worth in the plain GPT's compute, and what is left of it at equal cost."""
+def set_as_compute(row, curve, scores, variants, alpha):
+    """Set in a comparison what it is worth in the plain GPT's compute, and what is left at equal cost."""
     if curve is None:
-        return {}
-    variant, plain = variants[row["variant"]], variants["plain"]
+        return
+    variant, plain = variants[row.variant], variants["plain"]
     # a variant with the very scores of the plain GPT has no error: its place is taken by the plain GPT, which
     # has more seeds
-    name = "plain" if row["se"] == 0 else row["variant"]
+    name = "plain" if row.se == 0 else row.variant
     own = parts_of([each.get(name, {}) for each in scores], 1)
-    time, flops = variant["time_ratio"], training_flops(variant) / training_flops(plain)
-    return dict(worth=worth(curve, own, alpha),
-                equal_flops=at_equal_cost(curve, own, flops, alpha),
-                equal_time=time and at_equal_time(curve, own, time, variant["multiple"], alpha))
+    time, flops = variant.time_ratio, training_flops(variant) / training_flops(plain)
+    row.worth = worth(curve, own, alpha)
+    row.equal_flops = at_equal_cost(curve, own, flops, alpha)
+    row.equal_time = time and at_equal_time(curve, own, time, variant.multiple, alpha)
 
 
 SAME_SIZE = 1e-3  # the share of their parameters by which two models of equal parameters may differ
@@ -342,7 +356,7 @@ def same_size(params, others):
 
 def training_flops(variant):
     """FLOPs that a variant's whole training executes, evaluations aside; NaN where they were not counted."""
-    return number(variant.get("executed_flops_per_token")) * number(variant.get("tokens"))
+    return number(variant.executed_flops_per_token) * number(variant.tokens)
 
 
 def at_equal_cost(curve, own, ratio, alpha):
@@ -351,20 +365,20 @@ def at_equal_cost(curve, own, ratio, alpha):
     own: the variant as parts of stats.difference(). The figures are None outside the plain GPT's budgets.
     """
     plain = plain_at(curve, ratio)
-    found = stats.difference([*own, *plain], alpha) if plain else stats.UNKNOWN
-    return dict(ratio=ratio, **{key: value if plain and math.isfinite(value) else None
-                                for key, value in found._asdict().items() if key not in ("se", "df")})
+    left = stats.difference([*own, *plain], alpha) if plain else stats.UNKNOWN
+    return AtCost(ratio=ratio, **{key: value if plain and math.isfinite(value) else None
+                                  for key, value in left._asdict().items() if key not in ("se", "df")})
 
 
 def at_equal_time(curve, own, time, multiple, alpha):
     """The same for a time that was measured: from the low end at its least to the high end at its most."""
-    found, least, most = (at_equal_cost(curve, own, time[end] * multiple, alpha)
-                          for end in ("mean", "low", "high"))
-    return {**found, "low": least["low"], "high": most["high"]}
+    middle, least, most = (at_equal_cost(curve, own, each * multiple, alpha)
+                           for each in (time.mean, time.low, time.high))
+    return replace(middle, low=least.low, high=most.high)
 
 
 def worth(curve, own, alpha):
-    """The multiple of its budget at which the plain GPT has a variant's score, as a dict.
+    """The multiple of its budget at which the plain GPT has a variant's score.
 
     It is not divided by what the variant itself costs: one that takes 1.23 times the FLOPs must be worth more
     than 1.23 to be better at equal FLOPs. At equal cost, see at_equal_cost().
@@ -373,12 +387,11 @@ def worth(curve, own, alpha):
     the mean. low and high are equal where all of the interval lies beyond. problem: why there is no number.
     """
     smallest, largest = min(curve), max(curve)
-    found = dict(mean=None, low=None, high=None, smallest=smallest, largest=largest, beyond=None,
-                 problem=None)
+    found = Worth(mean=None, low=None, high=None, smallest=smallest, largest=largest, beyond=None)
     if not falls(curve):
-        found["problem"] = NOT_FALLING
+        found.problem = NOT_FALLING
     elif not math.isfinite(stats.difference(own, alpha).mean):
-        found["problem"] = "no difference was measured"
+        found.problem = "no difference was measured"
     else:
         def left(end):
             def at(multiple):
@@ -387,12 +400,13 @@ def worth(curve, own, alpha):
 
         # what is left of the difference grows with the compute of the plain GPT
         mean, low, high = (crossing(left(end), smallest, largest) for end in ("mean", "high", "low"))
-        found["mean"], found["beyond"] = (None, mean) if isinstance(mean, str) else (mean, None)
+        found.mean, found.beyond = (None, mean) if isinstance(mean, str) else (mean, None)
         if low == high and isinstance(low, str):  # the whole interval lies beyond
-            found["low"] = found["high"] = smallest if low == "less" else largest
+            found.low = found.high = smallest if low == "less" else largest
         else:
-            found["low"], found["high"] = (None if isinstance(end, str) else end for end in (low, high))
-    return {**found, "words": worth_in_words(found)}
+            found.low, found.high = (None if isinstance(end, str) else end for end in (low, high))
+    found.words = worth_in_words(found)
+    return found
 
 
 def falls(curve):
@@ -412,14 +426,14 @@ def crossing(rising, smallest, largest):
 
 
 def worth_in_words(found):
-    if found["problem"]:
-        return found["problem"]
-    less, more = f"less than {found['smallest']:g}", f"more than {found['largest']:g}"
-    value = {"less": less, "more": more}.get(found["beyond"]) or f"{found['mean']:.2f}"
-    if found["low"] is not None and found["low"] == found["high"]:
+    if found.problem:
+        return found.problem
+    less, more = f"less than {found.smallest:g}", f"more than {found.largest:g}"
+    value = {"less": less, "more": more}.get(found.beyond) or f"{found.mean:.2f}"
+    if found.low is not None and found.low == found.high:
         return f"worth {value} x of the plain GPT's training compute"
-    low = less if found["low"] is None else f"{found['low']:.2f}"
-    high = more if found["high"] is None else f"{found['high']:.2f}"
+    low = less if found.low is None else f"{found.low:.2f}"
+    high = more if found.high is None else f"{found.high:.2f}"
     return f"worth {value} x [{low}, {high}] of the plain GPT's training compute"
 
 
@@ -438,24 +452,25 @@ def multiple_of(curve, difference):
 
 # ---- text ----
 
-def text_interval(found, row):
+def text_interval(study, row):
     """The interval over the text: these trained models, other text of its kind; None: blocks unknown.
 
     The last block, which is shorter, is left out.
     """
-    sums, T = [], found["plain"]["block_size"]
-    for name in (row["variant"], row["baseline"]):
-        runs = [found["runs"].get(run) for run in found["arms"][name]["runs"]]
-        blocks = [run["block_nats"][:-1] for run in runs if run and run.get("block_nats")]
+    sums = []
+    for name in (row.variant, row.baseline):
+        runs = [study.runs.get(run) for run in study.arms[name].runs]
+        blocks = [run.block_nats[:-1] for run in runs if run and run.block_nats]
         if not blocks or len({len(each) for each in blocks}) > 1:
             return None
         sums.append(np.mean(blocks, 0))
     if len(sums[0]) != len(sums[1]) or len(sums[0]) < 2:
         return None
+    T = study.plain["block_size"]
     tokens = len(sums[0]) * max(1, BLOCK // T) * T
-    size = found["data"]["bytes"] * tokens / found["data"]["tokens"]
-    _, low, high = block_bootstrap(*sums, size, 1, 1 - found["alpha"])
-    return dict(low=low, high=high)
+    size = study.data.bytes * tokens / study.data.tokens
+    _, low, high = block_bootstrap(*sums, size, 1, 1 - study.alpha)
+    return Interval(low=low, high=high)
 
 
 # ---- texts ----
@@ -464,14 +479,15 @@ BOTH = " and "  # between the names of two texts, or of two runs, that count as 
 
 
 def together(texts, name, command):
-    """Studies of the same variants on several texts, {text: study}, as one dict: each, and all of them."""
-    return dict(name=name, command=command, texts=texts,
-                together=figures(over_texts(texts), [*texts.values()]))
+    """Studies of the same variants on several texts, {text: study}, as one: each, and all of them."""
+    return TextsResults(name=name, command=command, texts=texts,
+                        together=figures(over_texts(texts), [*texts.values()]))
 
 
-def pooled(found):
-    """The study over all texts of a results file, with the figures that the file has."""
-    return {**found, **over_texts(found["texts"]), **found["together"]}
+def pooled(results):
+    """The study over all texts of a TextsResults, with the figures that this has."""
+    figures_of_all = {each.name: getattr(results.together, each.name) for each in fields(Figures)}
+    return replace(over_texts(results.texts), texts=results.texts, **figures_of_all)
 
 
 def over_texts(texts):
@@ -480,52 +496,53 @@ def over_texts(texts):
     For tables and pictures the score of a seed is the mean over the texts.
     """
     studies, first = list(texts.values()), next(iter(texts.values()))
-    names = [name for name in first["arms"] if all(name in study["arms"] for study in studies)]
-    variants = {name: over_runs([study["arms"][name] for study in studies]) for name in names}
-    pairs = [pair for pair in first["pairs"] if all(pair in study["pairs"] for study in studies)]
-    sums = {key: sum(study[key] for study in studies) for key in ("planned", "done")}
-    failures = [failure for study in studies for failure in study["failures"]]
+    names = [name for name in first.arms if all(name in study.arms for study in studies)]
+    variants = {name: over_runs([study.arms[name] for study in studies]) for name in names}
+    pairs = [pair for pair in first.pairs if all(pair in study.pairs for study in studies)]
+    failures = [failure for study in studies for failure in study.failures]
     reused, rescored = reused_in(studies), rescored_in(studies)
-    beside = {key: [{**row, "text": text} for text, study in texts.items() for row in study.get(key) or ()]
-              for key in ("left_out", "looks")}
-    size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
-    data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
-    settings = {key: value for key, value in first.get("settings", {}).items() if key != "dataset"}
-    return {**first, **sums, "settings": settings, "arms": variants, "pairs": pairs, "failures": failures,
-            "reused": reused, "rescored": rescored, "runs": {}, "data": data, **beside}
+    left_out, looks = ([replace(row, text=text) for text, study in texts.items()
+                        for row in getattr(study, key) or ()] for key in ("left_out", "looks"))
+    size = {key: sum(getattr(study.data, key) or 0 for study in studies)
+            for key in ("tokens", "bytes", "of_bytes")}
+    data = replace(first.data, **size, dataset=BOTH.join(texts), sha256=None, note=None)
+    settings = {key: value for key, value in (first.settings or {}).items() if key != "dataset"}
+    return replace(first, **progress(*studies), settings=settings, arms=variants, pairs=pairs,
+                   failures=failures, reused=reused, rescored=rescored, runs={}, data=data,
+                   left_out=left_out, looks=looks)
 
 
 def reused_in(studies):
     """The rows of Runs.reused() of several studies together: how many runs came from each source."""
     found = {}
-    for row in (row for study in studies for row in study.get("reused") or ()):
-        total = found.setdefault(row["from"], {"from": row["from"], "runs": 0, "other_code": 0, "of": []})
-        total["runs"] += row["runs"]
-        total["other_code"] += row["other_code"]
-        total["of"] += [name for name in row["of"] if name not in total["of"]]
+    for row in (row for study in studies for row in study.reused or ()):
+        total = found.setdefault(row.source, Reused(source=row.source, runs=0, other_code=0, of=[]))
+        total.runs += row.runs
+        total.other_code += row.other_code
+        total.of += [name for name in row.of if name not in total.of]
     return [*found.values()]
 
 
 def rescored_in(studies):
     """What rescoring.rescored() found of several studies, together; None: it is not known of one of them."""
-    every = [study.get("rescored") for study in studies]
+    every = [study.rescored for study in studies]
     if None in every:
         return None
-    return dict(runs=[name for own in every for name in own["runs"]],
-                without=sum(own["without"] for own in every))
+    return Rescored(runs=[name for own in every for name in own.runs],
+                    without=sum(own.without for own in every))
 
 
 def seem_better_over_texts(texts):
     """seem_better() over all texts of {text: study}."""
-    found, scores = over_texts(texts), [scores_of(study["arms"]) for study in texts.values()]
-    return seem_better(scores, found["pairs"], found["alpha"], found["margin"])
+    whole, scores = over_texts(texts), [scores_of(study.arms) for study in texts.values()]
+    return seem_better(scores, whole.pairs, whole.alpha, whole.margin)
 
 
 def over_runs(variants):
     """A variant of several texts as one: of each seed that all have, the mean score, and its runs' names."""
-    first, rows = variants[0], [dict(zip(each["seeds"], zip(each["bpb"], each["runs"]))) for each in variants]
-    seeds = [seed for seed in first["seeds"] if all(seed in own for own in rows)]
+    first, rows = variants[0], [dict(zip(each.seeds, zip(each.bpb, each.runs))) for each in variants]
+    seeds = [seed for seed in first.seeds if all(seed in own for own in rows)]
     scores = [[own[seed][0] for own in rows] for seed in seeds]
-    return {**first, "seeds": seeds,
-            "bpb": [None if None in each else sum(each) / len(each) for each in scores],
-            "runs": [BOTH.join(own[seed][1] for own in rows) for seed in seeds]}
+    means = [None if None in each else sum(each) / len(each) for each in scores]
+    return replace(first, seeds=seeds, bpb=means,
+                   runs=[BOTH.join(own[seed][1] for own in rows) for seed in seeds])

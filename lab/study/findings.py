@@ -1,13 +1,15 @@
 """
 What a study found, in words and as tables of text: what the terminal, the docs and report.html show.
 
-found: what results.py reads from a results.json.gz. Whatever in it is not known yet is None, and shown as –;
+study: a records.StudyResults, as results.py reads it from a results.json.gz; of several sizes or texts a
+LadderResults or TextsResults where that is said. Whatever is not known yet is None, and shown as –;
 what a study did not measure reads "not measured".
 """
 
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,8 @@ from nanoheads.common import json_safe, number, plural, printable
 from lab.study import effects
 from lab.study.dynamic import FIGURES, means_over_seeds, shares
 from lab.study.follow_up import MOST_SEEDS, follow_up, is_near
+from lab.study.measures import COSTS_ELSEWHERE, COSTS_HERE
+from lab.study.records import LadderResults, PlainRates, TextsResults, as_json
 from lab.study.variants import times
 
 # the verdicts, and what each means
@@ -67,90 +71,112 @@ def chosen(by_variant, only):
     return {name: own for name, own in (by_variant or {}).items() if only is None or name in ("plain", *only)}
 
 
-def mean_of(variant):
-    scores = [v for v in variant.get("bpb") or [] if known(v)]
+def mean_of(scores):
+    """The mean of the scores that are known; None: there is none."""
+    scores = [score for score in scores if known(score)]
     return float(np.mean(scores)) if scores else None
 
 
 def interval(c, spec="+.4f"):
-    mean, low, high = (show(c[key], spec) for key in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]" if known(c["low"]) else mean
+    mean, low, high = (show(end, spec) for end in (c.mean, c.low, c.high))
+    return f"{mean} [{low}, {high}]" if known(c.low) else mean
 
 
 def p_of(c):
-    return "<0.001" if number(c["p_corrected"]) < 0.001 else show(c["p_corrected"], ".3f")
+    return "<0.001" if number(c.p_corrected) < 0.001 else show(c.p_corrected, ".3f")
 
 
-def level(found):
-    return f"{100 * (1 - found['alpha']):g} %"
+def level(study):
+    return f"{100 * (1 - study.alpha):g} %"
 
 
-def better_side(found):
-    return f"{'above' if found.get('higher_is_better') else 'below'} 0 is better"
+def better_side(study):
+    return f"{'above' if study.kind.higher_is_better else 'below'} 0 is better"
 
 
-def head_of_difference(found):
+def head_of_difference(study):
     """The head of a column of interval(): its numbers have a sign, and no word says which is better."""
-    return f"difference [{level(found)}], {better_side(found)}"
+    return f"difference [{level(study)}], {better_side(study)}"
 
 
 def listed(words, last="and"):
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def label_of(found, name):
-    return " ".join(printable(found["arms"].get(name, {}).get("label") or name).split())
+def label_of(study, name):
+    label = study.arms[name].label if name in study.arms else name
+    return " ".join(printable(label or name).split())
 
 
-def labelled(found):
-    return [(label_of(found, name), variant) for name, variant in found["arms"].items()]
+def baseline_of(study):
+    """What sentences call the baseline: the plain GPT, or by its label the one of another program."""
+    return study.kind.baseline or label_of(study, "plain")
+
+
+def margin_in_words(study):
+    return " ".join(filter(None, [f"±{study.margin:g}", study.kind.unit]))
+
+
+def labelled(study):
+    return [(label_of(study, name), variant) for name, variant in study.arms.items()]
 
 
 # ---- verdicts ----
 
-def verdicts(found):
-    """The verdicts of a study for a program to read, as a dict for JSON; over several texts those of all
-    together, of several sizes {"sizes": {size: ...}}.
+def verdicts(results):
+    """The verdicts of a study for a program to read, as a dict for JSON; of a TextsResults those over all
+    texts, of a LadderResults {"sizes": {size: ...}}.
     """
-    if "sizes" in found:
-        sizes = found["sizes"]
-        return {**effects.progress(*sizes.values()),
-                "sizes": {size: verdicts(part_of(found, size)) for size in sizes}}
-    out = found.get("out") or found["config"].get("out_dir")
-    found = effects.pooled(found) if "texts" in found else found
+    if isinstance(results, LadderResults):
+        return {**effects.progress(*results.sizes.values()),
+                "sizes": {size: verdicts(part_of(results, size)) for size in results.sizes}}
+    several = isinstance(results, TextsResults)
+    study = effects.pooled(results) if several else results
+    out = (None if several else study.out) or results.config.get("out_dir")
     keys = ("mean", "low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds", "worth",
-            "equal_flops", "equal_time", *(["look"] if found.get("two_looks") else []))
-    rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
-                 **verdict_for_a_program(found, c), **{key: c.get(key) for key in keys},
-                 tokens_ratio=tokens_ratio(found, c["variant"], c["baseline"]),
-                 words=sentence_of(found, c)) for c in [*against_plain(found), *others(found)]]
-    bpb = {name: mean_of(arm) for name, arm in found["arms"].items()}
-    again = found.get("rescored")
-    rescored = again and dict(runs=len(again["runs"]), without=again["without"])
-    return json_safe(dict(name=found["name"], question=question_of(found), out=out, **effects.progress(found),
-                          headline=headline(found), notices=notices(found), cut=cut_of(found),
-                          alpha=found["alpha"], margin=found["margin"],
-                          failures=effects.failed_runs(found["failures"]), left_out=found.get("left_out"),
-                          looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored,
-                          follow_up=next_study(found), **looks_for_a_program(found)))
+            "equal_flops", "equal_time", *(["look"] if study.two_looks else []))
+    amounts = ("tokens",) if study.kind.trained_here else AMOUNTS
+    rows = [dict(variant=name_for_a_program(study, c.variant), baseline=name_for_a_program(study, c.baseline),
+                 equal=c.equal,
+                 **verdict_for_a_program(study, c), **{key: as_json(getattr(c, key)) for key in keys},
+                 **{f"{key}_ratio": ratio(study, key, c.variant, c.baseline) for key in amounts},
+                 words=sentence_of(study, c)) for c in [*against_plain(study), *others(study)]]
+    scores = {name_for_a_program(study, name): mean_of(arm.bpb) for name, arm in study.arms.items()}
+    again = study.rescored
+    rescored = again and dict(runs=len(again.runs), without=again.without)
+    elsewhere = {} if study.kind.trained_here else dict(higher_is_better=study.kind.higher_is_better,
+                                                        baseline=label_of(study, "plain"))
+    return json_safe(dict(name=study.name, question=question_of(study), out=out, **effects.progress(study),
+                          headline=headline(study), notices=notices(study), cut=cut_of(study),
+                          alpha=study.alpha, margin=study.margin,
+                          failures=effects.failed_runs(study.failures), left_out=as_json(study.left_out),
+                          looks=as_json(study.looks),
+                          **{"bpb" if study.kind.trained_here else "scores": scores}, comparisons=rows,
+                          rescored=rescored, follow_up=next_study(study), **elsewhere,
+                          **looks_for_a_program(study)))
 
 
-def part_of(found, name):
+def name_for_a_program(study, name):
+    """A variant as a program knows it: of another program's file, what that calls it."""
+    return name if study.kind.trained_here else study.arms[name].label
+
+
+def part_of(results, name):
     """One size of a ladder, or one text of several, with the keys that make it a study of its own."""
-    if "texts" in found:
-        return {**found["texts"][name], "alone": None}  # its verdicts are those of all texts
-    at = found.get("config", {}).get("at")
+    if isinstance(results, TextsResults):
+        return replace(results.texts[name], alone=None)  # its verdicts are those of all texts
+    at = (results.config or {}).get("at")
     alone = None if at is None else dict(size=name, sizes=[], at={}, **at.get(name, {}))
-    return {**found["sizes"][name], "alone": alone}
+    return replace(results.sizes[name], alone=alone)
 
 
-def next_study(found):
+def next_study(study):
     """follow_up() of a finished study, with "words": what it means, in sentences; None: nothing is undecided.
     """
-    if is_interim(found) or not (more := follow_up(found)):
+    if is_interim(study) or not (more := follow_up(study)):
         return None
-    near = [open_in_words(found, row) for row in more["undecided"] if is_near(row)]
-    far = [f"{open_in_words(found, row)} ({row['seeds'] or 'more than 1000'})" for row in more["undecided"]
+    near = [open_in_words(study, row) for row in more["undecided"] if is_near(row)]
+    far = [f"{open_in_words(study, row)} ({row['seeds'] or 'more than 1000'})" for row in more["undecided"]
            if not is_near(row)]
     lines = []
     if near:
@@ -163,152 +189,168 @@ def next_study(found):
     return dict(**more, words=" ".join(lines))
 
 
-def open_in_words(found, row):
+def open_in_words(study, row):
     """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is."""
-    of, against = (label_of(found, row[side]) for side in ("variant", "baseline"))
+    of, against = (label_of(study, row[side]) for side in ("variant", "baseline"))
     return of if row["baseline"] == "plain" else f"{of} against {against}"
 
 
-def looks_for_a_program(found):
+def looks_for_a_program(study):
     """{"two_looks": {"spending", "look", "levels"}} of a study that was planned so, else {}."""
-    plan = found.get("two_looks")
+    plan = study.two_looks
     if not plan:
         return {}
-    return dict(two_looks=dict(spending=plan["spending"], look=plan["look"], levels=found["levels"]))
+    return dict(two_looks=dict(spending=plan.spending, look=plan.look, levels=study.levels))
 
 
-def verdict_for_a_program(found, c):
+def verdict_for_a_program(study, c):
     """{"verdict", "interim_verdict"}: what asks for "better" must not find it in an unfinished study."""
-    so_far = verdict_so_far(found, c)
-    if is_interim(found):
+    so_far = verdict_so_far(study, c)
+    if is_interim(study):
         return dict(verdict="unfinished", interim_verdict=so_far)
     return dict(verdict=so_far, interim_verdict=None)
 
 
-def against_plain(found, only=None):
+def against_plain(study, only=None):
     """The comparisons with the plain GPT as it is, the best first, or in the order of `only`."""
-    rows = [c for c in found["comparisons"] if c["baseline"] == "plain" and not c["equal"]]
-    rows = [c for c in rows if only is None or c["variant"] in only]
-    return sorted(rows, key=lambda c: (not known(c["mean"]), number(c["mean"])) if only is None
-                  else only.index(c["variant"]))
+    rows = [c for c in study.comparisons if c.baseline == "plain" and not c.equal]
+    rows = [c for c in rows if only is None or c.variant in only]
+    if only is not None:
+        return sorted(rows, key=lambda c: only.index(c.variant))
+    sign = -1 if study.kind.higher_is_better else 1
+    return sorted(rows, key=lambda c: (not known(c.mean), sign * number(c.mean)))
 
 
-def others(found):
+def others(study):
     """All other comparisons: with wider plain GPTs, and of two variants."""
-    return [c for c in found["comparisons"] if c["baseline"] != "plain" or c["equal"]]
+    return [c for c in study.comparisons if c.baseline != "plain" or c.equal]
 
 
-def tokens_ratio(found, name, baseline="plain"):
-    """How many times the tokens of another variant a variant is trained on; NaN: not known."""
-    own, other = (number(found["arms"].get(each, {}).get("tokens")) for each in (name, baseline))
+AMOUNTS = ("tokens", "bytes", "cost")  # that a variant may take more of than another
+
+
+def ratio(study, amount, name, baseline="plain"):
+    """How many times another variant's tokens, bytes or cost a variant takes; NaN: not known."""
+    own, other = (number(getattr(study.arms[each], amount)) for each in (name, baseline))
     return own / other
 
 
-def of_other_tokens(found, comparisons):
-    """{variant: what it trains on, in words} of those that are trained on other tokens than the plain GPT."""
-    ratios = {c["variant"]: tokens_ratio(found, c["variant"]) for c in comparisons}
-    return {name: f"trains on {ratio:.2f} times the plain GPT's tokens"
-            for name, ratio in ratios.items() if abs(ratio - 1) > 0.001}
+def in_times(value):
+    """A ratio in digits enough to tell it from 1: 2.00, 1.0026."""
+    return show(value, ".4f" if known(value) and 0 < abs(value - 1) < 0.005 else ".2f")
 
 
-def equal_of(found, c):
-    return listed(c["equal"]) or "hyperparameters" + ", rates aside" * at_own_rates(found)
+def of_other_tokens(study, comparisons):
+    """{variant: what it trains on, in words} of those that are trained on more or less than the baseline."""
+    words = {}
+    for c in comparisons:
+        ratios = {amount: ratio(study, amount, c.variant) for amount in ("tokens", "bytes")}
+        other = [f"{in_times(value)} times {baseline_of(study)}'s {amount}"
+                 for amount, value in ratios.items() if abs(value - 1) > 0.001]
+        words.update({c.variant: f"trains on {listed(other)}"} if other else {})
+    return words
 
 
-def at_own_rates(found):
+def equal_of(study, c):
+    return listed(c.equal) or "hyperparameters" + ", rates aside" * at_own_rates(study)
+
+
+def at_own_rates(study):
     """Whether the plain GPT and all that are judged have their own best rates."""
-    return bool(found.get("candidates") or found.get("tuned_on"))
+    return bool(study.candidates or study.tuned_on)
 
 
 INTERIM = "interim: "  # before a verdict of an unfinished study
 
 
-def is_interim(found):
+def is_interim(study):
     """Whether a study has runs left to do: then all of its verdicts may still change."""
-    return not effects.progress(found)["finished"]
+    return not effects.progress(study)["finished"]
 
 
-def verdict_of(found, c):
+def verdict_of(study, c):
     """The verdict as it is shown: of an unfinished study it is marked, so that nobody quotes it as one."""
-    return INTERIM * (is_interim(found) and known(c["mean"])) + verdict_so_far(found, c)
+    return INTERIM * (is_interim(study) and known(c.mean)) + verdict_so_far(study, c)
 
 
-def verdict_so_far(found, c):
+def verdict_so_far(study, c):
     """The verdict by the runs that are done; without a difference, why there is none."""
-    if known(c["mean"]):
-        return c["verdict"]
-    failed = {f["arm"] for f in found["failures"]}
-    baseline_has_score = mean_of(found["arms"].get(c["baseline"], {})) is not None
-    if c["variant"] in failed or c["baseline"] in failed and not baseline_has_score:
+    if known(c.mean):
+        return c.verdict
+    failed = {f.arm for f in study.failures}
+    baseline_has_score = mean_of(study.arms[c.baseline].bpb) is not None
+    if c.variant in failed or c.baseline in failed and not baseline_has_score:
         return "failed"
     return "no runs yet"
 
 
-def sentence_of(found, c):
-    words = INTERIM * is_interim(found) + in_full(found, c) if known(c["mean"]) else verdict_of(found, c)
+def sentence_of(study, c):
+    words = INTERIM * is_interim(study) + in_full(study, c) if known(c.mean) else verdict_of(study, c)
     return " ".join(printable(words).split())
 
 
-def not_shown_at(found, c):
+def not_shown_at(study, c):
     """[What is equal where a variant that is better is not shown to be], as limits_of() has it.
 
-    [] for all others, and where costs are not known: of the scores of another program.
+    [] for all others, and for the scores of another program, whose costs are not known.
     """
-    if verdict_so_far(found, c) != "better" or not known(found["arms"]["plain"].get("params")):
+    if verdict_so_far(study, c) != "better":
         return []
-    return limits_of(found, [c])[0].get(c["variant"], [])
+    return limits_of(study, [c])[0].get(c.variant, [])
 
 
 BUT = ", but not at equal "  # between a verdict and what it does not hold for
 
 
-def limited_verdict(found, c):
+def limited_verdict(study, c):
     """verdict_of(), and of a variant that is better where it is not shown to be, for the page."""
-    return but_not_at(verdict_of(found, c), not_shown_at(found, c))
+    return but_not_at(verdict_of(study, c), not_shown_at(study, c))
 
 
 def but_not_at(verdict, whats):
     return BUT.join([verdict, *filter(None, [listed(whats, "or")])])
-def in_full(found, c):
+def in_full(study, c):
     """A verdict in words, and what they leave open: on which side of 0 better is, what the correction did."""
-    parts = [c["words"]]
-    if re.search(r"[+-]\d", c["words"]):
-        parts.append(better_side(found))
-    if c["verdict"] == "undecided" and leaves_out_0(c) and c["p_corrected"] > found["alpha"]:
-        n = len(effects.tested(found["comparisons"]))
+    parts = [c.words]
+    if re.search(r"[+-]\d", c.words):
+        parts.append(better_side(study))
+    if c.verdict == "undecided" and leaves_out_0(c) and c.p_corrected > study.alpha:
+        n = len(effects.tested(study.comparisons))
         parts.append(f"the interval, which is not corrected, leaves out 0, and p, which is corrected for "
-                     f"{plural(n, 'comparison')}, is above {found['alpha']:g}")
+                     f"{plural(n, 'comparison')}, is above {study.alpha:g}")
     return "; ".join(parts)
 
 
 def leaves_out_0(c):
-    return known(c["low"]) and (c["low"] > 0 or c["high"] < 0)
+    return known(c.low) and (c.low > 0 or c.high < 0)
 
 
 # ---- what a study asks, and how much of a run it had ----
 
-def question_of(found):
+def question_of(study):
     """What a study asks, the title of its page; without a question in its config, what it compared."""
-    if found["question"]:
-        return found["question"]
-    judged = [name for name, baseline, equal in found["pairs"] if baseline == "plain" and not equal]
-    names = [label_of(found, name) for name in [*judged, *(found.get("screened_out") or [])]]
+    if study.question:
+        return study.question
+    judged = [name for name, baseline, equal in study.pairs if baseline == "plain" and not equal]
+    names = [label_of(study, name) for name in [*judged, *(study.screened_out or [])]]
     if not names:
-        return found["name"]
+        return study.name
     which = listed(names, "or") if len(names) < 4 else f"any of {len(names)} variants"
-    return f"Is {which} better than the plain GPT?"
+    return f"Is {which} better than {baseline_of(study)}?"
 
 
-def cut_of(found):
+def cut_of(study):
     """How much of a run a study had, as a dict, where that was not all of it; None: it was, or is not known.
 
     Runs are cut that have fewer steps than their scale's, and scores that are of a part of the split. Where
     it is not known how many steps their scale has, of_steps and of_tokens are None.
     """
-    plain, whole, data = found["arms"]["plain"], found.get("of_scale") or {}, found["data"]
-    cut = dict(steps=plain["steps"], of_steps=whole.get("steps"), tokens=plain["tokens"],
-               of_tokens=whole.get("tokens"), split=data["split"], bytes=data["bytes"],
-               of_bytes=data["of_bytes"])
+    if not study.kind.trained_here:
+        return None
+    plain, whole, data = study.arms["plain"], study.of_scale, study.data
+    cut = dict(steps=plain.steps, of_steps=whole and whole.steps, tokens=plain.tokens,
+               of_tokens=whole and whole.tokens, split=data.split, bytes=data.bytes,
+               of_bytes=data.of_bytes)
     return cut if fewer(cut, "steps") or fewer(cut, "bytes") else None
 
 
@@ -321,11 +363,11 @@ def share_scored(cut):
     return f"{100 * cut['bytes'] / cut['of_bytes']:.2g} % of the {cut['split']} split"
 
 
-def cut_in_short(found):
+def cut_in_short(study):
     """How a study was cut, as a sentence before its verdicts; "": it was not."""
-    cut, parts = cut_of(found), []
+    cut, parts = cut_of(study), []
     if cut and fewer(cut, "steps"):
-        parts.append(f"short runs, {show(cut['steps'])} of the {found.get('scale')} scale's "
+        parts.append(f"short runs, {show(cut['steps'])} of the {study.scale} scale's "
                      f"{show(cut['of_steps'])} steps ({short(cut['tokens'])} of {short(cut['of_tokens'])} "
                      "tokens)")
     if cut and fewer(cut, "bytes"):
@@ -334,11 +376,11 @@ def cut_in_short(found):
     return words and f"{words[0].upper()}{words[1:]}."
 
 
-def cut_in_words(found):
+def cut_in_words(study):
     """The same for the box of notices, with all figures; "": the study was not cut."""
-    cut, parts = cut_of(found), []
+    cut, parts = cut_of(study), []
     if cut and fewer(cut, "steps"):
-        parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {found.get('scale')} scale has "
+        parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {study.scale} scale has "
                      f"{show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
     if cut and fewer(cut, "bytes"):
         parts.append(f"scored on {share_scored(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} bytes)")
@@ -346,57 +388,58 @@ def cut_in_words(found):
     return parts and f"Each run of the plain GPT was {listed(parts)}.{later}"
 
 
-def headline(found):
+def headline(study):
     """The study in one sentence; before it one that says how it was cut, if it was."""
-    return " ".join(filter(None, [cut_in_short(found), verdicts_in_a_sentence(found)]))
+    return " ".join(filter(None, [cut_in_short(study), verdicts_in_a_sentence(study)]))
 
 
-def verdicts_in_a_sentence(found):
-    rows = against_plain(found)
+def verdicts_in_a_sentence(study):
+    rows = against_plain(study)
     if not rows:
-        return "No variant was compared with the plain GPT."
-    best = [c for c in rows if verdict_so_far(found, c) == "better"]
-    lost, unmeasured = limits_of(found, best)
+        return f"No variant was compared with {baseline_of(study)}."
+    best = [c for c in rows if verdict_so_far(study, c) == "better"]
+    lost, unmeasured = limits_of(study, best)
     whats = listed(list(dict.fromkeys(what for own in lost.values() for what in own)), "or")
     if len(rows) == 1:
-        parts = [sentence_of(found, rows[0]).rstrip(".")]
+        parts = [sentence_of(study, rows[0]).rstrip(".")]
         if lost:
             parts.append(f"not shown to be better at equal {whats}")
-        parts += (f"it {words}" for words in of_other_tokens(found, rows).values())
-        return f"{label_of(found, rows[0]['variant'])}: {'; '.join([*parts, *unmeasured])}."
-    verdicts = [verdict_so_far(found, c) for c in rows]
+        parts += (f"it {words}" for words in of_other_tokens(study, rows).values())
+        against = "" if study.kind.baseline else f" against {baseline_of(study)}"
+        return f"{label_of(study, rows[0].variant)}{against}: {'; '.join([*parts, *unmeasured])}."
+    verdicts = [verdict_so_far(study, c) for c in rows]
     words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
     rest = "".join(f"; {verdicts.count(word)} {word}" for word in words)
-    n = len(found.get("screened") or [])
+    n = len(study.screened or [])
     screened = f"{plural(n, 'variant')} {'was' if n == 1 else 'were'} screened. " * (n > 0)
-    rest = rest.replace(" same", f" the same within ±{found['margin']:g} bits/byte")
+    rest = rest.replace(" same", f" the same within {margin_in_words(study)}")
     rest = rest.replace(" identical", " identical to it, since nothing acted")
-    were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than the plain GPT"
+    were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than {baseline_of(study)}"
     said = f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{rest}."
-    said = INTERIM.capitalize() * is_interim(found) + said
+    said = INTERIM.capitalize() * is_interim(study) + said
     parts = []
     if lost:
         one, *more = lost
-        who = f"{len(lost)} of the {len(best)} are" if more else f"{label_of(found, one)} is"
+        who = f"{len(lost)} of the {len(best)} are" if more else f"{label_of(study, one)} is"
         parts.append(f"{who} not shown to be better at equal {whats}")
     parts += unmeasured
-    parts += (f"{label_of(found, name)} {words}" for name, words in of_other_tokens(found, best).items())
+    parts += (f"{label_of(study, name)} {words}" for name, words in of_other_tokens(study, best).items())
     more = "; ".join(parts)
     return f"{said} {more if lost else more[0].upper() + more[1:]}." if more else said
 
 
-def limits_of(found, best):
+def limits_of(study, best):
     """What else is to be said of the variants that are better than the plain GPT as it is.
 
     best: their comparisons. Returns {variant: [what is equal where it is not shown to be better]}, without
     those that are shown to be better everywhere, and clauses on what was not measured.
     """
     lost, unmeasured = {}, []
-    for c in best:
-        shown = shown_at_equal(found, c)
+    for c in best if study.kind.trained_here else ():
+        shown = shown_at_equal(study, c)
         unmeasured += [what for what, is_shown in shown.items() if is_shown is None]
         if whats := [what for what, is_shown in shown.items() if is_shown is False]:
-            lost[c["variant"]] = whats
+            lost[c.variant] = whats
     count = Counter(unmeasured)
     of_all = [f"equal {what}" for what, n in count.items() if n == len(best)]
     clauses = [f"{listed(of_all)} {were_or_was(of_all)} {NOT_MEASURED}"] if of_all else []
@@ -409,7 +452,7 @@ def were_or_was(words):
     return "were" if len(words) > 1 or words[0].endswith("s") else "was"
 
 
-def shown_at_equal(found, c):
+def shown_at_equal(study, c):
     """{what is equal: whether a variant is shown to be better there too, None: that was not measured}.
 
     One rule, is_shown(): the interval lies below 0, and where the study also made a verdict, it is "better".
@@ -417,119 +460,128 @@ def shown_at_equal(found, c):
     remarks() says so. A variant that needs no more of something than the plain GPT is better at an equal
     amount of it. Where no plain GPT was trained for as much, nothing was measured.
     """
-    variant, plain = found["arms"][c["variant"]], found["arms"]["plain"]
-    more = {key: number(variant.get(key)) / number(plain.get(key))
+    variant, plain = study.arms[c.variant], study.arms["plain"]
+    more = {key: number(getattr(variant, key)) / number(getattr(plain, key))
             for key in ("params", "flops_per_token", "executed_flops_per_token")}
-    no_larger = more["params"] <= 1 or effects.same_size(variant.get("params"), plain.get("params"))
+    no_larger = more["params"] <= 1 or effects.same_size(variant.params, plain.params)
     shown = {"parameters": no_larger or None}
-    for other in others(found):
-        if other["equal"] and other["variant"] == c["variant"]:
-            shown[equal_of(found, other)] = is_shown(other)
-    multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
-    tokens = number(variant.get("tokens")) / number(plain.get("tokens"))
+    for other in others(study):
+        if other.equal and other.variant == c.variant:
+            shown[equal_of(study, other)] = is_shown(other)
+    multiple, time = number(variant.multiple), variant.time_ratio
+    tokens = number(variant.tokens) / number(plain.tokens)
     flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * tokens
-    shown["FLOPs"] = shown_at_cost(c.get("equal_flops"), flops)
-    shown["time"] = shown_at_cost(c.get("equal_time"), number(time.get("high")) * multiple)
+    shown["FLOPs"] = shown_at_cost(c.equal_flops, flops)
+    shown["time"] = shown_at_cost(c.equal_time, number(time and time.high) * multiple)
     return shown
 
 
 def is_shown(difference):
     """Whether a difference is shown to be better, see shown_at_equal(); None: it was not measured."""
-    if not known(difference["high"]):
+    if not known(difference.high):
         return None
-    return difference["high"] < 0 and difference.get("verdict", "better") == "better"
+    return difference.high < 0 and getattr(difference, "verdict", "better") == "better"
 
 
 def shown_at_cost(each, ratio):
     """is_shown() at equal cost; without a figure, whether the variant costs no more than the plain GPT.
 
-    each: c["equal_flops"] or c["equal_time"], None without budgets; ratio: the cost then, × the plain GPT's.
+    each: c.equal_flops or c.equal_time, None without budgets; ratio: the cost then, × the plain GPT's.
     """
-    if each and known(each["high"]):
+    if each and known(each.high):
         return is_shown(each)
-    return True if (each["ratio"] if each else ratio) <= 1 else None
+    return True if (each.ratio if each else ratio) <= 1 else None
 
 
-def timed_how(found):
+def timed_how(study):
     """How the time of a step was measured, as a sentence; None: it was not."""
-    rows = [arm["time_ratio"] for arm in found["arms"].values() if (arm.get("time_ratio") or {}).get("clock")]
+    rows = [arm.time_ratio for arm in study.arms.values() if arm.time_ratio and arm.time_ratio.clock]
     if not rows:
         return None
-    processor = rows[0].get("processor") or "one machine"
-    clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
-    compiled = "" if rows[0].get("compiled") else ", without torch.compile"
-    steps = "For the time, training" if any(c.get("equal_time") for c in found["comparisons"]) else "Training"
+    processor = rows[0].processor or "one machine"
+    clock = "CPU seconds of one thread" if rows[0].clock == "processor" else "seconds"
+    compiled = "" if rows[0].compiled else ", without torch.compile"
+    steps = "For the time, training" if any(c.equal_time for c in study.comparisons) else "Training"
     return (f"{steps} steps of both sides were timed in alternation, in "
             f"{clock} on one processor ({processor}){compiled}. Another machine has other ratios.")
 
 
-def notices(found):
+def notices(study):
     """What a reader must know before the numbers."""
-    failed, lines = effects.failed_runs(found["failures"]), [*standing(found), *planned_looks(found)]
-    if not is_interim(found) and at_own_rates(found):
-        where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
+    failed, lines = effects.failed_runs(study.failures), [*standing(study), *planned_looks(study)]
+    if not is_interim(study) and at_own_rates(study):
+        where = f"found on {study.tuned_on}" if study.tuned_on else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
-    if untuned := untuned_sentence(found):
+    if untuned := untuned_sentence(study):
         lines.append(untuned)
-    if other := of_other_tokens(found, against_plain(found)):
-        each = [f"{label_of(found, name)} {words}" for name, words in other.items()]
+    if other := of_other_tokens(study, against_plain(study)):
+        each = [f"{label_of(study, name)} {words}" for name, words in other.items()]
         lines.append(f"{listed(each)}: that alone may make a difference.")
-    if taken := (found.get("plain_rates") or {}).get("flags"):
+    if dearer := dearer_and_better(study):
+        lines.append(f"Better and dearer: {listed(dearer)}. Whether {baseline_of(study)} would be as good at "
+                     "that cost was not measured.")
+    if taken := study.plain_rates and study.plain_rates.flags:
         moved = listed([f"{flag}={value:g}" for flag, value in taken.items()])
         lines.append(f"All is compared at the plain GPT's best rates on validation, which had {moved}.")
-    if found.get("reused"):
-        lines.append(reused_sentence(found["reused"], found["planned"]))
+    if study.reused:
+        lines.append(reused_sentence(study.reused, study.planned))
     if failed:
         runs = "run is" if failed == 1 else "runs are"
         lines.append(f"{failed} failed {runs} missing from the numbers: see Failures.")
-    edge = [f"{label_of(found, name)} ({group})" for name, own in (found.get("tuned") or {}).items()
+    edge = [f"{label_of(study, name)} ({group})" for name, own in (study.tuned or {}).items()
             for group, scores in own.items() if at_edge(scores)]
     if edge:
         lines.append(f"The best learning rate tried lies at the edge of the grid for {listed(edge)}: "
                      "a better one may lie beyond.")
-    early = [f"{label_of(found, name)} (step {show(variant['best_step'])} of {show(variant['steps'])})"
-             for name, variant in found["arms"].items()
-             if known(variant.get("best_step")) and variant["best_step"] < 0.9 * variant["steps"]]
+    early = [f"{label_of(study, name)} (step {show(variant.best_step)} of {show(variant.steps)})"
+             for name, variant in study.arms.items()
+             if known(variant.best_step) and variant.best_step < 0.9 * variant.steps]
     if early:
         lines.append("Scored long before the end, where validation was best, since it got worse after: "
                      f"{listed(early)}.")
-    if (found.get("commit") or "").endswith("-dirty"):
+    if (study.commit or "").endswith("-dirty"):
         lines.append("The code had changes that are in no commit.")
     return lines
 
 
-def untuned_sentence(found):
+def dearer_and_better(study):
+    """The variants that are better, and by another program's account cost more than the baseline."""
+    return [label_of(study, c.variant) for c in against_plain(study)
+            if verdict_so_far(study, c) == "better" and ratio(study, "cost", c.variant) > 1.001]
+
+
+def untuned_sentence(study):
     """The rates at which what variants add learns, where no rate was tuned, and what tuning would cost; None:
     rates were tuned, or it is not known.
     """
-    if not (untuned := found.get("untuned")):
+    if not (untuned := study.untuned):
         return None
-    said = f"No learning rate was tuned: {rates_in_words(found, untuned['rates'])}."
-    if not found["command"].startswith("python "):
+    said = f"No learning rate was tuned: {rates_in_words(study, untuned.rates)}."
+    if not study.command.startswith("python "):
         return said
-    without = " and without --minutes" if found["config"].get("minutes") else ""
+    without = " and without --minutes" if study.config.get("minutes") else ""
     said += (f" With --tune_lr behind this study's command{without} both sides first get their best rates on "
              "validation")
-    if found["config"].get("minutes"):
+    if study.config.get("minutes"):
         said += "; with --dry_run too it says how long that takes"
     else:
-        least, most = untuned["runs"]
-        whole = most + found["planned"]
+        least, most = untuned.runs
+        whole = most + study.planned
         said += f", in {least} to {most} runs, and what these change is judged anew: at most {whole} runs"
-        seconds, jobs = found["arms"]["plain"]["seconds"], found["machine"].get("jobs")
+        seconds, jobs = study.arms["plain"].seconds, study.machine.jobs
         if seconds and jobs:
             said += f", which would train for about {duration(whole * seconds / jobs)} here"
     return f"{said}."
 
 
-def rates_in_words(found, rates):
+def rates_in_words(study, rates):
     """{variant: {flag: rate of what it adds}} as words."""
     names = {}  # of the variants, for each rate
     for name, own in rates.items():
         for flag, rate in own.items():
-            given = flag in {**(found.get("settings") or {}), **found["arms"][name]["flags"]}
+            given = flag in {**(study.settings or {}), **study.arms[name].flags}
             at = f"{flag}={rate:g}, {'as given' if given else 'the default'}"
-            names.setdefault(at, []).append(label_of(found, name))
+            names.setdefault(at, []).append(label_of(study, name))
     learns = [f"what {listed(own)} add{'s' * (len(own) == 1)} learns at {at}" for at, own in names.items()]
     return "; ".join(learns) or "no mechanism adds weights, and all learn at the plain GPT's rates"
 
@@ -538,83 +590,84 @@ MOST_LOOKS = 4  # of other reports, that are named one by one
 WHAT_IT_DOES = "docs/results/verdicts.md says how often it misleads"
 
 
-def standing(found):
+def standing(results):
     """What p values do not know of, as sentences: runs that were cut, are to come, are left out, or were
     judged before.
 
-    found: also a study of several sizes.
+    results: of one study, or a LadderResults.
     """
-    if "sizes" in found:
-        return [f"{size}: {line}" for size, study in found["sizes"].items() for line in standing(study)]
-    lines = [words] if (words := cut_in_words(found)) else []
-    if is_interim(found):
-        lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
+    if isinstance(results, LadderResults):
+        return [f"{size}: {line}" for size, study in results.sizes.items() for line in standing(study)]
+    study = results
+    lines = [words] if (words := cut_in_words(study)) else []
+    if is_interim(study):
+        lines.append(f"This study is not finished: {study.done} of {study.planned} runs are done; "
                      "all of this may still change.")
-    if rows := found.get("left_out"):
-        runs = listed([f"{len(row['seeds'])} of {label_of(found, row['variant'])} "
-                       f"({seeds_in_words(row['seeds'])}{of_text(row)})" for row in rows])
+    if rows := study.left_out:
+        runs = listed([f"{len(row.seeds)} of {label_of(study, row.variant)} "
+                       f"({seeds_in_words(row.seeds)}{of_text(row)})" for row in rows])
         lines.append(f"Finished runs of the same variants are left out: {runs}. p holds where seeds were "
                      f"chosen before their scores were known; else {WHAT_IT_DOES}.")
     apart, sharing = [], []
-    for look in found.get("looks") or ():
-        (apart if is_apart(found, look) else sharing).append(look)
+    for look in study.looks or ():
+        (apart if is_apart(study, look) else sharing).append(look)
     if sharing:
-        lines.append(f"The same variants were judged by other runs: {looks_in_words(found, sharing)}. p does "
+        lines.append(f"The same variants were judged by other runs: {looks_in_words(study, sharing)}. p does "
                      f"not allow for another look; {WHAT_IT_DOES}.")
     if apart:
         lines.append("The same variants were judged before by other seeds, none of which judges here: "
-                     f"{looks_in_words(found, apart)}. p holds for this study by itself.")
+                     f"{looks_in_words(study, apart)}. p holds for this study by itself.")
     return lines
 
 
-def is_apart(found, look):
+def is_apart(study, look):
     """Whether another report judged the variants of a study by none of its seeds."""
-    return all(not {*seeds} & {*found["arms"].get(name, {}).get("seeds", ())}
-               for name, seeds in look["seeds"].items())
+    return all(not {*seeds} & {*study.arms[name].seeds}
+               for name, seeds in look.seeds.items() if name in study.arms)
 
 
-def looks_in_words(found, looks):
+def looks_in_words(study, looks):
     more = len(looks) - MOST_LOOKS
-    return "; ".join([f"{more} times before"] * (more > 0) + [look_in_words(found, look)
+    return "; ".join([f"{more} times before"] * (more > 0) + [look_in_words(study, look)
                                                               for look in looks[-MOST_LOOKS:]])
 
 
 SPENDING = {"obrien_fleming": "O'Brien-Fleming", "pocock": "Pocock"}
 
 
-def planned_looks(found):
+def planned_looks(study):
     """What a study in two looks was judged by, in sentences; [] without such a plan."""
-    if not (plan := found.get("two_looks")):
+    if not (plan := study.two_looks):
         return []
-    first, second = (f"{level:.4f}" for level in found["levels"])
-    n, whole, look = len(plan["first_seeds"]), len(plan["seeds"]), plan["look"]
-    words = (f"Look {look} of 2, as planned ({SPENDING[plan['spending']]}): corrected p is held against "
+    first, second = (f"{level:.4f}" for level in study.levels)
+    n, whole, look = len(plan.first_seeds), len(plan.seeds), plan.look
+    words = (f"Look {look} of 2, as planned ({SPENDING[plan.spending]}): corrected p is held against "
              f"{first} at look 1, by {n} of {whole} seeds, and against {second} at look 2, by all of them. "
-             f"Together that keeps false verdicts to {100 * found['alpha']:g} % of studies")
+             f"Together that keeps false verdicts to {100 * study.alpha:g} % of studies")
     if look == 1:
-        return [words + ("." if is_interim(found) else
+        return [words + ("." if is_interim(study) else
                          ". Look 1 decided everything, so the other seeds were not trained.")]
-    early = [f"{label_of(found, c['variant'])} against {label_of(found, c['baseline'])}"
-             for c in found["comparisons"] if c["look"] == 1]
+    early = [f"{label_of(study, c.variant)} against {label_of(study, c.baseline)}"
+             for c in study.comparisons if c.look == 1]
     stays = f"{listed(early)}, which stays as it was there, by its seeds" if early else "nothing"
     return [f"{words}. Look 1 decided {stays}."]
 
 
 def of_text(row):
     """Behind a figure of a study on several texts: the one that it is of."""
-    return f", on {row['text']}" if "text" in row else ""
+    return f", on {row.text}" if row.text else ""
 
 
-def look_in_words(found, look):
+def look_in_words(study, look):
     """When and by which seeds another report judged the variants of a study."""
     by_seeds = {}
-    for name, seeds in look["seeds"].items():
-        by_seeds.setdefault(seeds_in_words(seeds), []).append(label_of(found, name))
+    for name, seeds in look.seeds.items():
+        by_seeds.setdefault(seeds_in_words(seeds), []).append(label_of(study, name))
     seeds = listed([f"{words} of {listed(names) if len(names) < 6 else f'{len(names)} of them'}"
                     for words, names in by_seeds.items()])
-    interim = "" if look["finished"] else f", unfinished with {look['done']} of {look['planned']} runs"
-    second, *_ = look["date"].split(".")  # the file has milliseconds, for the order
-    return f"on {printable(second)} by {seeds}{of_text(look)} ({printable(look['folder'])}{interim})"
+    interim = "" if look.finished else f", unfinished with {look.done} of {look.planned} runs"
+    second, *_ = look.date.split(".")  # the file has milliseconds, for the order
+    return f"on {printable(second)} by {seeds}{of_text(look)} ({printable(look.folder)}{interim})"
 
 
 def seeds_in_words(seeds):
@@ -632,90 +685,105 @@ def seeds_in_words(seeds):
 def reused_sentence(rows, planned):
     """How many runs a study took from where; rows: those of Runs.reused(); planned: runs in all."""
     def other_code(row):
-        of = f", those of {listed(row['of'])}" * bool(row["of"])
-        return (f" ({row['other_code']:,} of them made by other code or other libraries, which --accept_code "
-                f"allowed{of})" if row["other_code"] else "")
+        of = f", those of {listed(row.of)}" * bool(row.of)
+        return (f" ({row.other_code:,} of them made by other code or other libraries, which --accept_code "
+                f"allowed{of})" if row.other_code else "")
 
-    parts = [f"{row['runs']:,} from {row['from']}{other_code(row)}" for row in rows]
-    n = sum(row["runs"] for row in rows)
+    parts = [f"{row.runs:,} from {row.source}{other_code(row)}" for row in rows]
+    n = sum(row.runs for row in rows)
     return (f"{n:,} of {plural(planned, 'run')} {'was' if n == 1 else 'were'} not trained for this study: "
             f"{' and '.join(parts)}.")
 
 
-def rescored_sentence(found):
+def rescored_sentence(study):
     """How many runs were scored once more, and how many have no checkpoint; None: it is not known."""
-    if not (again := found.get("rescored")):
+    if not (again := study.rescored):
         return None
-    n, of = len(again["runs"]), found["done"]
+    n, of = len(again.runs), study.done
     line = (f"{n:,} of {plural(of, 'run')} {'was' if n == 1 else 'were'} scored once more from "
             f"{'its checkpoint and gave its score' if n == 1 else 'their checkpoints and gave their scores'}"
             if n else "No run was scored once more from its checkpoint")
-    have = "has" if again["without"] == 1 else "have"
-    return line + f"; {again['without']:,} of {of:,} {have} none here" * bool(again["without"]) + "."
+    have = "has" if again.without == 1 else "have"
+    return line + f"; {again.without:,} of {of:,} {have} none here" * bool(again.without) + "."
 
 
-def remarks(found, over_text="report.html"):
+def remarks(study, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
-    n, size = len(effects.tested(found["comparisons"])), found.get("findable")
+    n, size = len(effects.tested(study.comparisons)), study.findable
     lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
         "One comparison: no correction."] if n else []
     if known(size):
-        last = effects.tested(effects.rows_of_last_look(found, found["comparisons"]))
-        seeds = int(np.median([c["n"] for c in last if c["baseline"] == "plain"]))
-        lines.append(f"With {seeds} seeds a variant, {size:.4f} bits/byte would be found four times in five, "
+        last = effects.tested(effects.rows_of_last_look(study, study.comparisons))
+        seeds = int(np.median([c.n for c in last if c.baseline == "plain"]))
+        found = " ".join(filter(None, [f"{size:.4f}", study.kind.unit]))
+        lines.append(f"With {seeds} seeds a variant, {found} would be found four times in five, "
                      "taking the spread over seeds at its upper bound.")
-    worth = [f"{value:.2f} ×" for value in found.get("margin_as_compute") or [] if known(value)]
-    lines.append(f"The margin is ±{found['margin']:g} bits/byte"
+    worth = [f"{value:.2f} ×" for value in study.margin_as_compute or [] if known(value)]
+    lines.append(f"The margin is {margin_in_words(study)}"
                  + f": so much does the plain GPT change at {listed(worth)} its compute" * bool(worth) + ".")
     beside = f"; {over_text} has one over the text beside each" * any(
-        c.get("text") for c in found["comparisons"])
-    lines.append(f"Intervals ({level(found)}) are over seeds and not over other text{beside}.")
-    if n and not any(arm["kind"] == "budget" for arm in found["arms"].values()):
+        c.text for c in study.comparisons)
+    over = f" and not over other text{beside}" * study.kind.trained_here
+    lines.append(f"Intervals ({level(study)}) are over seeds{over}.")
+    if study.kind.trained_here and n and not any(arm.kind == "budget" for arm in study.arms.values()):
         lines.append(NO_BUDGETS)
-    if any(verdict_so_far(found, c) == "better" and c.get("equal_flops") for c in against_plain(found)):
+    if any(verdict_so_far(study, c) == "better" and c.equal_flops for c in against_plain(study)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
-    return [*lines, *filter(None, [timed_how(found), rescored_sentence(found)])]
+    return [*lines, *filter(None, [timed_how(study), rescored_sentence(study)])]
 
 
 # ---- tables ----
 
-def verdicts_table(found, only=None, difference=interval, verdict=verdict_of):
+def verdicts_table(study, only=None, difference=interval, verdict=verdict_of):
     """The plain GPT, then each variant against it, the best first.
 
     difference: how a difference at equal cost is shown; verdict: how a verdict is.
     """
-    head = ("variant", "verdict", "params", "seeds", "bits/byte", head_of_difference(found),
-            "corrected p", "worth × compute", "at equal FLOPs", "at equal time", "tokens ×")
-    label, *sizes = label_and_figures(found, "plain")
-    rows = [(label, "–", *sizes, own_interval(found), "–", "1", "–", "–", "1")]
-    for c in against_plain(found, only):
-        label, *sizes = label_and_figures(found, c["variant"])
-        rows.append((label, verdict(found, c), *sizes, interval(c), p_of(c), worth_of(c),
+    head = ("variant", "verdict", "params", "seeds", study.kind.name, head_of_difference(study),
+            "corrected p", "worth × compute", "at equal FLOPs", "at equal time",
+            *(f"{amount} ×" for amount in AMOUNTS))
+    label, *sizes = label_and_figures(study, "plain")
+    rows = [(label, "–", *sizes, own_interval(study), "–", "1", "–", "–", *("1" for _ in AMOUNTS))]
+    for c in against_plain(study, only):
+        label, *sizes = label_and_figures(study, c.variant)
+        rows.append((label, verdict(study, c), *sizes, interval(c), p_of(c), worth_of(c),
                      at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
-                     show(tokens_ratio(found, c["variant"]), ".2f")))
-    table = Table(head, rows, (0, 1))
-    return table if of_other_tokens(found, against_plain(found, only)) else without(table, "tokens ×")
+                     *(in_times(ratio(study, amount, c.variant)) for amount in AMOUNTS)))
+    return without(Table(head, rows, (0, 1)), *columns_without_use(study, only))
 
 
-def texts_table(found, only=None, verdict=verdict_of):
-    """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
-    both, texts = effects.pooled(found), found["texts"]
+def columns_without_use(study, only):
+    """Heads of verdicts_table() of what is not known of this kind of score, or is the same for all."""
+    rows = against_plain(study, only)
+    least = 0.001 if study.kind.trained_here else 0  # what another program says is shown
+    used = [amount for amount in AMOUNTS
+            if any(abs(ratio(study, amount, c.variant) - 1) >= least for c in rows)]
+    every = (*COSTS_HERE, *COSTS_ELSEWHERE)
+    return {*every} - {*study.kind.columns} | {f"{amount} ×" for amount in AMOUNTS if amount not in used}
+
+
+def texts_table(both, only=None, verdict=verdict_of):
+    """Each variant's difference over all texts and on each of them, its worth and its verdict.
+
+    both: the study over all texts, as effects.pooled() makes it.
+    """
+    texts = both.texts
     rows = [("plain GPT", "–", score_of(both, "plain"), own_interval(both), "–",
              *map(own_interval, texts.values()), "1")]
     for c in against_plain(both, only):
-        label, *_, score = label_and_figures(both, c["variant"])
-        each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
+        label, *_, score = label_and_figures(both, c.variant)
+        each = (interval(own) for study in texts.values() for own in against_plain(study, [c.variant]))
         rows.append((label, verdict(both, c), score, interval(c), p_of(c), *each, worth_of(c)))
     head = ("variant", "verdict", "bits/byte", head_of_difference(both), "corrected p",
             *(f"on {text}" for text in texts), "worth × compute")
     return Table(head, rows, (0, 1))
 
 
-def on_each_text(found, name):
+def on_each_text(study, name):
     """A variant's verdict on each text by itself, in words; each is corrected for that text alone."""
-    verdicts = {text: verdict_of(study, c) for text, study in (found.get("texts") or {}).items()
-                for c in against_plain(study, [name])}
+    verdicts = {text: verdict_of(own, c) for text, own in (study.texts or {}).items()
+                for c in against_plain(own, [name])}
     if len(set(verdicts.values())) == 1:
         return f"{next(iter(verdicts.values()))} on {'both' if len(verdicts) == 2 else 'all'}"
     return ", ".join(f"{verdict} on {text}" for text, verdict in verdicts.items())
@@ -723,9 +791,9 @@ def on_each_text(found, name):
 
 def without(table, *titles):
     """A table without the columns of these titles."""
-    kept = [i for i, title in enumerate(table.head) if title not in titles]
-    return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows],
-                 [kept.index(i) for i in table.words if i in kept])
+    shown = [i for i, title in enumerate(table.head) if title not in titles]
+    return Table([table.head[i] for i in shown], [[row[i] for i in shown] for row in table.rows],
+                 [shown.index(i) for i in table.words if i in shown])
 
 
 def measured(table):
@@ -737,22 +805,22 @@ def measured(table):
     return without(table, *empty), f"Not measured, and so not in the table: {titles}." if empty else ""
 
 
-def own_interval(found):
+def own_interval(study):
     """The interval of the plain GPT's own mean over seeds, for its row in a table of differences to it."""
-    half = effects.uncertainty(found, "plain")
+    half = effects.uncertainty(study, "plain")
     return "–" if half is None else f"its mean ±{half:.4f}"
 
 
-def score_of(found, name):
+def score_of(study, name):
     """A variant's mean bits per byte, as text."""
-    return show(mean_of(found["arms"].get(name, {})), ".4f")
+    return show(mean_of(study.arms[name].bpb), ".4f")
 
 
-def label_and_figures(found, name):
+def label_and_figures(study, name):
     """(label, parameters, seeds, bits per byte) of a variant, as text."""
-    variant = found["arms"].get(name, {})
-    seeds = sum(map(known, variant.get("bpb") or []))
-    return label_of(found, name), short(variant.get("params")), str(seeds), score_of(found, name)
+    variant = study.arms[name]
+    seeds = sum(map(known, variant.bpb))
+    return label_of(study, name), short(variant.params), str(seeds), score_of(study, name)
 
 
 def worth_of(c, of=1, spec=".2f"):
@@ -760,28 +828,27 @@ def worth_of(c, of=1, spec=".2f"):
 
     – where the plain GPT does not get better with compute.
     """
-    w = c.get("worth") or {}
-    if not w or w.get("problem"):
+    w = c.worth
+    if not w or w.problem:
         return "–" if w else NOT_MEASURED
-    w = {key: value * of if isinstance(value, (int, float)) else value for key, value in w.items()}
-    less, more = (f"{sign}{show(w.get(key), 'g' if of == 1 else spec)}"
-                  for sign, key in (("<", "smallest"), (">", "largest")))
-    mean = {"less": less, "more": more}.get(w.get("beyond")) or show(w["mean"], spec)
-    if known(w["low"]) and w["low"] == w["high"]:  # the whole interval lies beyond
+    less, more = (f"{sign}{show(number(end) * of, 'g' if of == 1 else spec)}"
+                  for sign, end in (("<", w.smallest), (">", w.largest)))
+    mean = {"less": less, "more": more}.get(w.beyond) or show(number(w.mean) * of, spec)
+    if known(w.low) and w.low == w.high:  # the whole interval lies beyond
         return mean
-    low, high = (show(w[key], spec) if known(w[key]) else end
-                 for key, end in (("low", less), ("high", more)))
+    low, high = (show(end * of, spec) if known(end) else beyond
+                 for end, beyond in ((w.low, less), (w.high, more)))
     return f"{mean} [{low}, {high}]"
 
 
-def steps_table(found, only=None):
+def steps_table(study, only=None):
     """The plain GPT's steps to each variant's score, by its worth, and how many fewer or more it takes."""
-    steps, rows = found["arms"]["plain"].get("steps"), []
-    for c in against_plain(found, only):
-        worth, own = (c.get("worth") or {}).get("mean"), found["arms"][c["variant"]].get("steps")
+    steps, rows = study.arms["plain"].steps, []
+    for c in against_plain(study, only):
+        worth, own = c.worth and c.worth.mean, study.arms[c.variant].steps
         if known(steps) and known(own) and worth_of(c) not in ("–", NOT_MEASURED):
             takes = fewer_or_more(own / worth / steps) if known(worth) else "–"
-            rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), takes))
+            rows.append((label_of(study, c.variant), show(own), worth_of(c, steps, ",.0f"), takes))
     return Table(("variant", "its steps", "plain GPT's steps to its score", "so it takes"), rows, (0,))
 
 
@@ -793,63 +860,63 @@ def fewer_or_more(ratio):
 
 def at_cost(c, key, difference):
     """What is left of a difference at equal cost, and that cost; whether a plain GPT was trained for it."""
-    each = c.get(key)
+    each = getattr(c, key)
     if not each:
         return NOT_MEASURED
-    left = difference(each) if known(each["mean"]) else NOT_MEASURED
-    return f"{left} at {show(each['ratio'], '.2f')} ×"
+    left = difference(each) if known(each.mean) else NOT_MEASURED
+    return f"{left} at {show(each.ratio, '.2f')} ×"
 
 
 def mean_alone(c):
-    return show(c["mean"], "+.4f")
+    return show(c.mean, "+.4f")
 
 
-def others_table(found, only=None):
+def others_table(study, only=None):
     head = ("variant", "verdict", "against", "what is equal", "bits/byte", "the other's",
-            head_of_difference(found), "corrected p")
-    rows = [(label_of(found, c["variant"]), verdict_of(found, c), label_of(found, c["baseline"]),
-             equal_of(found, c), score_of(found, c["variant"]), score_of(found, c["baseline"]),
+            head_of_difference(study), "corrected p")
+    rows = [(label_of(study, c.variant), verdict_of(study, c), label_of(study, c.baseline),
+             equal_of(study, c), score_of(study, c.variant), score_of(study, c.baseline),
              interval(c), p_of(c))
-            for c in others(found) if only is None or c["variant"] in only]
+            for c in others(study) if only is None or c.variant in only]
     return Table(head, rows, (0, 1, 2, 3))
 
 
-def screened_table(found, only=None):
+def screened_table(study, only=None):
     """All variants of the first stage, on validation."""
-    own = ((found.get("screen") or {}).get("scores") or {}).get("plain", {})
-    head = ("variant", "bits/byte, validation", head_of_difference(found), "judged")
-    rows = [(label_of(found, "plain"), show(mean_of(dict(bpb=list(own.values()))), ".4f"), "–", "yes")]
-    for row in found.get("screened") or []:
-        if only is None or row["variant"] in only:
-            rows.append((label_of(found, row["variant"]), show(row["bpb"], ".4f"), interval(row),
-                         "yes" if row["chosen"] else "no"))
+    own = study.screen.scores.get("plain", {}) if study.screen else {}
+    head = ("variant", "bits/byte, validation", head_of_difference(study), "judged")
+    rows = [(label_of(study, "plain"), show(mean_of(own.values()), ".4f"), "–", "yes")]
+    for row in study.screened or []:
+        if only is None or row.variant in only:
+            rows.append((label_of(study, row.variant), show(row.bpb, ".4f"), interval(row),
+                         "yes" if row.chosen else "no"))
     return Table(head, rows if own else [], (0, 3))
 
 
-def costs_table(found, only=None):
+def costs_table(study, only=None):
     """What each variant costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
     columns = {"params": ("params", short), "FLOPs/token, needed": ("flops_per_token", short),
                "FLOPs/token, executed": ("executed_flops_per_token", short), "steps": ("steps", show),
                "training FLOPs": ("training_flops", short), "seconds a run": ("seconds", show),
                "MiB added": ("memory_mib", lambda mib: show(mib) if mib else NOT_MEASURED)}
-    costs = {name: {**variant, "training_flops": effects.training_flops(variant)}
-             for name, variant in chosen(found["arms"], only).items()}
+    costs = {name: {**vars(variant), "training_flops": effects.training_flops(variant)}
+             for name, variant in chosen(study.arms, only).items()}
 
     def cell(name, key, form):
         ratio = number(costs[name].get(key)) / (number(costs["plain"].get(key)) or math.nan)
         alone = name == "plain" or key == "seconds"  # which other work on the machine has its part in
         return form(costs[name].get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
 
-    rows = [(label_of(found, name), *(cell(name, *column) for column in columns.values()),
-             interval(own["time_ratio"], ".2f") if own.get("time_ratio") else NOT_MEASURED)
+    rows = [(label_of(study, name), *(cell(name, *column) for column in columns.values()),
+             interval(own["time_ratio"], ".2f") if own["time_ratio"] else NOT_MEASURED)
             for name, own in costs.items()]
-    return Table(("variant", *columns, f"time of a step × [{level(found)}]"), rows)
+    return Table(("variant", *columns, f"time of a step × [{level(study)}]"), rows)
 
 
-def dynamic_tables(found, only=None):
+def dynamic_tables(study, only=None):
     """The dynamic heads: figures a row, variants a column; then states, and roles; [] where not measured."""
-    runs = {name: seeds for name, seeds in chosen(found.get("lives"), only).items()
-            if found["arms"][name].get("kind") != "budget"}
+    runs = {name: seeds for name, seeds in chosen(study.lives, only).items()
+            if study.arms[name].kind != "budget"}
     if not runs:
         return []
 
@@ -860,7 +927,7 @@ def dynamic_tables(found, only=None):
         return show(mean, f".{digits}f") + (f" ±{show(half, f'.{digits}f')}" if half else "")
 
     variants, means = list(runs), means_over_seeds(runs)
-    head = ("mean over seeds, ± 95 %", *(label_of(found, name) for name in variants))
+    head = ("mean over seeds, ± 95 %", *(label_of(study, name) for name in variants))
     rows = [(title, *(cell(means[name][key], digits) for name in variants))
             for key, (title, digits) in FIGURES.items() if any(means[name][key] for name in variants)]
     tables = [Table(head, rows, (0,))]
@@ -879,27 +946,27 @@ def at_edge(scores):
     return len(tried) > 1 and min(tried, key=lambda pair: pair[1]) in (tried[0], tried[-1])
 
 
-def plain_rates_table(found):
+def plain_rates_table(study):
     """What a search of until 2026-11-25 tried of the plain GPT's rates, and its scores, the best first."""
-    record = found.get("plain_rates") or dict(start={}, flags={}, tried=[])
+    record = study.plain_rates or PlainRates(seeds=[], start={}, flags={}, tried=[])
     rows = []
-    for each in record["tried"]:
-        rates = {flag: times(2.0 ** each["steps"][flag], flag, start)
-                 for flag, start in record["start"].items()}
-        taken = all(rates[flag] == record["flags"].get(flag, start)
-                    for flag, start in record["start"].items())
-        scores = [*each["bpb"].values()]
-        rows.append((mean_of(dict(bpb=scores)), len(scores), rates, taken))
+    for each in record.tried:
+        rates = {flag: times(2.0 ** each.steps[flag], flag, start)
+                 for flag, start in record.start.items()}
+        taken = all(rates[flag] == record.flags.get(flag, start)
+                    for flag, start in record.start.items())
+        scores = [*each.bpb.values()]
+        rows.append((mean_of(scores), len(scores), rates, taken))
     rows.sort(key=lambda row: (row[0] is None, row[0]))
-    return Table((*record["start"], "seeds", "bits/byte, validation", "taken"),
+    return Table((*record.start, "seeds", "bits/byte, validation", "taken"),
                  [(*(f"{rate:g}" for rate in rates.values()), str(n),
                    show(mean, ".4f") if n else "diverged", "taken" * taken)
-                  for mean, n, rates, taken in rows], (len(record["start"]) + 2,))
+                  for mean, n, rates, taken in rows], (len(record.start) + 2,))
 
 
-def tuned_table(found, only=None):
+def tuned_table(study, only=None):
     """Bits/byte on validation of each variant, optimizer group and factor of its rates; the cost in runs."""
-    tuned = chosen(found.get("tuned"), only)
+    tuned = chosen(study.tuned, only)
     factors = sorted({key for own in tuned.values() for group in own.values() for key in group}, key=float)
     rows = []
     for name, own in tuned.items():
@@ -908,57 +975,56 @@ def tuned_table(found, only=None):
         for group, scores in own.items():
             best = min(scores, key=lambda factor: (not known(scores[factor]), number(scores[factor])))
             tried = (show(scores.get(factor), ".4f") for factor in factors)
-            rows.append((label_of(found, name), group, *tried,
+            rows.append((label_of(study, name), group, *tried,
                          f"× {float(best):g}" + ", at the edge" * at_edge(scores), str(runs)))
     head = ("variant", "rates", *(f"× {float(factor):g}" for factor in factors), "best", "runs of it")
     return Table(head, rows, (0, 1, len(factors) + 2))
 
 
-def candidates_table(found, only=None):
+def candidates_table(study, only=None):
     """Validation bits/byte of each variant as it is, at each group's best rate and at all; which is taken."""
     rows = []
-    for name, own in chosen(found.get("candidates"), only).items():
+    for name, own in chosen(study.candidates, only).items():
         for i, each in enumerate(own):
-            rates = ", ".join(f"{group} × {factor:g}" for group, factor in each["rates"].items())
-            scores, taken = list(each["bpb"].values()), found["taken"][name] == i
-            rows.append((label_of(found, name), rates or "as they are", str(len(scores)),
-                         show(mean_of(dict(bpb=scores)), ".4f"), "taken" * taken))
+            rates = ", ".join(f"{group} × {factor:g}" for group, factor in each.rates.items())
+            scores, taken = list(each.bpb.values()), study.taken[name] == i
+            rows.append((label_of(study, name), rates or "as they are", str(len(scores)),
+                         show(mean_of(scores), ".4f"), "taken" * taken))
     return Table(("variant", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
 
 
-def ladder_table(found, only=None, verdict=verdict_of):
+def ladder_table(ladder, only=None, verdict=verdict_of):
     """Each variant's difference to the plain GPT and its worth, size by size."""
     rows = [("plain GPT", size, "–", score_of(study, "plain"), own_interval(study), "–", "1")
-            for size, study in found["sizes"].items()]
-    judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
+            for size, study in ladder.sizes.items()]
+    judged = dict.fromkeys(c.variant for study in ladder.sizes.values() for c in against_plain(study))
     for name in only or judged:
-        for size, study in found["sizes"].items():
-            label, *_, score = label_and_figures(study, name)
-            rows += [(label, size, verdict(study, c), score, interval(c), p_of(c), worth_of(c))
-                     for c in against_plain(study, [name])]
-    gap = head_of_difference(next(iter(found["sizes"].values())))
+        for size, study in ladder.sizes.items():
+            rows += [(label_of(study, name), size, verdict(study, c), score_of(study, name), interval(c),
+                      p_of(c), worth_of(c)) for c in against_plain(study, [name])]
+    gap = head_of_difference(next(iter(ladder.sizes.values())))
     head = ("variant", "size", "verdict", "bits/byte", gap, "corrected p", "worth × compute")
     return Table(head, rows, (0, 1, 2))
 
 
-def settings_of(found):
+def settings_of(study):
     """[(heading, text)]: what was run, on what, with what."""
-    d, m = found["data"], found["machine"]
-    part = f" of {d['of_bytes']:,}" if known(d["of_bytes"]) and d["of_bytes"] != d["bytes"] else ""
-    size = f"{show(d['tokens'])} tokens, {show(d['bytes'])}{part} bytes"
-    commit = found.get("commit") or "unknown"
-    more = sum(map(known, found["arms"]["plain"].get("bpb") or []))
-    rows = [("Study", f"{found['name']}, {found.get('scale')} scale, {found.get('date')}, commit {commit}"),
-            ("Seeds", f"{', '.join(map(str, found['seeds']))}, of the plain GPT {more}; "
-                      f"{found['done']} of {plural(found['planned'], 'run')} done"),
-            ("Scored", f"{d['dataset']}, {d['split']} split: {d['name']}, {d['context']}; {size}")]
-    if d.get("note"):
-        rows.append(("Note on the data", d["note"]))
-    if found.get("settings"):
-        flags = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
+    d, m = study.data, study.machine
+    part = f" of {d.of_bytes:,}" if known(d.of_bytes) and d.of_bytes != d.bytes else ""
+    size = f"{show(d.tokens)} tokens, {show(d.bytes)}{part} bytes"
+    commit = study.commit or "unknown"
+    more = sum(map(known, study.arms["plain"].bpb))
+    rows = [("Study", f"{study.name}, {study.scale} scale, {study.date}, commit {commit}"),
+            ("Seeds", f"{', '.join(map(str, study.seeds))}, of the plain GPT {more}; "
+                      f"{study.done} of {plural(study.planned, 'run')} done"),
+            ("Scored", f"{d.dataset}, {d.split} split: {d.name}, {d.context}; {size}")]
+    if d.note:
+        rows.append(("Note on the data", d.note))
+    if study.settings:
+        flags = ", ".join(f"{key}={value}" for key, value in study.settings.items())
         rows.append(("On both sides", flags))
-    cores = plural(m["cores"], "core") if known(m["cores"]) else "– cores"
-    at_once = f"runs at once: {show(m['jobs'])}, threads of each: {m['threads'] or '–'}"
-    rows.append(("Machine", f"{m['processor'] or '–'}, {cores}, {m['system']}; {at_once}"))
-    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    cores = plural(m.cores, "core") if known(m.cores) else "– cores"
+    at_once = f"runs at once: {show(m.jobs)}, threads of each: {m.threads or '–'}"
+    rows.append(("Machine", f"{m.processor or '–'}, {cores}, {m.system}; {at_once}"))
+    versions = ", ".join(f"{package} {version}" for package, version in study.versions.items())
     return [*rows, ("Versions", versions)]

@@ -23,7 +23,7 @@ PROGRAM = ["python", "compare.py"]
 MOST_SEEDS = 300  # of a variant; where it takes more, the two are too close for runs to tell them apart
 
 
-def follow_up(found):
+def follow_up(study):
     """{"undecided", "variants", "seeds", "command"} for what a study left undecided; None: nothing.
 
     undecided: [{"variant", "baseline", "seeds"}], with how many fresh seeds would decide four times in five,
@@ -31,16 +31,16 @@ def follow_up(found):
     that take at most MOST_SEEDS, and how many seeds the slowest of them takes; [] and None: nobody. command:
     as text for a shell; None: there is none, or what made the study is not known.
     """
-    rows = [dict(variant=c["variant"], baseline=c["baseline"], seeds=c["more_seeds"])
-            for c in found["comparisons"] if is_open(found, c)]
+    rows = [dict(variant=c.variant, baseline=c.baseline, seeds=c.more_seeds)
+            for c in study.comparisons if is_open(study, c)]
     if not rows:
         return None
     near = [row for row in rows if is_near(row)]
     names = dict.fromkeys(row[side] for row in near for side in ("variant", "baseline"))
-    names = [name for name in names if found["arms"][name]["kind"] == "variant"]
+    names = [name for name in names if study.arms[name].kind == "variant"]
     seeds = max((row["seeds"] for row in near), default=None)
     return dict(undecided=rows, variants=names, seeds=seeds,
-                command=command_of(found, names, fresh(found, seeds)) if near else None)
+                command=command_of(study, names, fresh(study, seeds)) if near and study.command else None)
 
 
 def is_near(row):
@@ -48,54 +48,54 @@ def is_near(row):
     return (row["seeds"] or math.inf) <= MOST_SEEDS
 
 
-def is_open(found, c):
+def is_open(study, c):
     """Whether a comparison is undecided for want of seeds, and not for runs that failed."""
-    if c["verdict"] != "undecided" or math.isnan(number(c["se"])):
+    if c.verdict != "undecided" or math.isnan(number(c.se)):
         return False
-    return bool(c["more_seeds"]) or min(number(c["p_corrected"]), number(c["p_same"])) > found["alpha"]
+    return bool(c.more_seeds) or min(number(c.p_corrected), number(c.p_same)) > study.alpha
 
 
-def fresh(found, n):
+def fresh(study, n):
     """n seeds that no run on file has, in order."""
-    judged = {*found["seeds"], *(seed for arm in found["arms"].values() for seed in arm["seeds"])}
-    judged |= {seed for row in found.get("left_out") or () for seed in row["seeds"]}
-    judged |= {seed for look in found.get("looks") or () for own in look["seeds"].values() for seed in own}
-    chose = found["config"].get("screen_seeds", StudyConfig().screen_seeds)
+    judged = {*study.seeds, *(seed for arm in study.arms.values() for seed in arm.seeds)}
+    judged |= {seed for row in study.left_out or () for seed in row.seeds}
+    judged |= {seed for look in study.looks or () for own in look.seeds.values() for seed in own}
+    chose = study.config.get("screen_seeds", StudyConfig().screen_seeds)
     seeds = (seed for seed in itertools.count(max(judged) + 1) if seed not in chose)
     return [*itertools.islice(seeds, n)]
 
 
 # ---- the command ----
 
-def command_of(found, names, seeds):
+def command_of(study, names, seeds):
     """The study's command for these variants and seeds, quoted for a shell; None: it is not known.
 
-    found["alone"]: the keys that make one size of a ladder a study of its own; None: no command makes it one.
+    study.alone: the keys that make one size of a ladder a study of its own; None: no command makes it one.
     """
-    config, alone, keys = found["config"], found.get("alone", {}), configurator.keys_of((StudyConfig,))
+    config, alone, keys = study.config, study.alone, configurator.keys_of((StudyConfig,))
     try:
-        words = shlex.split(found["command"])
+        words = shlex.split(study.command)
     except ValueError:  # a quotation without its end
         return None
     files, given = configurator.split_args(words[2:], keys)
     given = dict(given)
-    is_known = (words[:2] == PROGRAM and printable(found["command"]) == found["command"] and alone is not None
+    is_known = (words[:2] == PROGRAM and printable(study.command) == study.command and alone is not None
                 and given.keys() <= keys.keys() and None not in given.values())
     if not (is_known and all(is_made_by(config, name) for name in names)):
         return None
-    more = {**alone, **narrowed(found, names), "seeds": seeds}
+    more = {**alone, **narrowed(study, names), "seeds": seeds}
     if config.get("plain_seeds"):
-        in_proportion = round(config["plain_seeds"] * len(seeds) / len(found["seeds"]))
+        in_proportion = round(config["plain_seeds"] * len(seeds) / len(study.seeds))
         more["plain_seeds"] = min(max(len(seeds), in_proportion), MOST_PLAIN_SEEDS)
     if config.get("screen") and len(names) > config["best"] + config["worst"]:
         more["screen"] = False
     if config.get("minutes"):  # what was cut from it stays cut, but for the seeds
         cut = ("screen", "tune_lr", "budgets", "settings", "tokens_per_param")
         more = {**{key: config[key] for key in cut if config.get(key) is not None}, **more}
-    if folder := folder_given(found, given):
+    if folder := folder_given(study, given):
         more["out_dir"] = folder
-    kept = {key: text for key, text in given.items() if key not in more and key not in ("minutes", "fresh")}
-    return " ".join(map(quoted, [*PROGRAM, *files, *(f"--{key}={text}" for key, text in kept.items()),
+    stays = {key: text for key, text in given.items() if key not in more and key not in ("minutes", "fresh")}
+    return " ".join(map(quoted, [*PROGRAM, *files, *(f"--{key}={text}" for key, text in stays.items()),
                                  *(f"--{key}={in_text(value)}" for key, value in more.items())]))
 
 
@@ -105,11 +105,11 @@ def is_made_by(config, name):
                                                      for pattern in config.get("mechanisms", ()))
 
 
-def narrowed(found, names):
+def narrowed(study, names):
     """{key: value} that leave a study these variants alone; {}: it has no others."""
-    config, own = found["config"], found["config"].get("variants") or {}
-    every = {name for name, arm in found["arms"].items() if arm["kind"] == "variant"}
-    if not {*every, *(found.get("screened_out") or ())} - {*names}:
+    config, own = study.config, study.config.get("variants") or {}
+    every = {name for name, arm in study.arms.items() if arm.kind == "variant"}
+    if not {*every, *(study.screened_out or ())} - {*names}:
         return {}
     mechanisms = [name for name in names if name not in own]
     more = dict(mechanisms=mechanisms)
@@ -121,16 +121,16 @@ def narrowed(found, names):
     return {key: value for key, value in more.items() if config.get(key)}
 
 
-def folder_given(found, given):
+def folder_given(study, given):
     """A folder beside the one that a command, or its config file, gave the study; None: it gave none."""
-    folder, default = given.get("out_dir"), Path("out", joined([f"{found['name']}-{found.get('scale')}"]))
-    own = str(found.get("out") or default)
+    folder, default = given.get("out_dir"), Path("out", joined([f"{study.name}-{study.scale}"]))
+    own = str(study.out or default)
     if folder is None:
-        if "texts" in found or "alone" in found or own.startswith(str(default)):
+        if study.texts or study.alone != {} or own.startswith(str(default)):
             return None
         folder = own
     name, number = re.fullmatch(r"(.*?)(?:-(\d+))?/*", folder).groups()
-    size = f"-{found['alone']['size']}" if found.get("alone") else ""
+    size = f"-{study.alone['size']}" if study.alone else ""
     return f"{name}{size}-{int(number or 1) + 1}"
 
 

@@ -10,23 +10,25 @@ looking twice and choosing seeds do to p.
 
 import hashlib
 import json
+from dataclasses import replace
 from datetime import datetime
 
 from nanoheads.common import UserError, write_json
-from lab.study import effects, results, shape, trial
+from lab.study import effects, results, trial
+from lab.study.records import LeftOut, Look, PlannedLooks, Spec, StudyResults, as_json, as_record, is_record
 from lab.study.runs import key_of, specs_in
 
 LOOKS = "looks"  # the folder in out/trials
 
 
 def beside(study):
-    """{"left_out", "looks"} of a study, for its results file.
+    """{"left_out", "looks"} of a study, for its results.
 
-    left_out: [{"variant", "seeds"}] of the finished runs of what is judged that no stage has: in out/trials,
-    in files of --reuse, in the results file that is in the study's folder.
-    looks: [{"date", "folder", "planned", "done", "finished", "seeds"}] of other reports, the oldest first,
-    that judged one of its variants by other runs of that or of the plain GPT; seeds: {variant: [seed]} of
-    these variants and of the plain GPT. The first of two looks that the study itself planned is none.
+    left_out: [LeftOut] of the finished runs of what is judged that no stage has: in out/trials, in files of
+    --reuse, in the results file that is in the study's folder.
+    looks: [Look] of other reports, the oldest first, that judged one of its variants by other runs of that or
+    of the plain GPT; their seeds are of these variants and of the plain GPT. The first of two looks that the
+    study itself planned is none.
     """
     before = None
     if (path := study.out / "results.json.gz").is_file():
@@ -34,7 +36,7 @@ def beside(study):
             before = results.read(path)
         except UserError as e:
             print(f"what was judged there before is not known: {e}", flush=True)
-    before = before if before and "runs" in before else None  # not that of several sizes or texts
+    before = before if isinstance(before, StudyResults) else None  # not that of several sizes or texts
     return dict(left_out=left_out(study.runs, before), looks=looks(study, before))
 
 
@@ -67,17 +69,17 @@ def left_out(runs, before):
         variant, seed = variant_and_seed(spec)
         return variant in names and (variant, seed) not in used
 
-    specs = [spec for spec in specs_in(trial.TRIALS) if not shape.misfit(spec, shape.RUN["spec"])
+    specs = [spec for spec in specs_in(trial.TRIALS) if is_record(Spec, spec)
              and is_left(spec) and trial.done(trial.folder_of(spec))]
-    on_file = [run for same in runs.reuse.runs.values() for run in same]
-    on_file += before["runs"].values() if before else []
-    specs += [run["spec"] for run in on_file if is_left(run["spec"])]
+    on_file = [run["spec"] for same in runs.reuse.runs.values() for run in same]
+    on_file += [run.spec for run in before.runs.values()] if before else []
+    specs += [spec for spec in on_file if is_left(spec)]
     found = {name: set() for name in names.values()}
     for variant, seed in map(variant_and_seed, specs):
         found[names[variant]].add(seed)
     if not runs.config.plain_seeds and not any(seeds for name, seeds in found.items() if name != "plain"):
         return []  # the plain GPT's seeds follow from the variants', unless they are asked for: nobody chose
-    return [dict(variant=name, seeds=sorted(seeds)) for name, seeds in found.items() if seeds]
+    return [LeftOut(variant=name, seeds=sorted(seeds)) for name, seeds in found.items() if seeds]
 
 
 # ---- looks ----
@@ -85,11 +87,11 @@ def left_out(runs, before):
 def looks(study, before):
     """See beside(). before: the results file that is in the study's folder, or None."""
     names, now = seeds_of((name, study.runs.specs[folder]) for name, folder in judged(study))
-    records = [trial.read_json(path) for path in sorted((trial.TRIALS / LOOKS).glob("*.json"))]
-    records = [record for record in records if record and not shape.misfit(record, shape.LOOK)]
+    on_record = [trial.read_json(path) for path in sorted((trial.TRIALS / LOOKS).glob("*.json"))]
+    on_record = [as_record(Look, each) for each in on_record if each and is_record(Look, each)]
     found = {}
-    for record in [*records, *looks_in(before)]:
-        seeds = {names[variant]: own for variant, own in record["seeds"].items() if variant in names}
+    for record in [*on_record, *looks_in(before)]:
+        seeds = {names[variant]: own for variant, own in record.seeds.items() if variant in names}
         seeds = {name: own for name, own in seeds.items() if len(own) > 1}  # else there was no verdict
         if is_first_of(study, record, seeds):
             continue
@@ -97,20 +99,20 @@ def looks(study, before):
                   and any(seeds.get(side) != now.get(side) for side in (name, "plain"))]
         if others and "plain" in seeds:
             seeds = {name: seeds[name] for name in ("plain", *others)}
-            found.setdefault(hash_of(seeds), {**record, "seeds": seeds})
-    return sorted(found.values(), key=lambda look: look["date"])
+            found.setdefault(hash_of(seeds), replace(record, seeds=seeds))
+    return sorted(found.values(), key=lambda look: look.date)
 
 
 def planned(two_looks):
-    """{"two_looks": what a record says of that plan}; {}: there is none."""
-    return {"two_looks": {key: two_looks[key] for key in ("spending", "seeds")}} if two_looks else {}
+    """What a record says of the plan of two looks; None: there is none."""
+    return PlannedLooks(spending=two_looks.spending, seeds=two_looks.seeds) if two_looks else None
 
 
 def is_first_of(study, record, seeds):
     """Whether a record is of the first look that a study planned; seeds: the record's, {variant: [seed]}."""
     plan = study.two_looks
-    return bool(plan) and record.get("two_looks") == planned(plan)["two_looks"] and all(
-        own == sorted(plan["plain_seeds" if name == "plain" else "first_seeds"])
+    return bool(plan) and record.two_looks == planned(plan) and all(
+        own == sorted(plan.plain_seeds if name == "plain" else plan.first_seeds)
         for name, own in seeds.items())
 
 
@@ -130,35 +132,37 @@ def seeds_of(named):
     return names, {name: sorted(own) for name, own in seeds.items()}
 
 
-def looks_in(found):
+def looks_in(before):
     """What a results file was judged by, and what it says of reports before it, as keep() has them."""
-    if not found:
+    if not before:
         return []
-    names, seeds = seeds_of((name, found["runs"][run]["spec"]) for name, arm in found["arms"].items()
-                            if arm["kind"] in ("plain", "variant")
-                            for run, bpb in zip(arm["runs"], arm["bpb"]) if bpb is not None)
+    names, seeds = seeds_of((name, before.runs[run].spec) for name, arm in before.arms.items()
+                            if arm.kind in ("plain", "variant")
+                            for run, bpb in zip(arm.runs, arm.bpb) if bpb is not None)
     variants = {name: variant for variant, name in names.items()}
-    own = dict(date=found.get("date") or "", folder=found.get("out") or "", **effects.progress(found),
+    own = Look(date=before.date or "", folder=before.out or "", **effects.progress(before),
                seeds={variant: seeds[name] for variant, name in names.items()},
-               **planned(found.get("two_looks")))
-    before = [{**look, "seeds": {variants[name]: each for name, each in look["seeds"].items()
-                                 if name in variants}} for look in found.get("looks") or ()]
-    return [*before, own]
+               two_looks=planned(before.two_looks))
+    earlier = [replace(look, seeds={variants[name]: each for name, each in look.seeds.items()
+                                    if name in variants}) for look in before.looks or ()]
+    return [*earlier, own]
 
 
-def keep(study, found):
-    """Keep by which runs a study was judged, for later ones; found: its results. The same runs are kept once.
+def keep(study, written):
+    """Keep by which runs a study was judged, for later ones; written: its StudyResults. The same runs are
+    kept once.
     """
     names, seeds = seeds_of((name, study.runs.specs[folder]) for name, folder in judged(study))
     seeds = {variant: seeds[name] for variant, name in names.items()}
     plan = planned(study.two_looks)
-    path = trial.TRIALS / LOOKS / f"{hash_of([seeds, plan] if plan else seeds)}.json"
+    key = [seeds, {"two_looks": as_json(plan)}] if plan else seeds
+    path = trial.TRIALS / LOOKS / f"{hash_of(key)}.json"
     now = datetime.now().isoformat(" ", "milliseconds")
     if len(seeds) < 2 or path.is_file():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dict(date=now, folder=str(study.out), seeds=seeds, **plan,
-                              **effects.progress(found)))
+        write_json(path, as_json(Look(date=now, folder=str(study.out), seeds=seeds, two_looks=plan,
+                                      **effects.progress(written))))
     except (OSError, UserError) as e:
         print(f"that these runs were judged is not on record for later studies: {e}", flush=True)

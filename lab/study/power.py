@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from model import MECHANISMS
 from nanoheads.common import ROOT, from_json, number
-from lab.study import effects, looks, shape, stats, trial
+from lab.study import effects, looks, stats, trial
+from lab.study.records import Spec, is_record
 from lab.study.runs import key_of, specs_in
 from lab.study.variants import RATES
 
@@ -72,7 +73,7 @@ def scores_in_trials(spec):
     """Scores of the finished runs in out/trials that differ from this trial.json in seed and code alone."""
     variant, _ = looks.variant_and_seed(spec)
     specs = [each for each in specs_in(trial.TRIALS) if each.get("data") == spec["data"]
-             and not shape.misfit(each, shape.RUN["spec"]) and looks.variant_and_seed(each)[0] == variant]
+             and is_record(Spec, each) and looks.variant_and_seed(each)[0] == variant]
     found = [trial.result(trial.folder_of(each, trial.TRIALS)) for each in specs]
     return [result["bpb"] for result in found if result]
 
@@ -82,16 +83,16 @@ def studies_like(spec):
 
     Read without the checks of results.read(), which take seconds. An installed copy has no results/.
     """
-    wanted, found = at_any_rates(spec), []
+    asked, found = at_any_rates(spec), []
     for path in sorted((ROOT / "results").glob("*.json.gz")):
         try:
             several = from_json(gzip.decompress(path.read_bytes()))
-            for study in trial.studies_in(several).values():
+            for study in (several.get("sizes") or several.get("texts") or {"": several}).values():
                 run = next((name for name in study["arms"]["plain"]["runs"] if name in study["runs"]), None)
-                if run and at_any_rates(study["runs"][run]["spec"]) == wanted:
+                if run and at_any_rates(study["runs"][run]["spec"]) == asked:
                     found.append(study)
         except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError):
-            continue  # not a results file: --recheck says what is wrong with it
+            continue  # not a results file: `compare.py recheck` says what is wrong with it
     return found
 
 

@@ -2,7 +2,7 @@
 The report of a study: a table for the terminal, report.html from templates/, the forest plot; of a study of
 several sizes or texts also the report of each.
 
-All of it comes from a results.json.gz: `python compare.py --from_results=FILE` makes it again. The page loads
+All of it comes from a results.json.gz: `python compare.py report FILE` makes it again. The page loads
 nothing from the network, and text from a results file is escaped where it is shown: samples hold anything.
 """
 
@@ -18,41 +18,43 @@ from markupsafe import Markup, escape
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
 from lab.study import effects, pictures
-from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, better_side, candidates_table,
-                                costs_table, dynamic_tables, equal_of, headline, interval, known, label_of,
-                                labelled, ladder_table, level, limited_verdict, mean_alone, mean_of, measured,
-                                next_study, notices, others, others_table, part_of, plain_rates_table,
-                                question_of, remarks, screened_table, sentence_of, settings_of, show,
-                                standing, steps_table, texts_table, tuned_table, verdict_of, verdicts_table,
-                                without)
+from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, baseline_of, better_side,
+                                candidates_table, costs_table, dynamic_tables, equal_of, headline, interval,
+                                known, label_of, labelled, ladder_table, level, limited_verdict, mean_alone,
+                                mean_of, measured, next_study, notices, others, others_table, part_of,
+                                plain_rates_table, question_of, remarks, screened_table, sentence_of,
+                                settings_of, show, standing, steps_table, texts_table, tuned_table,
+                                verdict_of, verdicts_table, without)
+from lab.study.records import LadderResults, StudyResults, TextsResults, studies_in
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 # ---- terminal ----
 
-def in_text(found, width=120):
+def in_text(results, width=120):
     """The plain GPT and each variant, the best first; long names lose their end to keep to `width`."""
-    if "sizes" in found:
-        above = [f"{found['name']}: effects over sizes", *standing(found)]
-        tables, below = [ladder_table(found)], []
-        following = {f"{size}: ": next_study(part_of(found, size)) for size in found["sizes"]}
-    elif "texts" in found:
-        both = effects.pooled(found)
+    if isinstance(results, LadderResults):
+        above = [f"{results.name}: effects over sizes", *standing(results)]
+        tables, below = [ladder_table(results)], []
+        following = {f"{size}: ": next_study(part_of(results, size)) for size in results.sizes}
+    elif isinstance(results, TextsResults):
+        both = effects.pooled(results)
         above = [headline(both), *notices(both)]
-        tables = [without(texts_table(found), "bits/byte"), without(others_table(both), "the other's")]
+        tables = [without(texts_table(both), "bits/byte"), without(others_table(both), "the other's")]
         below, following = remarks(both), {"": next_study(both)}
     else:
-        name, first = f"{found['name']}: ", headline(found)
-        if not found["question"]:
-            name = f"{question_of(found)} "
-        above = [first if first.startswith(name) else name + first, *notices(found)]
-        below, following = remarks(found), {"": next_study(found)}
+        study = results
+        name, first = f"{study.name}: ", headline(study)
+        if not study.question:
+            name = f"{question_of(study)} "
+        above = [first if first.startswith(name) else name + first, *notices(study)]
+        below, following = remarks(study), {"": next_study(study)}
         # of differences at equal cost the mean alone: intervals, costs and sizes are on the page
-        main = without(verdicts_table(found, difference=mean_alone), "params", "seeds")
+        main = without(verdicts_table(study, difference=mean_alone), "params", "seeds")
         rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
         tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words),
-                  without(others_table(found), "the other's"), *dynamic_tables(found)]
+                  without(others_table(study), "the other's"), *dynamic_tables(study)]
     tables, left_out = zip(*map(measured, tables))
     lines = [in_terminal(above, tables, [" ".join(filter(None, [*left_out, *below]))], width)]
     for size, more in following.items():
@@ -106,101 +108,101 @@ PAGES.globals.update(MEANING=MEANING, BUT=BUT, BADGES=(*MEANING, "failed", "no r
                                               *(INTERIM + word for word in MEANING)))
 
 
-def page(found, drawn=None):
+def page(study, drawn=None):
     """report.html of a study; drawn: {name of a drawing: SVG as bytes, or None}."""
-    rows, more = against_plain(found), others(found)
+    rows, more = against_plain(study), others(study)
     every = [*rows, *more]
-    verdicts = [*(limited_verdict(found, c) for c in rows), *(verdict_of(found, c) for c in more)]
-    cards = [dict(variant=label_of(found, c["variant"]), baseline=label_of(found, c["baseline"]),
-                  verdict=verdict, equal=equal_of(found, c), sentence=sentence_of(found, c),
-                  worth=(c.get("worth") or {}).get("words")) for c, verdict in zip(every, verdicts)]
-    seeds = {name: len(arm["seeds"]) for name, arm in found["arms"].items()}
-    lost = [(label_of(found, f["arm"]), str(f["seed"]), f["why"], f["log"]) for f in found["failures"]]
-    configs = [(label_of(found, name), name, arm["kind"],
-                " ".join(f"{key}={value}" for key, value in (arm.get("flags") or {}).items()) or "–")
-               for name, arm in found["arms"].items()]
-    in_order = dict.fromkeys(["plain", *(c["variant"] for c in against_plain(found)), *found["arms"]])
-    samples = [(label_of(found, name), found["arms"][name]["sample"]) for name in in_order
-               if found["arms"].get(name, {}).get("sample")]
+    verdicts = [*(limited_verdict(study, c) for c in rows), *(verdict_of(study, c) for c in more)]
+    cards = [dict(variant=label_of(study, c.variant), baseline=label_of(study, c.baseline),
+                  verdict=verdict, equal=equal_of(study, c), sentence=sentence_of(study, c),
+                  worth=c.worth and c.worth.words) for c, verdict in zip(every, verdicts)]
+    seeds = {name: len(arm.seeds) for name, arm in study.arms.items()}
+    lost = [(label_of(study, f.arm), str(f.seed), f.why, f.log) for f in study.failures]
+    configs = [(label_of(study, name), name, arm.kind,
+                " ".join(f"{key}={value}" for key, value in (arm.flags or {}).items()) or "–")
+               for name, arm in study.arms.items()]
+    in_order = dict.fromkeys(["plain", *(c.variant for c in against_plain(study)), *study.arms])
+    samples = [(label_of(study, name), study.arms[name].sample) for name in in_order
+               if study.arms[name].sample]
     return PAGES.get_template("report.html").render(
-        found={"texts": None, "screen": None, **found}, title=question_of(found), level=level(found),
-        where=" · ".join(str(found[key]) for key in ("name", "scale", "date") if found.get(key)),
-        headline=headline(found), notices=notices(found),
-        verdicts=verdicts_table(found, verdict=limited_verdict), cards=cards,
-        remarks=" ".join(remarks(found, "the table under Seed by seed")), following=next_study(found),
+        study=study, baseline=baseline_of(study), title=question_of(study), level=level(study),
+        where=" · ".join(str(each) for each in (study.name, study.scale, study.date) if each),
+        headline=headline(study), notices=notices(study),
+        verdicts=verdicts_table(study, verdict=limited_verdict), cards=cards,
+        remarks=" ".join(remarks(study, "the table under Seed by seed")), following=next_study(study),
         drawn={"forest": None, "forest_narrow": None, "learning": None, "compute": None, **(drawn or {})},
-        texts=texts_table(found, verdict=limited_verdict) if found.get("texts") else None,
-        others=others_table(found),
-        plain_rates=plain_rates_table(found), screened=screened_table(found), steps=steps_table(found),
-        costs=costs_table(found), tuned=tuned_table(found), candidates=candidates_table(found),
-        dynamic=dynamic_tables(found), runs=runs_tables(found), over_text=over_text_table(found, every),
-        heads=[(name, arm["heads"]) for name, arm in labelled(found) if arm.get("heads")], samples=samples,
+        texts=texts_table(study, verdict=limited_verdict) if study.texts else None,
+        others=others_table(study),
+        plain_rates=plain_rates_table(study), screened=screened_table(study), steps=steps_table(study),
+        costs=costs_table(study), tuned=tuned_table(study), candidates=candidates_table(study),
+        dynamic=dynamic_tables(study), runs=runs_tables(study), over_text=over_text_table(study, every),
+        heads=[(name, arm.heads) for name, arm in labelled(study) if arm.heads], samples=samples,
         configs=Table(("variant", "name", "kind", "what differs from the plain GPT"), configs, range(4)),
-        labelled=[(name, {"commands": None, **arm}) for name, arm in labelled(found)],
-        corrected_for=len(effects.tested(found["comparisons"])),
-        settings=settings_of(found), more_seeds=seeds["plain"] > min(seeds.values()),
+        labelled=labelled(study),
+        corrected_for=len(effects.tested(study.comparisons)),
+        settings=settings_of(study) if study.kind.trained_here else [],
+        more_seeds=seeds["plain"] > min(seeds.values()),
         failures=Table(("variant", "seed", "why", "log"), lost, (0, 2, 3)))
 
 
-def runs_tables(found):
+def runs_tables(study):
     """Bits/byte of every run, SEEDS_ABREAST seeds a table: of the later ones only what has such seeds."""
-    seeds = sorted({seed for arm in found["arms"].values() for seed in arm["seeds"]})
+    seeds = sorted({seed for arm in study.arms.values() for seed in arm.seeds})
     tables = []
     for at in range(0, len(seeds), SEEDS_ABREAST):
         part, rows = seeds[at:at + SEEDS_ABREAST], []
-        for label, arm in labelled(found):
-            own = dict(zip(arm["seeds"], arm["bpb"]))
+        for label, arm in labelled(study):
+            own = dict(zip(arm.seeds, arm.bpb))
             if not at or {*part} & {*own}:
-                rows.append((label, show(mean_of(arm), ".4f"),
+                rows.append((label, show(mean_of(arm.bpb), ".4f"),
                              *(show(own.get(seed), ".4f") for seed in part)))
         tables.append(Table(("variant", "mean", *(f"seed {seed}" for seed in part)), rows))
     return tables
 
 
-def over_text_table(found, every):
+def over_text_table(study, every):
     """The interval of each comparison over seeds, and the one over the text beside it."""
     rows = []
     for c in every:
-        low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
-        rows.append((label_of(found, c["variant"]), label_of(found, c["baseline"]), interval(c),
+        low, high = (show(end, "+.4f") for end in ((c.text.low, c.text.high) if c.text else (None, None)))
+        rows.append((label_of(study, c.variant), label_of(study, c.baseline), interval(c),
                      f"[{low}, {high}]"))
-    over = [f"over {what} [{level(found)}], {better_side(found)}" for what in ("seeds", "text")]
+    over = [f"over {what} [{level(study)}], {better_side(study)}" for what in ("seeds", "text")]
     return Table(("variant", "against", *over), rows, (0, 1))
 
 
-def ladder_page(found, drawn=None):
+def ladder_page(ladder, drawn=None):
     """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
     return PAGES.get_template("ladder.html").render(
-        found=found, title=question_of(next(iter(found["sizes"].values()))),
-        table=ladder_table(found, verdict=limited_verdict),
-        notices=standing(found),
+        ladder=ladder, title=question_of(next(iter(ladder.sizes.values()))),
+        table=ladder_table(ladder, verdict=limited_verdict),
+        notices=standing(ladder),
         drawn={"ladder": None, **(drawn or {})})
 
 
 # ---- files ----
 
-def write_all(found, folder):
+def write_all(results, folder):
     """Print the table, write every file of the report, print their paths. UserError: the disk refuses."""
-    print(in_text(found))
-    say(*write(found, folder))
+    print(in_text(results))
+    say(*write(results, folder))
 
 
-def write(found, folder):
+def write(results, folder):
     """Write every file of the report -> their paths. UserError: the disk refuses."""
-    is_ladder, parts = "sizes" in found, found.get("sizes") or found.get("texts") or {}
-    if "texts" in found:
-        found = effects.pooled(found)
     draws = [pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute]
-    if is_ladder:
-        draws = [pictures.ladder]
-    paths = write_page(found, folder, ladder_page if is_ladder else page, draws)
-    for name in parts:
-        paths += write(part_of(found, name), no_link(Path(folder, name)))
+    if isinstance(results, LadderResults):
+        paths = write_page(results, folder, ladder_page, [pictures.ladder])
+    else:
+        one = effects.pooled(results) if isinstance(results, TextsResults) else results
+        paths = write_page(one, folder, page, draws)
+    for name in () if isinstance(results, StudyResults) else studies_in(results):
+        paths += write(part_of(results, name), no_link(Path(folder, name)))
     return paths
 
 
-def write_page(found, folder, make, draws):
-    """Write report.html by make(found, drawings) and the first drawing by itself -> their paths."""
+def write_page(results, folder, make, draws):
+    """Write report.html by make(results, drawings) and the first drawing by itself -> their paths."""
     folder, paths = Path(folder), []
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -208,10 +210,10 @@ def write_page(found, folder, make, draws):
         write_atomic(folder / name, lambda f: f.write(data))
         paths.append(folder / name)
 
-    drawn = {draw.__name__: drawing.drawn(draw, found) for draw in draws}
-    save("report.html", make(found, drawn).encode("utf-8", "replace"))
+    drawn = {draw.__name__: drawing.drawn(draw, results) for draw in draws}
+    save("report.html", make(results, drawn).encode("utf-8", "replace"))
     main = draws[0].__name__
     if drawn[main]:
         save(f"{main}.svg", drawn[main])
-        save(f"{main}.png", drawing.drawn(draws[0], found, "png"))
+        save(f"{main}.png", drawing.drawn(draws[0], results, "png"))
     return paths

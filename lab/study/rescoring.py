@@ -20,6 +20,7 @@ from nanoheads.dataset import digests_of
 from nanoheads.threads import processor
 from lab.labels.targets import sha256
 from lab.study import costs, queue, trial
+from lab.study.records import Rescored
 from lab.study.variants import BOOKKEEPING
 
 ONE_IN = 10  # of the runs that are done, where --rescore gives no number
@@ -29,8 +30,8 @@ SAME, NEAR = 1e-6, 1e-4
 
 
 def rescored(study, done, nothing_runs):
-    """{"runs": [names], "without": how many have no checkpoint}: which runs of a study were scored once more
-    from their checkpoints, and gave what is on file.
+    """The records.Rescored of a study: which of its runs were scored once more from their checkpoints, and
+    gave what is on file.
 
     done: {folder: result}. UserError, a line for each run that gives something else.
     """
@@ -47,7 +48,7 @@ def rescored(study, done, nothing_runs):
              for folder in todo if (why := problem_of(folder, study.runs.specs[folder], done[folder]))]
     if wrong:
         raise UserError("\n".join(wrong))
-    return dict(runs=[folder.name for folder in drawn], without=len(done) - len(trained))
+    return Rescored(runs=[folder.name for folder in drawn], without=len(done) - len(trained))
 
 
 def how_many(config, done, nothing_runs):

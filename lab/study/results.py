@@ -17,7 +17,7 @@ import statistics
 import sys
 import zlib
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -26,13 +26,16 @@ import numpy as np
 import torch
 
 from nanoheads import checkpoint, configurator, replaced
-from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, of_an_older_version,
+from nanoheads.common import (UserError, from_json, git_commit, number, of_an_older_version,
                               pick_device, plural, read_whole, say, write_atomic)
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import bits, windows_of
 from nanoheads.timing import median_interval
 from nanoheads.traces import GATE, declared_axes, summaries
-from lab.study import costs, dynamic, effects, queue, rescoring, shape, trial
+from lab.study import costs, dynamic, effects, queue, rescoring, trial
+from lab.study.records import (Arm, Curve, Failure, LadderResults, Machine, NotThatRecord, Run,
+                               ScoredText, StudyResults, TextsResults, TimeRatio, as_json, as_read, as_record,
+                               shown, studies_in)
 from lab.study.variants import StudyConfig, all_flags
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
@@ -41,7 +44,7 @@ CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one amo
 # ---- from the runs ----
 
 def collect(study, command):
-    """A study as a dict: what its runs gave, and every figure that follows.
+    """The StudyResults of a study: what its runs gave, and every figure that follows.
 
     UserError: the report in its folder has more of the same runs, and stays; runs scored different texts, or
     are not what their checkpoints give.
@@ -53,7 +56,7 @@ def collect(study, command):
                      if stage == "judge" and variant == name} for name in study.compared}
     failures = failures_of(study)
     nothing_runs = len(done) + effects.failed_runs(failures) >= len(planned)
-    found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
+    found = as_read(StudyResults(  # what follows is the same then as from the file
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(),
         # torch's own name holds the build; the package's may not
@@ -63,22 +66,22 @@ def collect(study, command):
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         of_scale=study.builder.of_scale(),
         machine=machine(study, done), data=scored(study, done),
-        alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
-        **(dict(two_looks=study.two_looks) if study.two_looks else {}),
+        alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=study.pairs,
+        two_looks=study.two_looks,
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
         tuned_on=study.tuned_on, untuned=study.untuned(),
         screened_out=[name for name in study.variants if name not in study.compared],
         arms={name: arm_of(study, variant, judged[name], done, nothing_runs)
               for name, variant in study.compared.items()},
-        runs={folder.name: {**result, "spec": study.runs.specs[folder], "curve": curve_of(folder, result)}
+        runs={folder.name: run_of(folder, result, study.runs.specs[folder])
               for folder, result in done.items()},
         lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
         reused=study.runs.reused(), rescored=rescoring.rescored(study, done, nothing_runs),
-        failures=failures, planned=len(planned), done=len(done)))))
+        failures=failures, planned=len(planned), done=len(done), procedure=effects.PROCEDURE, comparisons=[]))
     if wrong := of_other_text(found):
         raise UserError("\n".join(f"{line}; delete its folder in {study.runs.trials}, and it is trained once "
                                   "more" for line in wrong))
-    return {**found, **effects.progress(found), **as_read(effects.figures(found))}
+    return as_read(replace(effects.with_figures(found), **effects.progress(found)))
 
 
 def refuse_to_lose(study, done):
@@ -89,7 +92,7 @@ def refuse_to_lose(study, done):
     stays = f"{before} stays as it is, and --from_results={before} shows it"
     if not done and holds_runs(before):
         failed = failures_of(study)
-        what = f"all that were started failed ({failed[0]['why']})" if failed else (
+        what = f"all that were started failed ({failed[0].why})" if failed else (
             "none is done with today's code, data and flags")
         raise UserError(f"of {plural(len(set(study.runs.folders.values())), 'run')} {what}; {stays}")
     had = scored_in(before) if study.config.report_only else ()
@@ -103,7 +106,7 @@ def refuse_to_lose(study, done):
 def holds_runs(path):
     """Whether a results file has a run that is done; a damaged one may have had some."""
     try:
-        return any(study["done"] for study in trial.studies_in(read(path)).values())
+        return any(study.done for study in studies_in(read(path)).values())
     except UserError:
         return True
 
@@ -111,32 +114,31 @@ def holds_runs(path):
 def scored_in(path):
     """{(stage, variant, seed)} of the runs that a results file has a score of; of a damaged one, none."""
     try:
-        studies, keys = trial.studies_in(read(path)), set()
+        studies, keys = studies_in(read(path)), set()
     except UserError:
         return set()
-    for found in studies.values():
-        screen = (found.get("screen") or {}).get("scores", {})
+    for study in studies.values():
+        screen = study.screen.scores if study.screen else {}
         keys |= {("screen", name, int(seed)) for name, own in screen.items() for seed in own}
-        keys |= {("judge", name, seed) for name, variant in found["arms"].items()
-                 for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
+        keys |= {("judge", name, seed) for name, variant in study.arms.items()
+                 for seed, bpb in zip(variant.seeds, variant.bpb) if bpb is not None}
     return keys
 
 
 def failures_of(study):
-    rows = [dict(arm=name, seed=seed, stage=stage, why=trial.failure(folder), log=str(folder / "trial.log"))
+    return [Failure(arm=name, seed=seed, stage=stage, why=why, log=str(folder / "trial.log"))
             for (stage, name, seed), folder in study.runs.folders.items()
-            if study.runs.result(folder) is None]
-    return [row for row in rows if row["why"]]
+            if study.runs.result(folder) is None and (why := trial.failure(folder))]
 
 
-def failures_in(found):
-    return sum(effects.failed_runs(study["failures"]) for study in trial.studies_in(found).values())
+def failures_in(results):
+    return sum(effects.failed_runs(study.failures) for study in studies_in(results).values())
 
 
-def leaks_looked_for(found):
+def leaks_looked_for(results):
     """What was checked of a study's scored runs before and after their training, in lines."""
-    runs = [run for study in trial.studies_in(found).values() for run in study["runs"].values()]
-    counts = Counter(run.get("looked_for_leaks") for run in runs)
+    runs = [run for study in studies_in(results).values() for run in study.runs.values()]
+    counts = Counter(run.looked_for_leaks for run in runs)
     unknown = counts.pop(None, 0)
     scored = plural(len(runs), "scored run")
     lines = [f"{n} of {scored} {'neither looks ahead nor mixes' if n == 1 else 'neither look ahead nor mix'} "
@@ -151,10 +153,10 @@ def machine(study, done):
     c, threads = study.config, sorted({result["threads"] for result in done.values()})
     processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
     away = queue.on_slurm(c.submit)  # the runs were not on this machine, which may lack their device
-    return dict(processor=", ".join(processors), cores=None if away else os.cpu_count(),
-                system=platform.system(),
-                jobs=None if away else queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
-                threads=", ".join(map(str, threads)))
+    return Machine(processor=", ".join(processors), cores=None if away else os.cpu_count(),
+                   system=platform.system(),
+                   jobs=None if away else queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
+                   threads=", ".join(map(str, threads)))
 
 
 def device_of_runs(config):
@@ -172,9 +174,16 @@ def scored(study, done):
     part = f"{len(windows):,} evenly spaced windows" if len(windows) < -(-split["tokens"] // T) else "all"
     first = next((result for folder, result in done.items()
                   if study.runs.specs[folder]["score"]["split"] == c.split), {})
-    return dict(dataset=data.meta["name"], split=c.split, sha256=split["sha256"], tokens=first.get("tokens"),
-                bytes=first.get("bytes"), of_bytes=split["bytes"], name=f"{part} of {T:,} tokens",
-                context=f"disjoint windows of {T:,}", note=data.meta.get("note"))
+    return ScoredText(dataset=data.meta["name"], split=c.split, sha256=split["sha256"],
+                      tokens=first.get("tokens"), bytes=first.get("bytes"), of_bytes=split["bytes"],
+                      name=f"{part} of {T:,} tokens", context=f"disjoint windows of {T:,}",
+                      note=data.meta.get("note"))
+
+
+def run_of(folder, result, spec):
+    """The Run of a finished trial."""
+    more = dict(spec=spec, curve=as_json(curve_of(folder, result)))
+    return as_record(Run, {**result, **more}, f"runs.{folder.name}")
 
 
 def arm_of(study, variant, folders, done, nothing_runs):
@@ -191,15 +200,15 @@ def arm_of(study, variant, folders, done, nothing_runs):
     sizes = sizes_of(variant, device_of_runs(study.config))
     if variant.train.documents:  # whose batches hold what the text has, and not all the tokens that fit
         curves = [curve_of(folder, result) for folder, result in zip(folders.values(), found) if result]
-        sizes["tokens"] = statistics.median([n for curve in curves for n in curve["tokens"][-1:]]
+        sizes["tokens"] = statistics.median([n for curve in curves for n in curve.tokens[-1:]]
                                             or [variant.tokens])
-    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, multiple=multiple, **sizes,
-                time_ratio=time_ratio(study, variant, nothing_runs),
-                seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
-                memory_mib=median("memory_mib"), best_step=median("best_step"),
-                seeds=list(folders), bpb=[result and result["bpb"] for result in found],
-                runs=[folder.name for folder in folders.values()],
-                commands=commands_of(study, variant, next(iter(folders), 1), found), **inside)
+    return Arm(kind=variant.kind, label=variant.label, flags=variant.flags, multiple=multiple, **sizes,
+               time_ratio=time_ratio(study, variant, nothing_runs),
+               seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
+               memory_mib=median("memory_mib"), best_step=median("best_step"),
+               seeds=list(folders), bpb=[result and result["bpb"] for result in found],
+               runs=[folder.name for folder in folders.values()],
+               commands=commands_of(study, variant, next(iter(folders), 1), found), **inside)
 
 
 def sizes_of(variant, device):
@@ -213,11 +222,11 @@ def time_ratio(study, variant, nothing_runs):
     """Time of a step over the plain GPT's, in alternation, when no run is left; kept in the folder."""
     plain, path = study.builder.plain, study.out / "clock.json"
     if variant.kind in ("plain", "budget"):
-        return dict(mean=1.0, low=1.0, high=1.0)
+        return TimeRatio(mean=1.0, low=1.0, high=1.0)
     # the hash that names a run's folder, here of both runs' trial.json
     key = trial.folder_of([study.runs.spec(each, 0, "val") for each in (variant, plain)]).name
-    kept = trial.read_json(path) or {}
-    if key not in kept:
+    measured = trial.read_json(path) or {}
+    if key not in measured:
         # on a cluster the runs were not on this machine
         if not nothing_runs or study.config.report_only or queue.on_slurm(study.config.submit):
             return None
@@ -227,11 +236,11 @@ def time_ratio(study, variant, nothing_runs):
             row = costs.step_time_ratios([variant], plain, device, threads, study.training)[variant.name]
         except (UserError, torch.OutOfMemoryError):  # as its runs may have diverged, or run out of memory
             return None
-        measured = ("low", "high", "ratios", "clock", "load", "cores", "threads", "processor", "compiled")
-        kept[key] = dict(mean=row["ratio"], **{name: row[name] for name in measured})
+        own = {each.name: row[each.name] for each in fields(TimeRatio) if each.name != "mean"}
+        measured[key] = dict(mean=row["ratio"], **own)
         study.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, lambda f: f.write(json.dumps(kept).encode()))
-    return kept[key]
+        write_atomic(path, lambda f: f.write(json.dumps(measured).encode()))
+    return as_record(TimeRatio, measured[key], "time_ratio")
 
 
 def commands_of(study, variant, seed, found):
@@ -261,15 +270,15 @@ def curve_of(folder, result):
 
     bpb: on validation; train: on training text, at the validation split's bytes a token.
     """
-    if "curve" in result:  # a run on file
-        return result["curve"]
+    if result.get("curve"):  # a run on file
+        return as_record(Curve, result["curve"], "curve")
     rows = [row for row in trial.rows(folder) if "val_bpb" in row]
     rows = rows[::-1][::math.ceil(len(rows) / CURVE_POINTS) or 1][::-1]
     bpb = [number(row["val_bpb"]) for row in rows]  # NaN where it was infinite, and null in the log
     train = [number(row.get("train_loss")) / (number(row["val_loss"]) or math.nan) * each
              for row, each in zip(rows, bpb)]
-    return dict(tokens=[row["tokens"] for row in rows], seconds=[round(row["elapsed_s"], 2) for row in rows],
-                bpb=[round(v, 6) for v in bpb], train=[round(v, 6) for v in train])
+    return Curve(tokens=[row["tokens"] for row in rows], seconds=[round(row["elapsed_s"], 2) for row in rows],
+                 bpb=[round(v, 6) for v in bpb], train=[round(v, 6) for v in train])
 
 
 # ---- inside a trained model ----
@@ -342,16 +351,19 @@ def rounded(value):
 
 # ---- files ----
 
-def write(found, folder):
-    """Write results.json.gz into a folder. UserError: a mechanism replaced something of these programs."""
+def write(results, folder):
+    """Write the record of a study, of several sizes or of several texts into a folder, as results.json.gz.
+
+    UserError: a mechanism replaced something of these programs.
+    """
     replaced.refuse()
-    text = json.dumps(found).encode()
+    text = json.dumps(as_json(results)).encode()
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
 
 
 def read(path):
-    """The study in a results file, gzip'd or not. UserError, in one line, where there is none, or one of an
-    older version.
+    """The StudyResults, LadderResults or TextsResults of a file, gzip'd or not. UserError, in one line, where
+    there is none, or one of an older version.
     """
     path = Path(path)
     try:
@@ -363,54 +375,41 @@ def read(path):
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
     except (ValueError, EOFError, zlib.error):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
-    if wrong := problem_of_file(found):
-        raise UserError(f"{path} is not what compare.py writes: {wrong}")
     if is_of_an_older_version(found):
         raise UserError(of_an_older_version(path))
-    if wrong := problem_of_figures(found):
-        raise UserError(f"{path} is not what compare.py writes: {wrong}")
-    return found
+    try:
+        return results_of(found)
+    except NotThatRecord as e:
+        raise UserError(f"{path} is not what compare.py writes: {e}") from None
+
+
+def results_of(found):
+    """The record of what a results file holds. NotThatRecord: nothing that a reader would get along with."""
+    if not isinstance(found, dict):
+        raise NotThatRecord(f"it holds {shown(found)}, not a dict")
+    kind = LadderResults if "sizes" in found else TextsResults if "texts" in found else StudyResults
+    results = as_record(kind, found)
+    if kind is TextsResults:
+        together = effects.pooled(results)
+        if words := together.fault("together"):
+            raise NotThatRecord(words)
+    for name, study in studies_in(results).items():
+        if wrong := problem_of_config(study.config):
+            raise NotThatRecord(f"{name}: " * bool(name) + wrong)
+    return results
 
 
 def is_of_an_older_version(found):
     """Whether a results file was written before 2026-11-27: its figures are of another procedure, or its runs
-    do not say with which libraries they were made.
+    do not say with which libraries they were made. found: what the file holds, a study or anything else.
     """
-    studies = [*trial.studies_in(found).values()]
-    procedures = {figures.get("procedure") for figures in (*studies, found.get("together", studies[0]))}
-    return procedures != {effects.PROCEDURE} or any(
-        "libraries" not in run["spec"] for study in studies for run in study["runs"].values())
-
-
-def as_read(figures):
-    """Figures as they are when they are read from a file: without tuples, nan and infinity."""
-    return json.loads(json.dumps(json_safe(figures)))
-
-
-def problem_of_file(found):
-    """What is wrong with what a results file holds, in words; None: nothing that a reader would trip over."""
-    if not isinstance(found, dict):
-        return f"it holds {shape.shown(found)}, not a dict"
-    for several, whole in (("sizes", shape.OF_SIZES), ("texts", shape.OF_TEXTS)):
-        if several in found:
-            if wrong := shape.misfit(found, whole):
-                return wrong.lstrip(".")
-            if not found[several]:
-                return f"{several} holds no study"
-    studies = trial.studies_in(found)
-    for name, study in studies.items():
-        if wrong := shape.problem_of(study) or problem_of_config(study["config"]):
-            return f"{name}: " * bool(name) + wrong
-
-
-def problem_of_figures(found):
-    """What is wrong with the figures of a results file, in words; None: nothing a page would trip over."""
-    studies = trial.studies_in(found)
-    if "texts" in found:
-        studies = {**studies, "together": effects.pooled(found)}
-    for name, study in studies.items():
-        if wrong := shape.problem_of_figures(study):
-            return f"{name}: " * bool(name) + wrong
+    try:
+        studies = [*(found.get("sizes") or found.get("texts") or {"": found}).values()]
+        procedures = {each.get("procedure") for each in (*studies, found.get("together", studies[0]))}
+        specs = [run["spec"] for study in studies for run in study["runs"].values()]
+        return procedures != {effects.PROCEDURE} or any("libraries" not in spec for spec in specs)
+    except (LookupError, TypeError, AttributeError):
+        return False  # whatever it is, results_of() says so
 
 
 def problem_of_config(config):
@@ -420,7 +419,7 @@ def problem_of_config(config):
         try:
             configurator.check(config[key], types[key][0])
         except ValueError:
-            return f"config.{key} is {shape.shown(config[key])}, not {configurator.type_name(types[key][0])}"
+            return f"config.{key} is {shown(config[key])}, not {configurator.type_name(types[key][0])}"
 
 
 # ---- once more ----
@@ -433,21 +432,21 @@ def recheck(path, complain=True):
     """
     found, wrong = read(path), []
     figures = []  # (computed once more, as it is in the file, its name)
-    for name, study in trial.studies_in(found).items():
+    for name, study in studies_in(found).items():
         where = f"{name}: " * bool(name)
         problems = [*wrong_runs(study), *wrong_scores(study), *of_other_text(study), *unexplained(study)]
         wrong += [where + problem for problem in problems]
-        figures += [(json_safe(value), study.get(key), f"{where}{key}")
-                    for key, value in effects.figures(study).items()]
-        for variant, arm in study["arms"].items():
-            time = arm["time_ratio"] or {}
-            if time.get("ratios"):
-                again = dict(zip(("mean", "low", "high"), median_interval(time["ratios"])))
-                figures.append((again, {end: time[end] for end in again},
+        again, on_file = as_json(effects.figures(study)), as_json(study)
+        figures += [(value, on_file.get(key), f"{where}{key}") for key, value in again.items()]
+        for variant, arm in study.arms.items():
+            time = arm.time_ratio
+            if time and time.ratios:
+                again = dict(zip(("mean", "low", "high"), median_interval(time.ratios)))
+                figures.append((again, {end: getattr(time, end) for end in again},
                                 f"{where}{variant}: time of a step"))
-    if "texts" in found:
-        whole = effects.together(found["texts"], found["name"], found["command"])
-        figures.append((json_safe(whole["together"]), found["together"], "all texts"))
+    if isinstance(found, TextsResults):
+        whole = effects.together(found.texts, found.name, found.command)
+        figures.append((as_json(whole.together), as_json(found.together), "all texts"))
     counts, differing = zip(*(mismatches(*each) for each in figures))
     wrong += [line for lines in differing for line in lines]
     if wrong:
@@ -464,37 +463,38 @@ def wrong_runs(study):
     What a variant's flags do not name is not compared: it may follow from a recipe or an optimizer.
     """
     wrong = []
-    for name, arm in study["arms"].items():
-        for run, seed, bpb in zip(arm["runs"], arm["seeds"], arm["bpb"]):
-            found = study["runs"].get(run)
+    for name, arm in study.arms.items():
+        for run, seed, bpb in zip(arm.runs, arm.seeds, arm.bpb):
+            found = study.runs.get(run)
             if found is None:
                 wrong += [f"{name}: a score without its run"] * (bpb is not None)
                 continue
-            spec = found["spec"]
+            spec = found.spec
             of_run = {**spec["model"].get("own", {}), **spec["model"], **spec["train"]}
-            other = [key for key, value in arm["flags"].items()
+            other = [key for key, value in arm.flags.items()
                      if key != "seed" and value is not None and of_run.get(key) != value]
-            other += ["seed"] * (spec["model"]["seed"] != seed + arm["flags"].get("seed", 0))
-            other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
+            other += ["seed"] * (spec["model"]["seed"] != seed + arm.flags.get("seed", 0))
+            other += ["split"] * (spec["score"]["split"] != study.data.split)
             if "controller" not in spec["train"]:  # else heads may have come or gone
-                other += [key for key in ("params", "flops_per_token") if found[key] != arm[key]]
+                other += [key for key in ("params", "flops_per_token")
+                          if getattr(found, key) != getattr(arm, key)]
             if other:
                 wrong.append(f"{name}: run {run} is of another variant or seed: {', '.join(other)}")
-            if bpb != found["bpb"]:
-                wrong.append(f"{name}: {bpb} is not {found['bpb']}, the score of run {run}")
+            if bpb != found.bpb:
+                wrong.append(f"{name}: {bpb} is not {found.bpb}, the score of run {run}")
     return wrong
 
 
 def wrong_scores(study):
     """Runs whose score does not follow from their nats, or whose name not from their flags, as sentences."""
     wrong = []
-    for name, run in study["runs"].items():
-        score, parts = bits(run["nats"], run["bytes"]), sum(run.get("block_nats") or [run["nats"]])
-        if not math.isclose(run["bpb"], score, rel_tol=1e-12):
-            wrong.append(f"run {name}: {run['bpb']} is not {score}")
-        if not math.isclose(parts, run["nats"], rel_tol=1e-8):
-            wrong.append(f"run {name}: the blocks sum up to {parts} nats, not {run['nats']}")
-        if trial.folder_of(run["spec"]).name != name:
+    for name, run in study.runs.items():
+        score, parts = bits(run.nats, run.bytes), sum(run.block_nats or [run.nats])
+        if not math.isclose(run.bpb, score, rel_tol=1e-12):
+            wrong.append(f"run {name}: {run.bpb} is not {score}")
+        if not math.isclose(parts, run.nats, rel_tol=1e-8):
+            wrong.append(f"run {name}: the blocks sum up to {parts} nats, not {run.nats}")
+        if trial.folder_of(run.spec).name != name:
             wrong.append(f"run {name} has another spec")
     return wrong
 
@@ -502,9 +502,9 @@ def wrong_scores(study):
 def of_other_text(study):
     """Runs that read or scored another text than most others of the study, as sentences."""
     kinds = {}  # what is compared: {run: its value}
-    for name, run in study["runs"].items():
-        split, data = run["spec"]["score"]["split"], run["spec"].get("data") or {}
-        values = {f"{key} of {split}": run.get(key) for key in ("tokens", "bytes")}
+    for name, run in study.runs.items():
+        split, data = run.spec["score"]["split"], run.spec.get("data") or {}
+        values = {f"{key} of {split}": getattr(run, key) for key in ("tokens", "bytes")}
         values.update({f"data.{key}": data[key] for key in ("train", "val", "test", "meta") if key in data})
         for kind, value in values.items():
             kinds.setdefault(kind, {})[name] = value
@@ -514,29 +514,29 @@ def of_other_text(study):
         wrong += [f"run {name} is of another text: {kind} is {value}, and of most runs {usual}"
                   for name, value in values.items() if value != usual]
     for key in ("tokens", "bytes"):
-        own = kinds.get(f"{key} of {study['data']['split']}", {}).values()
-        if own and study["data"].get(key) not in (None, *own):
-            wrong.append(f"data.{key} is {study['data'][key]}, and no run scored so many")
+        own, here = kinds.get(f"{key} of {study.data.split}", {}).values(), getattr(study.data, key)
+        if own and here not in (None, *own):
+            wrong.append(f"data.{key} is {here}, and no run scored so many")
     return wrong
 
 
 def unexplained(study):
     """Runs of no variant on the judged split, and scores of earlier stages that no run gave, as sentences."""
-    runs, split = study["runs"], study["data"]["split"]
-    taken = {run for variant in study["arms"].values() for run in variant["runs"]}
+    runs, split = study.runs, study.data.split
+    taken = {run for variant in study.arms.values() for run in variant.runs}
     wrong = [f"run {run} was scored on {split} and stands under no variant" for run, found in runs.items()
-             if run not in taken and found["spec"]["score"]["split"] == split]
+             if run not in taken and found.spec["score"]["split"] == split]
     given = [(f"screened {name}, seed {seed}", bpb) for name, own in
-             ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
-    given += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
+             (study.screen.scores if study.screen else {}).items() for seed, bpb in own.items()]
+    given += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.tuned or {}).items()
               for group, scores in own.items() for factor, bpb in scores.items()]
-    given += [(f"{name} at {each['rates']}, seed {seed}", bpb)
-              for name, own in (study.get("candidates") or {}).items()
-              for each in own for seed, bpb in each["bpb"].items()]
-    tried = (study.get("plain_rates") or {}).get("tried", ())  # of a search until 2026-11-25
-    given += [(f"the plain GPT at {each['steps']}, seed {seed}", bpb)
-              for each in tried for seed, bpb in each["bpb"].items()]
-    of_runs = {found["bpb"] for found in runs.values()}
+    given += [(f"{name} at {each.rates}, seed {seed}", bpb)
+              for name, own in (study.candidates or {}).items()
+              for each in own for seed, bpb in each.bpb.items()]
+    tried = study.plain_rates.tried if study.plain_rates else ()  # of a search until 2026-11-25
+    given += [(f"the plain GPT at {each.steps}, seed {seed}", bpb)
+              for each in tried for seed, bpb in each.bpb.items()]
+    of_runs = {found.bpb for found in runs.values()}
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in given if bpb not in of_runs]
 
 

@@ -17,6 +17,7 @@ import torch
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import UserError, no_link, pick_device, plural
 from lab.study import digest, queue, results, trial
+from lab.study.records import Reused, as_json, studies_in
 from lab.study.variants import BOOKKEEPING
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
@@ -66,9 +67,9 @@ class Runs:
                 spec = self.spec(variant, seed, split or self.config.split)
                 folder = trial.folder_of(spec, self.trials)
                 if not trial.done(folder) and (run := self.reuse.find(spec)):
-                    wanted, spec = spec, run["spec"]
+                    asked, spec = spec, run["spec"]
                     folder = trial.folder_of(spec)
-                    self.taken[folder] = run, wanted
+                    self.taken[folder] = run, asked
                 self.specs[folder] = spec
                 self.folders[stage, variant.name, seed] = folder
                 planned.append(folder)
@@ -100,18 +101,17 @@ class Runs:
         return all(self.result(f) or f in self.failed or trial.failure(f) for f in folders)
 
     def reused(self):
-        """[{"from", "runs", "other_code", "of"}]: how many runs were taken from where.
-
-        other_code: how many of them other code or other libraries made; of: the variants that have such runs.
+        """[records.Reused]: how many runs were taken from where, and how many of them other code or other
+        libraries made.
         """
         found, names = {}, {folder: name for (_, name, _), folder in self.folders.items()}
         for folder in (folder for folder in names if folder in self.taken):
-            run, wanted = self.taken[folder]
-            row = found.setdefault(run["from"], {"from": run["from"], "runs": 0, "other_code": 0, "of": []})
-            row["runs"] += 1
-            if not is_same_code(run["spec"], wanted):
-                row["other_code"] += 1
-                row["of"] += [names[folder]] * (names[folder] not in row["of"])
+            run, planned = self.taken[folder]
+            row = found.setdefault(run["from"], Reused(source=run["from"], runs=0, other_code=0, of=[]))
+            row.runs += 1
+            if not is_same_code(run["spec"], planned):
+                row.other_code += 1
+                row.of += [names[folder]] * (names[folder] not in row.of)
         return [*found.values()]
 
     def take_into_trials(self):
@@ -181,8 +181,8 @@ class Reuse:
 
 def runs_on_file(path):
     """Yield the runs of a results file, each checked against its hash and its nats. UserError."""
-    for study in trial.studies_in(results.read(path)).values():
-        for name, run in study["runs"].items():
+    for study in studies_in(results.read(path)).values():
+        for name, run in as_json(study.runs).items():
             try:
                 trial.check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
                 if trial.folder_of(run["spec"]).name != name:

@@ -1,22 +1,18 @@
 """
-Verdicts on runs that another program made: a CSV file with a row for each run, judged as a study is.
+Runs that another program made: a CSV file with a row for each, as the results of a study.
 
-    python compare.py --scores=scores.csv --baseline=plain
+    python compare.py scores scores.csv --baseline=plain
 
 Columns: variant, seed, score. Optional: tokens or bytes that a run was trained on, and its cost in any unit.
 A score `failed` is a run without one. Other columns are left alone. docs/scores.md has examples.
 """
 
 import csv
-import json
 import re
-from pathlib import Path
 
-from nanoheads.common import UserError, json_safe, plural, printable, read_whole, say, write_atomic
-from lab.study import effects, pictures, report
-from lab.study.findings import (MEANING, Table, against_plain, head_of_difference, in_full, interval, known,
-                                label_of, mean_of, own_interval, p_of, show, verdict_of)
-from lab.study.shape import LARGEST, is_finite
+from nanoheads.common import UserError, printable, read_whole
+from lab.study import effects
+from lab.study.records import LARGEST, Arm, Failure, StudyResults, is_finite
 
 NEEDED, OPTIONAL = ("variant", "seed", "score"), ("tokens", "bytes", "cost")
 FAILED = "failed"  # in the place of a score
@@ -68,10 +64,10 @@ def read(path):
     return rows
 
 
-def parsed(cells, n, wanted):
-    """(one row, what is wrong with it or None); cells: {column: text}."""
-    if n != wanted:
-        return {}, f"{n} cells, where the first line has {wanted}"
+def parsed(cells, n, in_head):
+    """(one row, what is wrong with it or None); cells: {column: text}, n of them, as many as in_head."""
+    if n != in_head:
+        return {}, f"{n} cells, where the first line has {in_head}"
     row = dict(variant=printable(cells["variant"]), seed=seed_of(cells["seed"]))
     if empty := [key for key in NEEDED if not cells[key]]:
         return row, f"no {' and no '.join(empty)}"
@@ -100,10 +96,10 @@ def finite(text):
     return value if is_finite(value) else None
 
 
-# ---- the figures ----
+# ---- the study ----
 
 def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_better=False):
-    """A study of these rows as the report's functions take it: the baseline is its "plain".
+    """The StudyResults of these rows: the baseline is its "plain".
 
     baseline: None: the first variant of the file. UserError: there is no such variant, or no other one.
     """
@@ -117,138 +113,27 @@ def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_bette
     for variant in names:
         own = [row for row in rows if row["variant"] == variant]
         key = "plain" if variant == baseline else f"plain of {name}" if variant == "plain" else variant
-        arms[key] = dict(label=variant, seeds=[row["seed"] for row in own], bpb=[row["score"] for row in own],
-                         **{column: mean([row[column] for row in own]) for column in OPTIONAL})
-        failures += [dict(arm=key, seed=row["seed"], stage="judge", why="failed",
-                          log=f"{variant} {row['seed']}") for row in own if row["score"] is None]
-    scores = effects.scores_of(arms)
-    pairs = [(key, "plain", []) for key in arms if key != "plain"]
-    # another program's seeds are names: that two variants have some in common makes no pairs of their runs
-    apart = {key: {(key, seed): score for seed, score in own.items()} for key, own in scores.items()}
-    found = effects.comparisons([apart], pairs, alpha, margin, higher_is_better, unit="")
-    for row in found:
-        row["differences"] = effects.differences(scores, row)
-        effects.withhold_where_runs_failed(row, failures)
-    better = "right" if higher_is_better else "left"
-    return dict(name=name, arms=arms, comparisons=found, alpha=alpha, margin=margin, failures=failures,
-                planned=len(rows), done=len(rows) - len(failures),
-                higher_is_better=higher_is_better, procedure=effects.PROCEDURE,
-                forest=dict(title=name, axis=f"score, variant − {baseline} ({better} is better)"))
+        arms[key] = arm_of(variant, own, "plain" if variant == baseline else "variant")
+        failures += [Failure(arm=key, seed=row["seed"], stage="judge", why=FAILED,
+                             log=f"{variant} {row['seed']}") for row in own if row["score"] is None]
+    unknown = dict(versions={}, config={}, plain={}, machine=None, data=None, seeds=[], command="")
+    study = StudyResults(
+        name=name, question=f"{name}: against {baseline}", alpha=alpha, margin=margin, arms=arms, runs={},
+        measure="score, higher is better" if higher_is_better else "score",
+        pairs=[(key, "plain", []) for key in arms if key != "plain"], failures=failures, planned=len(rows),
+        done=len(rows) - len(failures), procedure=effects.PROCEDURE, comparisons=[], **unknown)
+    return effects.with_figures(study)
+
+
+def arm_of(label, rows, kind):
+    """A variant of another program: its scores, and the means of what its runs took."""
+    amounts = {column: mean([row[column] for row in rows]) for column in OPTIONAL}
+    unknown = dict.fromkeys(("steps", "params", "flops_per_token", "executed_flops_per_token", "seconds",
+                             "tokens_per_s", "memory_mib", "best_step"))
+    return Arm(kind=kind, label=label, flags={}, multiple=1.0, seeds=[row["seed"] for row in rows],
+               bpb=[row["score"] for row in rows], runs=["" for _ in rows], **amounts, **unknown)
 
 
 def mean(values):
     """The mean of what is known; None: not of every run."""
     return sum(values) / len(values) if None not in values else None
-
-
-def in_order(found):
-    """The comparisons, the best first."""
-    rows = against_plain(found)
-    with_score = [c for c in rows if known(c["mean"])]
-    return [*(with_score[::-1] if found["higher_is_better"] else with_score),
-            *(c for c in rows if not known(c["mean"]))]
-
-
-def ratio(found, name, column):
-    """A variant's mean tokens, bytes or cost over the baseline's; None: not known of both."""
-    own, base = found["arms"][name][column], found["arms"]["plain"][column]
-    return own / base if own and base else None
-
-
-def times(value):
-    """A ratio in digits enough to tell it from 1: 2.00, 1.0026."""
-    return show(value, ".4f" if known(value) and 0 < abs(value - 1) < 0.1 else ".2f")
-
-
-def headline(found):
-    rows, baseline = in_order(found), label_of(found, "plain")
-    if len(rows) == 1:
-        return f"{label_of(found, rows[0]['variant'])} against {baseline}: {in_full(found, rows[0])}."
-    counts = {word: sum(verdict_of(found, c) == word for c in rows) for word in (*MEANING, "failed")}
-    words = [f"{n} {word}" + f" within ±{found['margin']:g}" * (word == "same")
-             for word, n in counts.items() if n]
-    return f"Of {len(rows)} variants, against {baseline}: {', '.join(words)}."
-
-
-def notices(found):
-    """What a reader must know before the numbers."""
-    lines = []
-    for column in ("tokens", "bytes"):
-        for c in in_order(found):
-            more = ratio(found, c["variant"], column)
-            if more and abs(more - 1) > 0.001:
-                lines.append(f"{label_of(found, c['variant'])} was trained on {times(more)} × the {column} "
-                             f"of {label_of(found, 'plain')}: that alone may make a difference.")
-    dearer = [label_of(found, c["variant"]) for c in in_order(found)
-              if verdict_of(found, c) == "better" and (ratio(found, c["variant"], "cost") or 0) > 1.001]
-    if dearer:
-        lines.append(f"Better and dearer: {', '.join(dearer)}. Whether {label_of(found, 'plain')} would be "
-                     "as good at that cost was not measured.")
-    if found["failures"]:
-        n = len(found["failures"])
-        lines.append(f"{plural(n, 'run')} failed and {'has' if n == 1 else 'have'} no score; a verdict that "
-                     "favours a side with such runs is withheld.")
-    return lines
-
-
-def scores_table(found):
-    """The baseline, then each variant against it, the best first."""
-    columns = [column for column in OPTIONAL if any(arm[column] for arm in found["arms"].values())]
-    head = ("variant", "verdict", "seeds", "score", head_of_difference(found), "corrected p",
-            *(f"{column} ×" for column in columns))
-
-    def line(name, verdict, *figures):
-        arm = found["arms"][name]
-        return (label_of(found, name), verdict, str(sum(map(known, arm["bpb"]))), show(mean_of(arm), ".4f"),
-                *figures, *(times(ratio(found, name, column)) for column in columns))
-
-    rows = [line("plain", "–", own_interval(found), "–"),
-            *(line(c["variant"], verdict_of(found, c), interval(c), p_of(c)) for c in in_order(found))]
-    return Table(head, rows, (0, 1))
-
-
-def remarks(found):
-    n, side = len(effects.tested(found["comparisons"])), "higher" if found["higher_is_better"] else "lower"
-    corrected = "One comparison: no correction." if n < 2 else (
-        f"Verdicts are corrected for the {n} comparisons of this file, and for nothing else that was tried.")
-    return (f"{corrected} A {side} score is better. The margin is ±{found['margin']:g}. Intervals are over "
-            "seeds.")
-
-
-def verdicts(found):
-    """The verdicts for a program to read, as a dict for JSON."""
-    rows = []
-    for c in in_order(found):
-        kept = {key: c[key] for key in ("verdict", "n", "n_baseline", "mean", "low", "high", "p",
-                                        "p_corrected", "p_same", "more_seeds")}
-        rows.append(dict(variant=label_of(found, c["variant"]), score=mean_of(found["arms"][c["variant"]]),
-                         **kept, words=in_full(found, c),
-                         **{f"{column}_ratio": ratio(found, c["variant"], column) for column in OPTIONAL}))
-    return json_safe(dict(name=found["name"], baseline=label_of(found, "plain"), **effects.progress(found),
-                          baseline_score=mean_of(found["arms"]["plain"]), alpha=found["alpha"],
-                          margin=found["margin"], higher_is_better=found["higher_is_better"],
-                          procedure=found["procedure"], headline=headline(found), notices=notices(found),
-                          comparisons=rows))
-
-
-# ---- what is written ----
-
-def page(found, drawn):
-    cards = [dict(variant=label_of(found, c["variant"]), baseline=label_of(found, "plain"), equal="",
-                  verdict=verdict_of(found, c), sentence=in_full(found, c), worth=None)
-             for c in in_order(found)]
-    return report.PAGES.get_template("scores.html").render(
-        found=found, title=f"{found['name']}: against {label_of(found, 'plain')}", headline=headline(found),
-        notices=notices(found), table=scores_table(found), remarks=remarks(found), cards=cards, drawn=drawn,
-        runs=report.runs_tables(found), corrected_for=len(effects.tested(found["comparisons"])))
-
-
-def write(found, folder, json_file=None):
-    """Print the table; write report.html, the forest plot and the verdicts as JSON; print their paths."""
-    print(report.in_terminal([headline(found), *notices(found)], [scores_table(found)], [remarks(found)]))
-    paths = report.write_page(found, folder, page, [pictures.forest, pictures.forest_narrow])
-    if json_file:
-        text = json.dumps(verdicts(found), indent=1).encode()
-        write_atomic(Path(json_file), lambda f: f.write(text + b"\n"))
-        paths.append(json_file)
-    say(*paths)

@@ -1,6 +1,6 @@
 """
-The tables and the picture of README.md and docs/ that come from results/. `python compare.py --tables` makes
-them.
+The tables and the picture of README.md and docs/ that come from results/. `python compare.py report --tables`
+makes them.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
 PICTURES names each picture of a study, its differences or what it finds at each size, and its results file.
@@ -20,6 +20,7 @@ from lab.study.findings import (Table, against_plain, at_cost, candidates_table,
                                 interval, label_of, ladder_table, level, mean_alone, measured, on_each_text,
                                 others, others_table, plain_rates_table, score_of, screened_table,
                                 texts_table, tuned_table, verdict_of, verdicts_table, without, worth_of)
+from lab.study.records import LadderResults, TextsResults
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
 
@@ -61,67 +62,67 @@ def measured_alone(table):
     return "\n\n".join([in_markdown(*table), *filter(None, [escaped(left_out)])])
 
 
-def verdicts(found, only=None):
-    tables = verdicts_table(found, only), others_table(found, only)
+def verdicts(study, only=None):
+    tables = verdicts_table(study, only), others_table(study, only)
     return "\n\n".join(measured_alone(without(each, "params", "seeds")) for each in tables if each.rows)
 
 
-def short_verdicts(found, only=None):
+def short_verdicts(study, only=None):
     """The first of the two tables alone, of differences at equal FLOPs the mean alone."""
-    return measured_alone(without(timed_table(found, only), "at equal time"))
+    return measured_alone(without(timed_table(study, only), "at equal time"))
 
 
-def short_and_timed(found, only=None):
+def short_and_timed(study, only=None):
     """short_verdicts() and equal time, for a page that says how time was measured: findings.timed_how()."""
-    return measured_alone(timed_table(found, only))
+    return measured_alone(timed_table(study, only))
 
 
-def timed_table(found, only):
-    return without(verdicts_table(found, only, mean_alone), "params", "seeds", "corrected p")
+def timed_table(study, only):
+    return without(verdicts_table(study, only, mean_alone), "params", "seeds", "corrected p")
 
 
-def at_equal_parameters(found, c):
+def at_equal_parameters(study, c):
     """A variant's difference to a plain GPT of as many parameters, and its verdict; –: none was trained."""
-    if effects.same_size(*(found["arms"][name].get("params") for name in (c["variant"], "plain"))):
-        return f"{mean_alone(c)}, {verdict_of(found, c)}"  # the plain GPT itself
-    row = next((row for row in others(found)
-                if row["variant"] == c["variant"] and row["equal"] == ["parameters"]), None)
-    return f"{mean_alone(row)}, {verdict_of(found, row)}" if row else "–"
+    if effects.same_size(*(study.arms[name].params for name in (c.variant, "plain"))):
+        return f"{mean_alone(c)}, {verdict_of(study, c)}"  # the plain GPT itself
+    row = next((row for row in others(study)
+                if row.variant == c.variant and row.equal == ["parameters"]), None)
+    return f"{mean_alone(row)}, {verdict_of(study, row)}" if row else "–"
 
 
-def explained_table(found, only):
+def explained_table(study, only):
     """The variants that IN_WORDS explains, or `only`, against the plain GPT: for a reader who knows none.
 
-    found: of several texts, all of them together.
+    study: of several texts, all of them together.
     """
     head = ("variant: what it does", "verdict", "on each text alone", "bits/byte",
-            f"difference [{level(found)}]", "worth × compute", "at equal parameters", "at equal FLOPs",
+            f"difference [{level(study)}]", "worth × compute", "at equal parameters", "at equal FLOPs",
             "at equal time")
-    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", score_of(found, "plain"), "–", "1", *3 * "–")]
-    for c in against_plain(found, only or list(IN_WORDS)):
-        if c["variant"] not in IN_WORDS:
-            raise UserError(f"IN_WORDS in lab/study/tables.py does not say what {c['variant']} does")
-        rows.append((f"{label_of(found, c['variant'])}: {IN_WORDS[c['variant']]}", verdict_of(found, c),
-                     on_each_text(found, c["variant"]), score_of(found, c["variant"]), interval(c),
-                     worth_of(c), at_equal_parameters(found, c), at_cost(c, "equal_flops", mean_alone),
+    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", score_of(study, "plain"), "–", "1", *3 * "–")]
+    for c in against_plain(study, only or list(IN_WORDS)):
+        if c.variant not in IN_WORDS:
+            raise UserError(f"IN_WORDS in lab/study/tables.py does not say what {c.variant} does")
+        rows.append((f"{label_of(study, c.variant)}: {IN_WORDS[c.variant]}", verdict_of(study, c),
+                     on_each_text(study, c.variant), score_of(study, c.variant), interval(c),
+                     worth_of(c), at_equal_parameters(study, c), at_cost(c, "equal_flops", mean_alone),
                      at_cost(c, "equal_time", mean_alone)))
     table = Table(head, rows, (0, 1, 2))
-    return table if found.get("texts") else without(table, "on each text alone")
+    return table if study.texts else without(table, "on each text alone")
 
 
-def explained(found, only=None):
-    return in_markdown(*explained_table(found, only))
+def explained(study, only=None):
+    return in_markdown(*explained_table(study, only))
 
 
-def front(found, only=None):
+def front(study, only=None):
     """explained() in so few columns that they fit a front page."""
-    return in_markdown(*without(explained_table(found, only), "on each text alone", "worth × compute",
+    return in_markdown(*without(explained_table(study, only), "on each text alone", "worth × compute",
                                 "at equal time"))
 
 
-def counted(found, only=None):
+def counted(study, only=None):
     """What each variant costs as it is counted, without the times, which other work on a machine disturbs."""
-    table = costs_table(found, only)
+    table = costs_table(study, only)
     times = [title for title in table.head if title.startswith(("seconds", "time of"))]
     return in_markdown(*without(table, *times))
 
@@ -129,9 +130,9 @@ def counted(found, only=None):
 def of_each_size(make):
     """The table of a study; of a ladder, one for each size under its name; of several texts, over all."""
     def text(found, only=None):
-        if "sizes" in found:
-            return "\n\n".join(f"**{size}**\n\n{make(study, only)}" for size, study in found["sizes"].items())
-        return make(effects.pooled(found) if "texts" in found else found, only)
+        if isinstance(found, LadderResults):
+            return "\n\n".join(f"**{size}**\n\n{make(study, only)}" for size, study in found.sizes.items())
+        return make(effects.pooled(found) if isinstance(found, TextsResults) else found, only)
     return text
 
 
@@ -143,7 +144,7 @@ TABLES = {
     "explained": of_each_size(explained),
     "front": of_each_size(front),
     "each_text": lambda found, only=None: in_markdown(*without(
-        texts_table(found, only), "bits/byte", "corrected p", "worth × compute", "verdict")),
+        texts_table(effects.pooled(found), only), "bits/byte", "corrected p", "worth × compute", "verdict")),
     "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),
     "counted": of_each_size(counted),
     "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),
@@ -153,7 +154,7 @@ TABLES = {
     "plain_rates": of_each_size(lambda found, only=None: in_markdown(*plain_rates_table(found))),
     "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
     "candidates": of_each_size(lambda found, only=None: in_markdown(*candidates_table(found, only))),
-    "texts": lambda found, only=None: in_markdown(*texts_table(found, only)),
+    "texts": lambda found, only=None: in_markdown(*texts_table(effects.pooled(found), only)),
     "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),
 }
 
@@ -262,9 +263,10 @@ def filled(text, where):
 def picture(file):
     """The PNG of a results file's differences; of several texts, over all of them; of a ladder, by size."""
     found = results.read(ROOT / "results" / file)
-    if "sizes" in found:
+    if isinstance(found, LadderResults):
         return drawing.drawn(pictures.ladder, found, "png")
-    return drawing.drawn(pictures.forest, effects.pooled(found) if "texts" in found else found, "png")
+    study = effects.pooled(found) if isinstance(found, TextsResults) else found
+    return drawing.drawn(pictures.forest, study, "png")
 
 
 def write_pictures():

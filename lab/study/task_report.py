@@ -27,8 +27,9 @@ WHY_PERMUTED = (
     "by luck. Both tests of all comparisons are one family, corrected by Holm.")
 
 
-def step_in_words(step):
-    return "by half of the runs or fewer" if step is None else f"from step {step:,.0f} on"
+def learned_in_words(learned, n, step):
+    """How many of n runs learn a task; the median step is known where more than half of them do."""
+    return f"{learned} of {n}" + ("" if step is None else f" from step {step:,.0f} on")
 
 
 def by_cell(found, stage):
@@ -84,11 +85,11 @@ def sentences(found):
 def in_words(row):
     """A verdict as a sentence."""
     p = "corrected p < 0.0001" if row["p_corrected"] < 1e-4 else f"corrected p = {row['p_corrected']:.3g}"
-    words = {"better": "better", "worse": "worse", "same": "the same", "undecided": "undecided"}
-    return (f"{words[row['verdict']]}, {row['acc']:.3f} right against {row['acc_plain']:.3f} "
-            f"({row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], {p}); "
-            f"{row['learned']} of {row['n']} runs learn it, {step_in_words(row['step'])}, of the plain GPT "
-            f"{row['learned_plain']} of {row['n_baseline']}, {step_in_words(row['step_plain'])}")
+    mine = learned_in_words(row["learned"], row["n"], row["step"])
+    plain = learned_in_words(row["learned_plain"], row["n_baseline"], row["step_plain"])
+    return (f"{row['verdict']}, {row['acc']:.3f} right against {row['acc_plain']:.3f} "
+            f"({row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], {p}); runs that learn it: {mine}, "
+            f"of the plain GPT {plain}")
 
 
 def at_best_in_words(found, task, name, best):

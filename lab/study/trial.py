@@ -146,11 +146,6 @@ def checked(folder, at):
     return found
 
 
-def studies_in(found):
-    """{size or text: study} of a results file that holds several; of a study's, itself under ""."""
-    return found.get("sizes") or found.get("texts") or {"": found}
-
-
 # ---- the run ----
 
 def run(folder, train):

@@ -443,7 +443,7 @@ class VariantBuilder:
         return Variant(name, kind, label, flags, model, training, params, flops)
 
     def as_taken(self, flags, model, training):
-        """Flags by the names and values that a run has them under, with which --recheck compares its runs.
+        """Flags by the names and values that a run has them under, with which a recheck compares its runs.
 
         nanoGPT's names become what they changed, and a warm-up may have been shortened.
         """

@@ -1,6 +1,10 @@
 """What tests of the lab need: studies without processes, labels."""
 
+import json
+import types
+import typing
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import MISSING, fields, replace
 
 import numpy as np
 
@@ -8,11 +12,85 @@ import train
 from compare import Study
 from nanoheads import causality
 from lab.labels.targets import encode, label_file, write_meta
-from lab.study import costs, digest, queue, results, trial
+from lab.study import costs, digest, queue, records, results, trial
 from lab.study.variants import StudyConfig
 
 MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names at the root say where they are
 MOVED_FROM_DATA = {"data/label.py": "label", "data/needle/prepare.py": "needle"}  # likewise
+
+
+# ---- records ----
+
+class ByKey:
+    """Lets tests look into a record, and change it, as into the JSON that it is written as."""
+
+    def keys(self):
+        return [each.name for each in fields(self)
+                if getattr(self, each.name) != each.default or not each.metadata]
+
+    def __getitem__(self, key):
+        if key not in self.keys():
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __setitem__(self, key, value):
+        setattr(self, key, some(typing.get_type_hints(type(self))[key], value))
+
+    def __iter__(self):
+        return iter(self.keys())
+
+    def __contains__(self, key):
+        return key in self.keys()
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def update(self, values=(), **more):
+        for key, value in {**dict(values), **more}.items():
+            self[key] = value
+
+    def pop(self, key, *default):
+        setattr(self, key, None)
+
+    __delitem__ = pop
+
+
+for name, method in vars(ByKey).items():
+    if callable(method):
+        setattr(records.Record, name, method)
+
+
+def some(kind, value):
+    """A record of a kind, also one inside of others, from a dict that has only what a test needs.
+
+    What that leaves out is None, or an empty list or dict where the record has one.
+    """
+    kinds = [each for each in typing.get_args(kind) if each is not type(None)] or [kind]
+    if typing.get_origin(kind) in (list, dict):
+        each = kinds[-1]
+        pairs = value.items() if isinstance(value, dict) else enumerate(value or [])
+        made = {key: some(each, own) for key, own in pairs} if typing.get_args(kind) else value
+        return made if isinstance(value, dict) or made is value else [*made.values()]
+    if typing.get_origin(kind) is typing.Union or isinstance(kind, types.UnionType):
+        return value if value is None else some(kinds[0], value)
+    if not (isinstance(kind, type) and issubclass(kind, records.Record) and isinstance(value, dict)):
+        return value
+    hints = typing.get_type_hints(kind)
+    empty = {each.name: [] if typing.get_origin(hints[each.name]) is list else
+             {} if typing.get_origin(hints[each.name]) is dict or hints[each.name] is dict else None
+             for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
+    return kind(**{**empty, **{key: some(hints[key], own) for key, own in value.items()}})
+
+
+def but(record, **values):
+    """A record with other values, see some()."""
+    hints = typing.get_type_hints(type(record))
+    return replace(record, **{key: some(hints[key], value) for key, value in values.items()})
+
+
+def as_on_file(results):
+    """A record as it would be read from its file."""
+    return records.as_record(type(results), json.loads(json.dumps(records.as_json(results))))
 
 
 # ---- studies ----

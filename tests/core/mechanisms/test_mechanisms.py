@@ -55,6 +55,17 @@ def test_values_and_gradients_equal_the_written_out_formula(name):
     equals_the_oracle(tiny(MECHANISMS[name]))
 
 
+def test_every_flag_of_a_mechanism_is_in_the_oracle_or_listed_with_a_reason():
+    """The list is neither short of one nor has one too many, and the tests that it names are there."""
+    flags, read = {name for cls in MECHANISM_CLASSES for name in cls.fields()}, oracle.flags_read()
+    assert flags - read - set(oracle.WITHOUT) == set(), "tests/oracle.py has neither formula nor reason"
+    assert set(oracle.WITHOUT) - (flags - read) == set(), "these have a formula, or are no flags any more"
+    files = {path.name: path.read_text(encoding="utf-8") for path in helpers.ROOT.glob("tests/*/*/test_*.py")}
+    for file, names_a_test, test in (why.partition("::") for why in oracle.WITHOUT.values()):
+        if names_a_test and (file in files or (helpers.ROOT / "tests/lab").is_dir()):  # the core may be alone
+            assert f"\ndef {test}(" in files[file]
+
+
 MIXTURES = {
     "write-ups": dict(INF, routing_top_k=4, sentinel="hard_concrete", unet="published", a2c="published",
                       constraint_names=CONSTRAINTS, constraint_mode="published"),

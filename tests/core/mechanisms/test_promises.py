@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 import model as model_py
 import train
@@ -27,7 +28,7 @@ from nanoheads.neutral import make_neutral, mode_of
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import pack, prune_heads
 from helpers import ROOT
-from helpers import TINY_GPT, alive, tiny
+from helpers import TINY_GPT, alive, portions, small_models, tiny
 from oracle import plain, tokens
 from test_model import FLAGS
 
@@ -446,6 +447,30 @@ def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
     """Each row of an unevenly long batch, whatever its padding, gives what it gives alone without a cache."""
     for name, flags in cases:
         assert padding_differs(tiny(flags)) == [], name
+
+
+@settings(max_examples=60)
+@given(small_models(), st.lists(st.integers(1, 12), min_size=2, max_size=3), portions(12), portions(12))
+def test_mixtures_read_in_portions_and_padded_are_what_each_row_is_alone(flags, lengths, pieces, of_padded):
+    """Of any mechanisms together: rows alone are read in portions with a cache, padded behind, and padded in
+    front and read in other portions.
+    """
+    model, idx = tiny(flags), tokens(len(lengths), 12)
+    size, pad = torch.tensor(lengths), 12 - torch.tensor(lengths)
+    columns = torch.arange(12)
+    with torch.no_grad():
+        alone = [model.hidden(row[None, :n])[0] for row, n in zip(idx, lengths)]
+        tol = 1e-9 * max(1.0, *(x.abs().max().item() for x in alone))
+        behind = model.hidden(torch.where(columns < size[:, None], idx, 36))
+        front = torch.where(columns < pad[:, None], 36, idx.gather(1, (columns - pad[:, None]).clamp_min(0)))
+        cache = KVCache(model.config)
+        before = torch.cat([model.hidden(x, cache, pad) for x in front.split(of_padded, dim=1)], dim=1)
+        for row, n in enumerate(lengths):
+            assert near(behind[row, :n], alone[row], tol), "padded behind"
+            assert near(before[row, 12 - n:], alone[row], tol), "padded in front, in portions"
+        cache, whole = KVCache(model.config), model.hidden(idx)
+        cached = torch.cat([model.hidden(piece, cache) for piece in idx.split(pieces, dim=1)], dim=1)
+        assert near(cached, whole, tol) and cache.length == 12, "in portions"
 
 
 @pytest.mark.slow

@@ -4,22 +4,25 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Optional, get_args
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
+from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
-                              note_on_warmup)
+                              note_on_warmup, trained_with)
 from nanoheads.configurator import Presets, Scale, help_text, load, made, near, read
 from nanoheads.mechanism import flag
 from train import main
-from helpers import ROOT
+from helpers import ANYTHING, ROOT, flags_of
 
 SCALES = get_args(Scale)
 # the studies are tests/lab/study/test_compare.py's
@@ -124,6 +127,58 @@ def test_command_line_values(argv, key, value):
     else:
         got = getattr(settings(*argv), key)
         assert got == value and type(got) is type(value)
+
+
+# ---- any flags of a model and of its training ----
+
+BOTH = (GPTConfig, TrainConfig)
+NOT_DRAWN = {"own", "dataset"}
+
+
+def answer(values, *argv, base=None, data=None):
+    """The two configs that arguments lead to, or the lines that refuse them, each of which names a key of
+    `values`; without a path to its file.
+    """
+    try:
+        return made(read(BOTH, [*map(str, argv), f"--dataset={data}"]), base=base, together=conflicts)[0]
+    except UserError as e:
+        lines = str(e).splitlines()
+        assert lines and all(any(key in line for key in values) for line in lines), (values, lines)
+        return [line.removeprefix(f"{argv[0] if argv else base[0]}: ").removeprefix("command line: ")
+                for line in lines]
+
+
+@hypothesis.settings(max_examples=100)
+@given(flags_of(*BOTH, but=NOT_DRAWN))
+def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in_a_checkpoint(
+        bytes_data, config_file, capsys, values):
+    """Refused or not, and with the same lines: whatever flags, in their ranges and out of them."""
+    path = config_file("".join(f"{key} = {value!r}\n" for key, value in values.items()))
+    found = answer(values, path, data=bytes_data)
+    typed = [f"--{key}={value if isinstance(value, str) else repr(value)}" for key, value in values.items()]
+    assert answer(values, *typed, data=bytes_data) == found
+    if isinstance(found[0], str):
+        return
+    model, train = found
+    asked = checkpoint.asked_for(model, train)
+    again, train_again = answer(values, base=("config.json", asked), data=bytes_data)
+    of_a_command = {key: getattr(train, key) for key in checkpoint.OF_A_COMMAND}
+    assert again == model and replace(train_again, **of_a_command) == train
+    assert replace(model) == model, "what follows from a flag follows once"
+    assert checkpoint.config_of(dict(config=model.flags()), "x.pt") == model
+    assert trained_with(asdict(train), "x.pt") == train
+
+
+@hypothesis.settings(max_examples=100)
+@given(st.dictionaries(st.sampled_from(sorted(set(configurator.keys_of(BOTH)) - NOT_DRAWN)), ANYTHING,
+                       min_size=1, max_size=3))
+def test_whatever_a_file_sets_a_key_to_is_taken_or_refused_by_its_name(
+        bytes_data, config_file, capsys, values):
+    """Also in the config.json of a run that goes on."""
+    lines = "".join(f"{key} = {value!r}\n" for key, value in values.items())
+    answer(values, config_file(f"nan, inf = float('nan'), float('inf')\n{lines}del nan, inf\n"),
+           data=bytes_data)
+    answer(values, base=("config.json", values), data=bytes_data)
 
 
 def test_later_files_and_then_the_command_line_win(config_file):

@@ -9,10 +9,11 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from matplotlib.image import imread
 
 import plot_curves
-from helpers import curve as rows, words_in as text, write_run as write
+from helpers import ANYTHING, EDITS, curve as rows, damaged, words_in as text, write_run as write
 from labels import hidden_labels
 from nanoheads import curves
 from nanoheads.curves import curves_of, plot_runs, read_log
@@ -198,6 +199,19 @@ def test_what_is_no_row_is_passed_over(home, capsys):
     run = write(home / "run", "\n".join(broken + ["", '{"step": 1, "note": 0}', '{"step": 2, "loss": 1}']))
     assert read_log(run) == ([{"step": 2, "loss": 1}], [])
     assert "7 broken lines" in capsys.readouterr().err
+
+
+@settings(max_examples=60)
+@given(EDITS, st.dictionaries(st.sampled_from(["step", "loss", "val_loss", "val_bpb", "adamw_lr"]), ANYTHING))
+@pytest.mark.filterwarnings("error")
+def test_a_log_with_any_damage_is_drawn_from_what_is_left_of_it(home, capsys, edits, values):
+    """Cut, flipped and inserted bytes, and a row whose keys hold anything at all."""
+    lines = [json.dumps(row) for row in [*rows(20, 10), {"step": 21, "loss": 1.0, **values}]]
+    (home / "run").mkdir(exist_ok=True)
+    (home / "run/log.jsonl").write_bytes(damaged("\n".join(lines).encode(), edits))
+    found = curves_of(home / "run")
+    assert found is None or np.isfinite(found.smooth).sum() == np.isfinite(found.loss).sum()
+    assert all(line.startswith(f"{home / 'run'}: ") for line in capsys.readouterr().err.splitlines())
 
 
 def test_after_a_resume_the_later_row_wins(home, capsys):

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
-from helpers import ROOT, put_meta, put_split
+from helpers import ANY_CHARACTER, ANYTHING, EDITS, ROOT, damaged, put_meta, put_split
 from nanoheads import corpus, dataset, files
 from nanoheads.common import UserError
 from nanoheads.dataset import Batches, Dataset
@@ -90,15 +91,7 @@ def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch)
     assert "zzz" in said and said.endswith("enwik8_char, wikitext9")
 
 
-def without_counts(folder):
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "splits": {"train": 3}}))
-
-
 @pytest.mark.parametrize("damage,words", [
-    (lambda d: (d / "meta.json").write_text("{"), "meta.json"),
-    (lambda d: (d / "meta.json").write_text("[]"), "meta.json"),
-    (without_counts, "meta.json"),
     (lambda d: (d / "train.bin").write_bytes(b"abc"), "train.bin holds 3 "),
     (lambda d: (d / "train.bin").write_bytes(b""), "train.bin holds 0 "),
     (lambda d: (d / "train.bin").unlink(), "'train'; it has val, test"),
@@ -121,6 +114,9 @@ BAD_META = [
     ("splits.val.chars", "x", "splits.val.chars='x' must be a whole number"),
     ("splits.val.sha256", 5, "splits.val.sha256=5 must be a text"),
     ("splits.val", 3, "splits.val=3 must be its tokens, bytes and sha256"),
+    ("splits.val.sizes_sha256", 5, "splits.val.sizes_sha256=5 must be a text, or left out"),
+    *[("options", value, f"options={value!r} must be what was chosen, by name, its separator a text; or left")
+      for value in (["a"], dict(separator=5))],
     ("splits", {}, "splits={} must be the splits by name"), ("splits", ["val"], "splits=['val'] must be"),
     ("name", ["a"], "name=['a'] must be a text"),
     ("encoding", "utf8", "encoding='utf8' must be byte, char, gpt2 or hf"),
@@ -144,6 +140,62 @@ def change_meta(folder, key, value):
     if value is not ...:
         place[last] = value
     (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def read_all(folder):
+    """{split: tokens}, once all else is read that programs read of a data folder."""
+    data = Dataset(folder)
+    splits = {split: data.tokens(split).copy() for split in data.splits}
+    for split, tokens in splits.items():
+        Batches(data, split, 8, 2, 0)(0)
+        data.tokenizer.encode(data.tokenizer.decode(tokens[:9]))
+        assert data.sizes_beyond(split).shape == (0, 3) and data.bytes_per_token(split) > 0
+        assert data.digests[split]
+        try:
+            data.documents(split)
+        except UserError as e:
+            assert "has no documents: " in str(e)
+    return splits
+
+
+def read_or_refused(folder):
+    """What read_all() gives, or None where it refuses, in a line that names a file of the folder."""
+    try:
+        return read_all(folder)
+    except UserError as e:
+        said = str(e)
+        assert str(folder) in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize("encoding", ["bytes_data", "chars_data"])
+@settings(max_examples=60)
+@given(st.sampled_from(["meta.json", "train.bin", "val.bin"]), EDITS)
+def test_a_damaged_file_is_refused_in_a_line_or_the_text_is_as_it_was(
+        encoding, request, tmp_path, name, edits):
+    whole, folder = request.getfixturevalue(encoding), tmp_path / "copy"
+    before = {path.stem: path.read_bytes() for path in whole.glob("*.bin")}
+    shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.checked"))
+    (folder / name).write_bytes(damaged((folder / name).read_bytes(), edits))
+    found = read_or_refused(folder)
+    assert found is None or all(tokens.tobytes() == before[split] for split, tokens in found.items())
+
+
+PLACES = ["name", "encoding", "vocab", "vocab_size", "separator", "dtype", "spelled", "options",
+          "options.separator", "splits", "splits.val",
+          *(f"splits.val.{key}" for key in ("tokens", "bytes", "chars", "sha256", "sizes_sha256"))]
+
+
+@pytest.mark.parametrize("encoding", ["bytes_data", "chars_data"])
+@settings(max_examples=100)
+@given(st.sampled_from(PLACES), ANYTHING | st.lists(ANY_CHARACTER, min_size=10, max_size=10))
+def test_whatever_a_key_of_meta_json_holds_is_refused_in_a_line_or_means_something(
+        encoding, request, tmp_path, key, value):
+    folder = tmp_path / "copy"
+    shutil.copytree(request.getfixturevalue(encoding), folder, dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("*.checked"))
+    put_meta(folder, options={})
+    change_meta(folder, key, value)
+    read_or_refused(folder)
 
 
 @pytest.mark.parametrize("key, value, words", BAD_META)
@@ -227,18 +279,17 @@ def test_a_file_that_was_just_written_is_not_relied_on(copy, reads, monkeypatch)
     assert reads == ["val.bin"] * 2 and not (copy / "val.bin.checked").exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"3", b"\xff", "other"])
-def test_a_damaged_memory_of_a_checksum_is_made_anew(copy, reads, monkeypatch, damage):
-    data = Dataset(copy)
+@given(EDITS)
+def test_a_damaged_memory_of_a_checksum_is_made_anew(copy, reads, edits):
+    data, memory = Dataset(copy), copy / "val.bin.checked"
+    memory.unlink(missing_ok=True)
+    files.KNOWN.clear()
     data.tokens("val")
-    memory = copy / "val.bin.checked"
     good = memory.read_bytes()
-    if damage == "other":
-        damage = json.dumps({**json.loads(good), "sha256": "0" * 64}).encode()
-    memory.write_bytes(damage)
-    monkeypatch.setattr(files, "KNOWN", {})
+    memory.write_bytes(damaged(good, edits))
+    files.KNOWN.clear()
     data.tokens("val")
-    assert reads == ["val.bin"] * 2 and memory.read_bytes() == good
+    assert json.loads(memory.read_bytes()) == json.loads(good)
 
 
 def test_a_memory_that_cannot_be_kept_is_no_error(copy, reads, monkeypatch):

@@ -14,6 +14,7 @@ from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import choices
+from nanoheads.tasks import TASKS
 from lab.study import effects, results, tables
 from lab.study.variants import StudyConfig
 from train import main
@@ -179,6 +180,14 @@ def test_the_readme_lists_every_mechanism():
     assert {cls.flag for cls in MECHANISM_CLASSES} <= named
 
 
+def test_the_page_of_tasks_has_each_with_its_levels_and_a_row():
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    found = {name: [cell.strip() for cell in cells[1:4]] for name, cells in rows(page).items()}
+    assert found == {name: [task.unit, *(", ".join(map(str, levels)) for levels in (
+        task.levels, task.test_levels))] for name, task in TASKS.items()}
+    assert re.findall(r"^==== (\w+), \d+ ", page, re.M) == list(TASKS)
+
+
 # ---- docs/mechanisms.md ----
 
 def flags_of_mechanisms():
@@ -207,6 +216,16 @@ def test_every_entry_of_mechanisms_is_described(name):
     for key, value in NEUTRAL.get(name, {}).items():
         if isinstance(value, float) and value:
             assert f"{value:g}" in neutral, key
+
+
+@pytest.mark.parametrize("page", ["mechanisms.md", "claims.md"])
+def test_every_name_of_code_is_in_the_code(page):
+    """Flags, entries, classes, functions, tests, keys of traces: what stands alone between backticks."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    named = set(re.findall(r"`([A-Za-z_][A-Za-z0-9_]+)(?:\([^`]*\))?`", text))
+    paths = (*SOURCES, *ROOT.glob("tests/**/test_*.py"))
+    words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in paths)))
+    assert len(named) > 20 and named - words == set()
 
 
 # ---- commands ----
@@ -257,6 +276,44 @@ def test_every_command_of_the_docs_is_read(words, monkeypatch, own_mechanisms_go
     except SystemExit as e:
         lines = str(e.code).splitlines()
         assert lines and all(re.search(MISSING, line) for line in lines), e.code
+
+
+# ---- docs/claims.md: the commands in its tables ----
+
+def claimed():
+    """{command as it is printed: its words}: what a reader fills in is x; commands of older commits aside."""
+    found = {}
+    cells = re.split(r"[|\n]", (ROOT / "docs/claims.md").read_text(encoding="utf-8"))
+    for cell in (cell for cell in cells if "at commit" not in cell):
+        for text in re.findall(r"`((?:python |pytest |\w+\.py )[^`]*)`", cell):
+            line = re.sub(r"(?<=--ckpt )(<[^>]*>|\.\.\.)", "x", text.replace("ALL", "config/studies/all.py"))
+            line = line.replace(" ... ", " --ckpt x ")
+            found[text] = shlex.split(line.removeprefix("python ").removeprefix("-m pytest "))
+    return found
+
+
+CLAIMED = claimed()
+
+
+@pytest.mark.parametrize("text", [text for text in CLAIMED if "pytest" not in text])
+def test_every_command_of_a_claim_is_read(text, monkeypatch, own_mechanisms_go, capsys):
+    """Some are named by their program and part alone: of these no more may be wrong than that."""
+    try:
+        read_arguments(CLAIMED[text], monkeypatch)
+    except SystemExit as e:
+        said = capsys.readouterr().err if e.code == 2 else str(e.code)
+        lines = said.strip().splitlines()[-1:] if e.code == 2 else said.splitlines()
+        assert lines and all(re.search(f"{MISSING}|arguments are required: --ckpt", line) for line in lines)
+
+
+def test_the_tests_of_a_claim_are_there():
+    """Files, and with -k a word that is in the name of a test of theirs."""
+    tested = [words for text, words in CLAIMED.items() if "pytest" in text]
+    assert len(tested) > 2
+    for words in tested:
+        word = words[words.index("-k") + 1] if "-k" in words else ""
+        for file in (file for file in words if file.endswith(".py")):
+            assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(encoding="utf-8"), re.M), file
 
 
 def read_before_made(page):

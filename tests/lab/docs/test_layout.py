@@ -205,6 +205,7 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.dataset": "batches",
     "nanoheads.tokenizer": "bytes of a token, for bits per byte",
     "nanoheads.config": "the keys of training",
+    "nanoheads.tasks": "the keys of a task, and its rows",
     "nanoheads.checkpoint": "its saves",
     "nanoheads.start": "its folder, its model, and the state that it goes on with",
     "nanoheads.optim": "AdamW, Muon, precision",

@@ -26,16 +26,16 @@ import compare
 from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, files, own_mechanism
-from nanoheads.common import UserError, json_safe
+from nanoheads.common import UserError
 from nanoheads.dataset import missing
-from lab.study import (costs, digest, effects, findings, own_files, pictures, queue, report, rescoring,
-                       results, tables, trial)
+from lab.study import (costs, digest, effects, findings, own_files, pictures, queue, records, report,
+                       rescoring, results, tables, trial)
 from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
 from helpers import ROOT, put_meta, write_dataset
 from lab_helpers import in_this_process, small_plain
 from helpers import unread
-from lab_helpers import study_of
+from lab_helpers import as_on_file, but, some, study_of
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
 
@@ -128,9 +128,9 @@ def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
     study, found = finished
     for key in ("texts", "sizes"):
         both = dict(a=found, b=found)
-        whole = (dict(name="both", command="", sizes=both) if key == "sizes" else
+        whole = (records.LadderResults(name="both", command="", sizes=both) if key == "sizes" else
                  effects.together(both, "both", ""))
-        results.write(json_safe(whole), study.out)
+        results.write(whole, study.out)
         path = study.out / "results.json.gz"
         assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
 
@@ -315,8 +315,9 @@ def test_nothing_is_screened_where_nothing_can_be_left_out(plain, here, keys, ex
 @pytest.mark.slow
 def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
     def verdicts(texts, pairs, *settings):
-        return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
+        rows = [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
                 for v, b, _ in pairs]
+        return [some(records.Comparison, row) for row in rows]
 
     monkeypatch.setattr(effects, "comparisons", verdicts)
     study = study_of(plain, mechanisms=["output_gate", "unet_concat"], settings=dict(n_layer=2, n_embd=32))
@@ -409,7 +410,7 @@ def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypat
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     def at(*scores):
-        return [dict(bpb=dict(enumerate(each))) for each in scores]
+        return [records.Candidate(rates={}, bpb=dict(enumerate(each))) for each in scores]
 
     variants = dict(loud=at([3.0, 3.4], [2.0, 2.8]), a=at([2.0, 2.02], [2.0, 2.01]),
                 b=at([2.0, 2.02], [1.95, 1.97], [1.9, 2.0], [1.9]))
@@ -631,7 +632,7 @@ def finished(finished_once, plain, here):
 def test_results_hold_what_the_statistics_need(finished):
     """From the scores of each seed alone: the same figures; from the blocks alone: the same scores."""
     _, found = finished
-    assert found == json.loads(json.dumps(found, allow_nan=False)) == results.read("out/test/results.json.gz")
+    assert found == as_on_file(found) == results.read("out/test/results.json.gz")
     assert found["command"] and found["commit"] and found["versions"]["torch"] == torch.__version__
     for draw in (pictures.forest, pictures.learning, pictures.compute):  # all that they need is in it
         assert draw(found).axes[0].get_lines()
@@ -660,7 +661,7 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
     said = []
 
     def changed(change):
-        copy = json.loads(json.dumps(found))
+        copy = as_on_file(found)
         change(copy)
         results.write(copy, ".")
         with pytest.raises(SystemExit) as e:
@@ -715,9 +716,9 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     _, found = finished
 
     def changed(change, *args):
-        copy = json.loads(json.dumps(found))
+        copy = as_on_file(found)
         change(copy, *args)
-        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
+        results.write(but(copy, **vars(effects.figures(copy))), ".")
 
     for change, problem in (
             (exchanged, "is of another variant or seed: output_gate, params"),
@@ -732,9 +733,9 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     spec = {**run["spec"], "score": {**run["spec"]["score"], "split": "val"}}
     nats = [run["block_nats"][0] + 0.1, *run["block_nats"][1:]]
     for of_screen, problem in ((dict(bpb=run["bpb"] - 0.3), "is not"), (dict(block_nats=nats), "sum up to")):
-        of_screen = {**run, "spec": spec, **of_screen}  # of a run in no table
+        of_screen = but(run, spec=spec, **of_screen)  # of a run in no table
         runs = {**found["runs"], trial.folder_of(spec).name: of_screen}
-        results.write({**found, "runs": runs}, ".")
+        results.write(but(found, runs=runs), ".")
         with pytest.raises(UserError, match="1 of"):
             results.recheck("results.json.gz")
         assert problem in capsys.readouterr().err
@@ -751,13 +752,14 @@ def test_a_recheck_compares_the_flags_that_a_variant_names(plain):
         spec = study.runs.spec(variant, 1, "test")
         run = trial.folder_of(spec).name
         arm = dict(flags=variant.flags, runs=[run], seeds=[1], bpb=[2.0], params=1, flops_per_token=1)
-        found = dict(data=dict(split="test"), arms={"it": arm},
-                     runs={run: dict(spec=spec, params=1, flops_per_token=1, bpb=2.0)})
+        of_run = dict(params=1, flops_per_token=1, bpb=2.0)
+        found = some(records.StudyResults, dict(data=dict(split="test"), arms={"it": arm},
+                                                runs={run: dict(spec=spec, **of_run)}))
         assert results.wrong_runs(found) == []
         for key in variant.flags:
             other = json.loads(json.dumps(spec))
             other["model" if key in spec["model"] else "train"][key] = "other"
-            found["runs"][run] = dict(spec=other, params=1, flops_per_token=1, bpb=2.0)
+            found["runs"][run]["spec"] = other
             problem, = results.wrong_runs(found)
             assert problem.endswith(f"is of another variant or seed: {key}")
 
@@ -766,14 +768,14 @@ def on_file(found, name="x"):
     """A results file, and nothing left in out/trials."""
     Path("results").mkdir(exist_ok=True)
     path = Path("results", f"{name}.json.gz")
-    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    path.write_bytes(gzip.compress(json.dumps(records.as_json(found)).encode()))
     shutil.rmtree("out/trials")
     return str(path)
 
 
 def of_other_code(found, **change):
     """The same results as other code, or another torch, would have left them; None: it is not known."""
-    found = json.loads(json.dumps(found))
+    found = as_on_file(found)
     names = {}
     for name, run in list(found["runs"].items()):
         run["spec"] = {**run["spec"], **change}
@@ -829,7 +831,8 @@ def test_the_runs_that_were_taken_are_counted_over_all_texts(
     main([*small, f"--texts={[str(bytes_data), str(other_text)]}", f"--reuse={path}", "--out_dir=out/two"])
     found = results.read("out/two/results.json.gz")
     assert len(here.started) == 2
-    assert effects.pooled(found)["reused"] == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
+    reused = records.as_json(effects.pooled(found).reused)
+    assert reused == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
     words = f"2 of 4 runs were not trained for this study: 2 from {path}."
     assert words in report.in_text(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
         "\n", " ")
@@ -959,7 +962,8 @@ def test_runs_that_read_another_meta_json_are_not_taken(copied, plain, here):
 
 def with_bytes(run, size):
     """A run as one of the same nats on so many bytes."""
-    return {**run, "bytes": size, "bpb": run["bpb"] * run["bytes"] / size}
+    values = dict(bytes=size, bpb=run["bpb"] * run["bytes"] / size)
+    return but(run, **values) if isinstance(run, records.Record) else {**run, **values}
 
 
 def test_a_recheck_names_runs_of_another_text(finished, capsys):
@@ -967,9 +971,9 @@ def test_a_recheck_names_runs_of_another_text(finished, capsys):
     name = found["arms"]["output_gate"]["runs"][1]
 
     def said(change):
-        copy = json.loads(json.dumps(found))
+        copy = as_on_file(found)
         change(copy)
-        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
+        results.write(but(copy, **vars(effects.figures(copy))), ".")
         with pytest.raises(UserError, match="(is|are) not what its runs give"):
             results.recheck("results.json.gz")
         return capsys.readouterr().err
@@ -1029,7 +1033,7 @@ def test_a_score_that_its_checkpoint_does_not_give_ends_the_study(plain, here):
                         "once more; --rescore=0 reports what is there")
     study.config.rescore = 0
     found = results.collect(study, "test")
-    assert found["rescored"] == dict(runs=[], without=0)
+    assert vars(found["rescored"]) == dict(runs=[], without=0)
     assert "No run was scored once more from its checkpoint." in findings.remarks(found)
 
 
@@ -1126,7 +1130,7 @@ def test_a_report_says_how_many_runs_were_scored_once_more(finished, plain, here
     for gone in Path("out/trials").glob("*/best.pt"):
         gone.unlink() if gone.parent != folder else None
     found = results.collect(study, "test")
-    assert found["rescored"] == dict(runs=[folder.name], without=12)
+    assert vars(found["rescored"]) == dict(runs=[folder.name], without=12)
     words = ("1 of 13 runs was scored once more from its checkpoint and gave its score; 12 of 13 have none "
              "here.")
     assert words in findings.remarks(found)
@@ -1147,13 +1151,13 @@ def test_one_run_in_ten_is_drawn_or_as_many_as_are_asked_for(keys, done, n):
 
 def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, here):
     study, found = finished
-    path = on_file({**found, "rescored": None})  # where it is not known
+    path = on_file(but(found, rescored=None))  # where it is not known
     assert findings.rescored_sentence(results.read(path)) is None
     assert findings.verdicts(results.read(path))["rescored"] is None
     taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
     taking.run(here)
     again = results.collect(taking, "test")
-    assert again["rescored"] == dict(runs=[], without=13)
+    assert vars(again["rescored"]) == dict(runs=[], without=13)
     words = "No run was scored once more from its checkpoint; 13 of 13 have none here."
     assert words in findings.remarks(again)
 
@@ -1161,8 +1165,8 @@ def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, her
 def test_over_several_texts_they_are_counted_together(finished):
     _, found = finished
     both = effects.pooled(effects.together(dict(a=found, b=found), "both", ""))
-    assert both["rescored"] == dict(runs=2 * found["rescored"]["runs"], without=0)
-    old = effects.together(dict(a=found, b={**found, "rescored": None}), "both", "")
+    assert vars(both["rescored"]) == dict(runs=2 * found["rescored"]["runs"], without=0)
+    old = effects.together(dict(a=found, b=but(found, rescored=None)), "both", "")
     assert effects.pooled(old)["rescored"] is None
 
 
@@ -1184,7 +1188,7 @@ def test_a_variant_that_trains_on_other_tokens_says_so(plain, here, flags):
     assert row["tokens_ratio"] == 2.0
     alone, = (c for c in found["comparisons"] if c["variant"] == "x")
     assert "; it trains on 2.00 times the plain GPT's tokens" in findings.headline(
-        {**found, "comparisons": [alone]})
+        but(found, comparisons=[alone]))
     alone["verdict"] = "better"
     assert words in findings.headline(found)
 
@@ -1241,12 +1245,12 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
 @pytest.mark.slow
 def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
     study, found = finished
-    other = json.loads(json.dumps(found))
+    other = as_on_file(found)
     next(iter(other["runs"].values()))["bpb"] += 1e-3
     argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
     assert "cannot be taken: a figure was changed" in refusal([*argv, f"--reuse={on_file(other)}"])
     Path("out/trials").mkdir()
-    other = json.loads(json.dumps(found))
+    other = as_on_file(found)
     next(iter(other["runs"].values()))["spec"]["train"]["adamw_lr"] = 0.5
     assert "has the trial.json of another run" in refusal([*argv, f"--reuse={on_file(other)}"])
     assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
@@ -1336,7 +1340,7 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert "On each text" in page and all(f"{text}/report.html" in page for text in ("sums", "products"))
     assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
     assert "sums and products" in page and row["verdict"] in page
-    table = findings.texts_table(found)
+    table = findings.texts_table(effects.pooled(found))
     assert table.head[5:7] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")
     found["together"]["comparisons"][0]["mean"] += 0.01
@@ -1400,8 +1404,9 @@ def test_what_seems_better_over_all_texts_is_by_the_mean_of_the_differences():
                       b=[3.02, 2.99, 3.01, 3.00])
         arms = {name: dict(kind="variant", seeds=[1, 2, 3, 4], runs=[""] * 4, bpb=own)
                 for name, own in scores.items()}
-        return dict(arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
-                    failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001)
+        return some(records.StudyResults, dict(
+            arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
+            failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001))
 
     assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.1))) == ["a"]
     assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.4))) == []
@@ -1499,7 +1504,7 @@ def test_a_study_of_fewer_steps_and_a_part_of_the_split_says_so(plain, here):
     study.run(here)
     found = results.collect(study, "test")
     whole, size = found["of_scale"], found["data"]["of_bytes"]
-    assert whole == dict(steps=6, tokens=6 * 4 * 16)
+    assert vars(whole) == dict(steps=6, tokens=6 * 4 * 16)
     assert findings.cut_of(found) == dict(steps=3, of_steps=6, tokens=3 * 4 * 16, of_tokens=6 * 4 * 16,
                                           split="test", bytes=320, of_bytes=size)
     assert findings.headline(found).startswith(
@@ -1616,7 +1621,7 @@ def test_what_a_study_was_judged_by_stays_with_its_results(plain, here, monkeypa
     assert sorted(seen(chosen), key=str) == [three, two]
     assert chosen["left_out"] == [dict(variant="plain", seeds=[1]), dict(variant="sink", seeds=[1])]
     before = results.read("out/a/results.json.gz")
-    results.write({**before, "looks": None, "left_out": None}, "out/a")
+    results.write(but(before, looks=None, left_out=None), "out/a")
     shutil.rmtree("out/trials")
     assert seen(study("5,6", "--out_dir=out/a")) == [dict(plain=[2, 3], sink=[2, 3])]
 
@@ -1772,7 +1777,7 @@ def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tm
     said = " ".join(capsys.readouterr().out.split())
     assert study["name"] in said or findings.question_of(study) in said
     assert study["command"].startswith("python compare.py ")
-    for each in trial.studies_in(study).values():
+    for each in records.studies_in(study).values():
         assert each["done"] == each["planned"]
 
 
@@ -2026,7 +2031,7 @@ def demo():
 @pytest.mark.slow
 @pytest.mark.parametrize("where, value, words", DAMAGE)
 def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path, where, value, words):
-    found = json.loads(json.dumps(demo))
+    found = records.as_json(demo)
     holder, key = path_of(found, *where), where[-1]
     if value is ...:
         del holder[key]
@@ -2041,7 +2046,7 @@ def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path
 
 
 def test_tables_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal):
-    found = json.loads(json.dumps(demo))
+    found = records.as_json(demo)
     next(iter(found["runs"].values()))["nats"] = "text"
     (tmp_path / "results").mkdir()
     (tmp_path / "results/demo.json.gz").write_bytes(gzip.compress(json.dumps(found).encode()))
@@ -2057,4 +2062,4 @@ def test_every_file_in_results_has_the_shape_that_is_asked():
     paths = [*(ROOT / "results").glob("*.json.gz"), *(ROOT / "results/unfinished").glob("*.json.gz")]
     assert len(paths) > 5
     for path in paths:
-        assert results.problem_of_file(json.loads(gzip.decompress(path.read_bytes()))) is None, path
+        assert records.studies_in(results.read(path)), path

@@ -1,4 +1,5 @@
 """From scores to figures: worth and equal cost by hand and by simulation, several texts, controls."""
+import copy
 import gzip
 import json
 import math
@@ -9,7 +10,8 @@ import pytest
 from scipy import stats as scipy_stats
 
 from nanoheads.common import ROOT, UserError
-from lab.study import effects, results, stats
+from lab_helpers import but, some
+from lab.study import effects, records, results, stats
 from lab.study.effects import at_equal_cost, parts_of, plain_at, worth
 
 BUDGETS = {0.7: 4, 1.0: 14, 1.4: 4, 2.0: 4}  # seeds of the plain GPT
@@ -154,7 +156,7 @@ def test_a_plain_gpt_that_gets_no_better_is_said_so():
 
 def test_cost_outside_the_budgets_is_not_measured():
     found = at_equal_cost(line(), own([2.1, 2.11]), 2.5, 0.05)
-    assert found == dict(ratio=2.5, mean=None, low=None, high=None, p=None)
+    assert found == records.AtCost(ratio=2.5, mean=None, low=None, high=None, p=None)
     assert at_equal_cost(line(), own([2.1, 2.11]), math.nan, 0.05)["mean"] is None
 
 
@@ -172,9 +174,9 @@ def study(scores, failures=(), **more):
 
     arms = {name: arm(name, own) for name, own in scores.items()}
     pairs = [[name, "plain", []] for name, own in arms.items() if own["kind"] == "variant"]
-    return dict(arms=arms, pairs=pairs, alpha=0.05, margin=0.01, screen=None, runs={},
-                failures=list(failures), plain=dict(block_size=8),
-                data=dict(tokens=8, bytes=8, of_bytes=8), planned=1, done=1, **more)
+    return some(records.StudyResults, dict(
+        arms=arms, pairs=pairs, alpha=0.05, margin=0.01, screen=None, runs={}, failures=list(failures),
+        plain=dict(block_size=8), data=dict(tokens=8, bytes=8, of_bytes=8), planned=1, done=1, **more))
 
 
 def noisy(seed, mean, n=5, sd=0.004):
@@ -194,8 +196,8 @@ def test_figures_are_welch_holm_and_nothing_else():
 
 def test_a_study_is_a_function_of_its_file():
     found = study({"plain": noisy(1, 2.1), "plain x 2": noisy(5, 2.0), "a": noisy(2, 2.06)})
-    before = json.dumps(found)
-    assert effects.figures(found) == effects.figures(json.loads(before)) and json.dumps(found) == before
+    before = copy.deepcopy(found)
+    assert effects.figures(found) == effects.figures(before) and found == before
 
 
 def test_a_difference_over_texts_is_the_mean_of_those_on_each():
@@ -223,7 +225,7 @@ def test_identical_scores_say_that_nothing_acted_and_one_digit_off_is_another_mo
     assert b["mean"] != 0 and b["p_corrected"] == b["p"]  # one comparison is tested
     alone = effects.figures(study({"plain": scores, "b": [*scores[:3], scores[3] + 1e-9]}))
     assert alone["comparisons"] == [b]
-    pair = {**study({"plain": scores, "a": scores[:4], "b": scores[:4]}), "pairs": [["a", "b", []]]}
+    pair = but(study({"plain": scores, "a": scores[:4], "b": scores[:4]}), pairs=[["a", "b", []]])
     assert "those of b on every" in effects.figures(pair)["comparisons"][0]["words"]
 
 

@@ -217,7 +217,7 @@ def test_an_untuned_study_says_so_and_what_tuning_costs(plain, here):
     # the plain GPT has four more factors in each of 4 groups, the variant two in each of 5; then come the
     # candidates: as it is and each group moved with the second seed, all groups moved with both
     first, more = 9 + 11, (4 * 4 + 5 + 2) + (2 * 5 + 6 + 2)
-    assert found["untuned"] == dict(rates={"output_gate": {"mechanism_lr": 0.004}},
+    assert vars(found["untuned"]) == dict(rates={"output_gate": {"mechanism_lr": 0.004}},
                                     runs=[first, first + more])
     found["arms"]["plain"]["seconds"], found["machine"]["jobs"] = 30.0, 2
     said, = [line for line in findings.notices(found) if line.startswith("No learning rate was tuned")]

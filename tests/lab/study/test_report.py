@@ -17,7 +17,8 @@ from browser import CHROMIUM
 from labels import hidden_labels
 from nanoheads import drawing
 from nanoheads.common import ROOT
-from lab.study import effects, findings, pictures, report, results, tables
+from lab_helpers import but, some
+from lab.study import effects, findings, pictures, records, report, results, tables
 from lab.study.findings import headline
 from lab.study.report import page as html_of
 
@@ -99,7 +100,7 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
                  tuned={"plain": rates, names[0]: rates}, arms=entries, runs=runs,
                  failures=[], planned=n, done=n, comparisons=comparisons, findable=0.0123,
                  margin_as_compute=[0.93, 1.08])
-    return json.loads(json.dumps(found))
+    return some(records.StudyResults, found)
 
 
 def comparison(entries, variant, baseline, equal):
@@ -130,8 +131,8 @@ def make_ladder(variants=2):
     sizes = {size: make_found(variants, size=size) for size in ("0.1M", "0.33M", "1M")}
     for (layers, width), study in zip(((2, 64), (3, 96), (5, 128)), sizes.values()):
         study["plain"].update(n_layer=layers, n_embd=width)
-    return json.loads(json.dumps(dict(name="ladder", command="python compare.py config/studies/ladder.py",
-                                      sizes=sizes)))
+    return records.LadderResults(name="ladder", command="python compare.py config/studies/ladder.py",
+                                 sizes=sizes)
 
 
 def poisoned(found):
@@ -163,8 +164,8 @@ def emptied(found):
     found["data"].update(tokens=None, bytes=None)
     found["runs"] = {}
     found["machine"].update(threads="", processor="")
-    return {**found, "done": 0, "commit": None, "findable": None, "margin_as_compute": None, "tuned": {},
-            "screened": [], "screen": None}
+    return but(found, done=0, commit=None, findable=None, margin_as_compute=None, tuned={},
+                   screened=[], screen=None)
 
 
 class Page(HTMLParser):
@@ -231,7 +232,7 @@ def test_verdicts_over_several_texts_are_those_of_all_together():
     for row in rows:
         c = expected[row["variant"], row["baseline"]]
         assert all(row[key] == c[key] for key in ("verdict", "mean", "n", "p_corrected"))
-        assert all(row[key] == c.get(key) for key in ("worth", "equal_flops", "equal_time"))
+        assert all(row[key] == records.as_json(c).get(key) for key in ("worth", "equal_flops", "equal_time"))
 
 
 def test_headline_counts_verdicts():
@@ -341,7 +342,7 @@ def test_a_study_without_a_question_asks_whether_its_variants_are_better(variant
     found["arms"]["acag+elementwise"]["label"] = "routing_0"
     assert f"<h1>{title}</h1>" in html_of(found) and findings.verdicts(found)["question"] == title
     assert report.in_text(found).replace("\n", " ").startswith(f"{title} {headline(found)}")
-    assert findings.question_of({**found, "pairs": [], "screened_out": []}) == "routing"  # its name
+    assert findings.question_of(but(found, pairs=[], screened_out=[])) == "routing"  # its name
 
 
 def test_a_long_name_keeps_its_beginning():
@@ -357,7 +358,7 @@ def test_a_long_name_keeps_its_beginning():
 
 
 def test_what_a_page_says_of_seeds_and_comparisons_is_so_in_this_study():
-    nothing = {**make_found(2), "comparisons": [], "findable": None}
+    nothing = but(make_found(2), comparisons=[], findable=None)
     assert headline(nothing) == "No variant was compared with the plain GPT."
     assert "comparison" not in " ".join(findings.remarks(nothing))
     few = make_found(2)
@@ -386,7 +387,7 @@ def test_better_only_than_a_smaller_baseline_is_told():
     assert headline(alone).endswith("bits/byte; not shown to be better at equal parameters.")
     label = headline(alone).partition(":")[0]
     for name in ("of one", label):
-        first = report.in_text({**alone, "name": name}).replace("\n", " ")
+        first = report.in_text(but(alone, name=name)).replace("\n", " ")
         assert first.startswith(f"{name}: ") and first.count(f"{label}: ") == 1
 
 
@@ -564,7 +565,7 @@ def test_verdicts_of_an_unfinished_study_are_marked_wherever_they_stand():
     assert ">interim: better</span>" in html_of(found)
     legend, = pictures.forest(found).legends
     assert [text.get_text() for text in legend.get_texts()] == ["interim: better"]
-    assert headline({**make_found(5), "planned": 10**4}).startswith("Interim: 2 of 5 variants were shown")
+    assert headline(but(make_found(5), planned=10**4)).startswith("Interim: 2 of 5 variants were shown")
     # what failed is not to come, unless it is tried again
     found["failures"] = [dict(arm="plain", seed=9 + i, stage="judge", why="killed", log=str(i))
                          for i in range(4)]
@@ -757,7 +758,8 @@ def test_tables_of_the_docs_and_page_hold_the_same(variants):
     (dict(mean=None, low=None, high=None, beyond="less"), "<0.7 [<0.7, >2]"),
     (dict(mean=None, low=None, high=None, problem="it does not fall"), "–")])
 def test_worth_says_where_it_was_not_measured(worth, text):
-    assert findings.worth_of(dict(worth=dict(smallest=0.7, largest=2.0, **worth))) == text
+    c = some(records.Comparison, dict(worth=dict(smallest=0.7, largest=2.0, **worth)))
+    assert findings.worth_of(c) == text
 
 
 def test_steps_to_the_same_score_follow_from_worth():
@@ -813,10 +815,11 @@ def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
 
 
 def test_a_study_at_best_rates_says_so():
-    found, words = {**make_found(2), "candidates": {"plain": []}}, "have their own best rates"
+    found, words = but(make_found(2), candidates={"plain": []}), "have their own best rates"
     assert findings.at_own_rates(found) and any(words in line for line in findings.notices(found))
-    assert not any(words in line for line in findings.notices({**found, "candidates": {}}))
-    assert findings.equal_of(found, dict(equal=[])) == "hyperparameters, rates aside"
+    assert not any(words in line for line in findings.notices(but(found, candidates={})))
+    c = some(records.Comparison, dict(equal=[]))
+    assert findings.equal_of(found, c) == "hyperparameters, rates aside"
 
 
 def test_text_and_seeds_have_an_interval_each():
@@ -908,7 +911,7 @@ def test_what_lies_far_outside_the_forest_is_cut_off_and_marked():
 def test_seeds_that_failed_or_stopped_early_do_not_bend_the_mean_curve():
     found = make_found(1)
     entry, runs = found["arms"]["acag+elementwise"], found["runs"]
-    whole = pictures.mean_curve({**entry, "runs": entry["runs"][:3], "bpb": entry["bpb"][:3]}, runs)
+    whole = pictures.mean_curve(but(entry, runs=entry["runs"][:3], bpb=entry["bpb"][:3]), runs)
     entry["bpb"][3:], runs[entry["runs"][3]]["curve"]["bpb"] = [None, None], [99.0] * 12
     del runs[entry["runs"][4]]
     assert np.array_equal(pictures.mean_curve(entry, runs)["mean"], whole["mean"])

@@ -11,7 +11,7 @@ from scipy import stats as scipy_stats
 
 from compare import main
 from nanoheads.common import ROOT, UserError
-from lab.study import scores
+from lab.study import findings, pictures, report, scores
 
 
 def file(tmp_path, text, name="scores.csv"):
@@ -38,7 +38,7 @@ PLAIN, GOOD = [2.00, 2.01, 1.99, 2.005], [1.90, 1.91, 1.895, 1.905]
 
 def test_where_the_baseline_failed_a_variant_is_not_called_unfinished(tmp_path):
     text = "variant,seed,score\nplain,1,failed\nplain,2,failed\na,1,1.9\na,2,1.8\nb,1,1.9\nb,2,1.8\n"
-    assert "2 failed" in scores.headline(found_in(tmp_path, text))
+    assert "2 failed" in findings.headline(found_in(tmp_path, text))
 
 
 def test_every_bad_row_is_named_up_to_twenty(tmp_path):
@@ -74,13 +74,13 @@ def test_a_seed_is_one_however_its_number_is_written(tmp_path):
 def test_a_verdict_does_not_hang_on_the_names_of_seeds(tmp_path):
     """Two scores were "the same" where both variants called their seeds 1 and 2, and undecided elsewhere."""
     of = {names: found_in(tmp_path, "variant,seed,score\nplain,1,3.28\nplain,2,3.30\n"
-                                    f"a,{names[0]},3.28\na,{names[1]},3.30\n")["comparisons"]
+                                    f"a,{names[0]},3.28\na,{names[1]},3.30\n").comparisons
           for names in ("12", "21", "34")}
-    assert of["12"] == of["21"] == of["34"] and of["12"][0]["verdict"] == "undecided"
+    assert of["12"] == of["21"] == of["34"] and of["12"][0].verdict == "undecided"
 
 
 def test_ratios_have_digits_enough_to_be_told_from_1():
-    assert [scores.times(value) for value in (1.0, 1.0026, 0.9974, 2.0, None)] == [
+    assert [findings.in_times(value) for value in (1.0, 1.0026, 0.9974, 2.0, None)] == [
         "1.00", "1.0026", "0.9974", "2.00", "–"]
 
 
@@ -89,9 +89,9 @@ def test_ratios_have_digits_enough_to_be_told_from_1():
     ((1e-300, -1e-300), (1e-310, 0))])
 def test_the_largest_and_the_smallest_scores_have_a_page_and_a_picture(tmp_path, own, other):
     found = found_in(tmp_path, csv_of(plain=own, a=other))
-    scores.write(found, tmp_path / "report", tmp_path / "verdicts.json")
+    report.write_all(found, tmp_path / "report")
     assert (tmp_path / "report/forest.png").is_file()
-    assert json.loads((tmp_path / "verdicts.json").read_text())["comparisons"][0]["verdict"] == "undecided"
+    assert findings.verdicts(found)["comparisons"][0]["verdict"] == "undecided"
 
 
 # ---- the verdicts ----
@@ -100,34 +100,36 @@ def test_verdicts_are_those_of_a_study(tmp_path):
     same = (np.array(PLAIN) + [0.001, -0.001, 0, 0]).tolist()
     found = found_in(tmp_path, csv_of(plain=PLAIN, good=GOOD, bad=[2.2, 2.21, 2.19], same=same, lone=[1.9]),
                      margin=0.05)
-    by = {c["variant"]: c for c in found["comparisons"]}
-    assert {name: c["verdict"] for name, c in by.items()} == dict(good="better", bad="worse", same="same",
+    by = {c.variant: c for c in found.comparisons}
+    assert {name: c.verdict for name, c in by.items()} == dict(good="better", bad="worse", same="same",
                                                                   lone="undecided")
     test = scipy_stats.ttest_ind(GOOD, PLAIN, equal_var=False)
     interval = test.confidence_interval(0.95)
-    assert (by["good"]["p"], by["good"]["low"], by["good"]["high"]) == pytest.approx(
+    assert (by["good"].p, by["good"].low, by["good"].high) == pytest.approx(
         (test.pvalue, interval.low, interval.high))
-    assert by["good"]["p_corrected"] > 3 * test.pvalue  # corrected for all four
-    assert [c["variant"] for c in scores.in_order(found)] == ["lone", "good", "same", "bad"]
+    assert by["good"].p_corrected > 3 * test.pvalue  # corrected for all four
+    assert [c.variant for c in findings.against_plain(found)] == ["lone", "good", "same", "bad"]
 
 
 def test_of_scores_where_higher_is_better_all_verdicts_turn(tmp_path):
     text = csv_of(plain=PLAIN, good=GOOD, bad=[2.2, 2.21, 2.19])
     lower, higher = (found_in(tmp_path, text, higher_is_better=each) for each in (False, True))
-    assert [c["verdict"] for c in lower["comparisons"]] == ["better", "worse"]
-    assert [c["verdict"] for c in higher["comparisons"]] == ["worse", "better"]
-    assert [c["variant"] for c in scores.in_order(higher)] == ["bad", "good"]
-    assert "right is better" in higher["forest"]["axis"] and "left is better" in lower["forest"]["axis"]
-    assert [c["mean"] for c in lower["comparisons"]] == [c["mean"] for c in higher["comparisons"]]
-    assert higher["comparisons"][0]["words"].startswith("worse by 0.0987 (95 % interval 0.0")
+    assert [c.verdict for c in lower.comparisons] == ["better", "worse"]
+    assert [c.verdict for c in higher.comparisons] == ["worse", "better"]
+    assert [c.variant for c in findings.against_plain(higher)] == ["bad", "good"]
+    assert "right is better" in pictures.axis_of(higher) and "left is better" in pictures.axis_of(lower)
+    assert [c.mean for c in lower.comparisons] == [c.mean for c in higher.comparisons]
+    assert higher.comparisons[0].words.startswith("worse by 0.0987 (95 % interval 0.0")
 
 
 def test_the_baseline_is_the_one_that_is_named_or_the_first(tmp_path):
     text = csv_of(a=PLAIN, plain=GOOD)
     first, named = found_in(tmp_path, text), found_in(tmp_path, text, baseline="plain")
-    assert first["arms"]["plain"]["label"] == "a" and first["comparisons"][0]["verdict"] == "better"
-    assert named["arms"]["plain"]["label"] == "plain" and named["comparisons"][0]["verdict"] == "worse"
-    assert [row[0] for row in scores.scores_table(first).rows] == ["a", "plain"]
+    assert first.arms["plain"].label == "a" and first.comparisons[0].verdict == "better"
+    assert named.arms["plain"].label == "plain" and named.comparisons[0].verdict == "worse"
+    assert [row[0] for row in findings.verdicts_table(first).rows] == ["a", "plain"]
+    told = findings.verdicts(first)
+    assert (told["baseline"], [row["variant"] for row in told["comparisons"]]) == ("a", ["plain"])
     with pytest.raises(UserError, match="--baseline=c is not a variant of scores.csv; it has a, plain"):
         found_in(tmp_path, text, baseline="c")
     with pytest.raises(UserError, match="one variant, a: nothing to compare"):
@@ -136,19 +138,19 @@ def test_the_baseline_is_the_one_that_is_named_or_the_first(tmp_path):
 
 def test_a_verdict_that_favours_a_side_with_failed_runs_is_withheld(tmp_path):
     text = csv_of(plain=PLAIN, a=GOOD, b=[2.2, 2.21, 2.19], c=["failed", "failed"])
-    control = found_in(tmp_path, text)["comparisons"]
-    assert [c["verdict"] for c in control][:2] == ["better", "worse"]
+    control = found_in(tmp_path, text).comparisons
+    assert [c.verdict for c in control][:2] == ["better", "worse"]
     found = found_in(tmp_path, text + "a,9,failed\nb,9,failed\n")
-    a, b, c = found["comparisons"]
-    assert a["verdict"] == "undecided"
-    assert a["words"].startswith("not called better, since 1 of its runs failed")
-    assert b["verdict"] == "worse"
-    assert scores.scores_table(found).rows[-1][:2] == ("c", "failed") and math.isnan(c["mean"])
-    assert any("4 runs failed" in line for line in scores.notices(found))
-    told = scores.verdicts(found)
+    a, b, c = found.comparisons
+    assert a.verdict == "undecided"
+    assert a.words.startswith("not called better, since 1 of its runs failed")
+    assert b.verdict == "worse"
+    assert tuple(findings.verdicts_table(found).rows[-1][:2]) == ("c", "failed") and math.isnan(c.mean)
+    assert any("4 failed runs" in line for line in findings.notices(found))
+    told = findings.verdicts(found)
     assert (told["finished"], told["planned"], told["done"]) == (True, 15, 11)
-    one = scores.notices(found_in(tmp_path, csv_of(plain=PLAIN, a=GOOD) + "a,9,failed\n"))
-    assert [line[:28] for line in one] == ["1 run failed and has no scor"]
+    one = findings.notices(found_in(tmp_path, csv_of(plain=PLAIN, a=GOOD) + "a,9,failed\n"))
+    assert [line[:24] for line in one] == ["1 failed run is missing "]
 
 
 def test_what_a_variant_took_stands_beside_its_verdict(tmp_path):
@@ -157,15 +159,15 @@ def test_what_a_variant_took_stands_beside_its_verdict(tmp_path):
     rows += [f"good,{seed},{score},1500,3" for seed, score in enumerate(GOOD)]
     rows += [f"other,{seed},{score + 0.2},1000,3" for seed, score in enumerate(PLAIN)]
     found = found_in(tmp_path, "\n".join(rows))
-    table = scores.scores_table(found)
-    assert table.head[-2:] == ("tokens ×", "cost ×")
-    assert {row[0]: row[-2:] for row in table.rows} == dict(plain=("1.00", "1.00"), good=("1.50", "1.50"),
-                                                            other=("1.00", "1.50"))
-    lines = scores.notices(found)
-    assert lines[0].startswith("good was trained on 1.50 × the tokens of plain") and len(lines) == 2
+    table = findings.verdicts_table(found)
+    assert table.head[-2:] == ["tokens ×", "cost ×"]
+    assert {row[0]: row[-2:] for row in table.rows} == dict(plain=["1", "1"], good=["1.50", "1.50"],
+                                                            other=["1.00", "1.50"])
+    lines = findings.notices(found)
+    assert lines[0].startswith("good trains on 1.50 times plain's tokens") and len(lines) == 2
     assert lines[1].startswith("Better and dearer: good.")
     plain = found_in(tmp_path, csv_of(plain=PLAIN, good=GOOD))
-    assert scores.notices(plain) == [] and len(scores.scores_table(plain).head) == 6
+    assert findings.notices(plain) == [] and len(findings.verdicts_table(plain).head) == 6
 
 
 # ---- what is written ----
@@ -193,9 +195,9 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
     monkeypatch.chdir(tmp_path)
     evil = "<script>alert('x')</script>"
     file(tmp_path, csv_of(**{"plain": PLAIN, "good": GOOD, evil: [2.2, 2.21, 2.19]}))
-    main(["--scores=scores.csv", "--json=verdicts.json", "--margin=0.02"])
+    main(["scores", "scores.csv", "--json=verdicts.json", "--margin=0.02"])
     printed = capsys.readouterr().out
-    assert re.search(r"^good +better +4 +1\.9025 +-0\.0987 \[-0\.1\d+, -0\.0\d+\] +<0\.001$", printed, re.M)
+    assert re.search(r"^good +better +1\.9025 +-0\.0987 \[-0\.1\d+, -0\.0\d+\] +<0\.001$", printed, re.M)
     assert printed.splitlines()[-4:] == [f"out/scores-report/{name}" for name in (
         "report.html", "forest.svg", "forest.png")] + ["verdicts.json"]
     page = Tags((tmp_path / "out/scores-report/report.html").read_text())
@@ -222,8 +224,8 @@ DOC = (ROOT / "docs/scores.md").read_text(encoding="utf-8")
 def test_the_example_of_the_docs_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     file(tmp_path, re.search(r"```csv\n(.*?)```", DOC, re.S).group(1))
-    main(["--scores=scores.csv", "--baseline=plain"])
-    shown = re.search(r"```\n(swiglu against.*?)```", DOC, re.S).group(1)
+    main(["scores", "scores.csv", "--baseline=plain"])
+    shown = re.search(r"```\n(scores.csv: swiglu against.*?)```", DOC, re.S).group(1)
     assert capsys.readouterr().out.startswith(shown)
 
 

@@ -9,7 +9,8 @@ import compare
 from compare import main
 from helpers import ROOT
 from nanoheads.common import UserError
-from lab.study import effects, findings, follow_up, report, results, stats
+from lab_helpers import as_on_file, but
+from lab.study import effects, findings, follow_up, records, report, results, stats
 from lab.study.report import page as html_of
 
 BIG = {"big": dict(n_inner=96, max_iters=18)}  # better than the plain GPT, and of more parameters
@@ -74,7 +75,7 @@ def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
     for change in (lambda f: f["levels"].__setitem__(0, 0.05),
                    lambda f: f["two_looks"].update(spending="obrien_fleming"),
                    lambda f: f["two_looks"].update(first_seeds=[1, 2])):
-        other = json.loads(json.dumps(found))
+        other = as_on_file(found)
         change(other)
         results.write(other, "out")
         with pytest.raises(UserError, match="not what its runs give"):
@@ -142,7 +143,7 @@ def test_a_first_look_that_was_not_planned_as_one_is_told(study):
 def test_without_planned_looks_nothing_of_them_is_on_file(study):
     told = study("--looks=1", "--seeds=1,2,3")
     found, = (results.read(path) for path in Path("out").glob("*/results.json.gz"))
-    assert not {"two_looks", "levels"} & {*found, *told}
+    assert not {"two_looks", "levels"} & {*found.keys(), *told}
     assert "look" not in told["comparisons"][0] and "look" not in found["comparisons"][0]
     assert "held against" not in told["comparisons"][0]["words"]
 
@@ -164,7 +165,7 @@ def test_a_plan_names_the_runs_that_the_second_look_may_spare(plain, capsys):
 ])
 def test_a_damaged_plan_of_two_looks_is_named(open_study, tmp_path, change, words):
     plan = dict(spending="pocock", look=1, seeds=[1, 2, 3], first_seeds=[1, 2], plain_seeds=[1, 2], pairs=[])
-    results.write({**open_study, "two_looks": plan, **change}, tmp_path)
+    results.write(but(open_study, **{"two_looks": plan, **change}), tmp_path)
     with pytest.raises(UserError, match="is not what compare.py writes") as e:
         results.read(tmp_path / "results.json.gz")
     assert words in str(e.value)
@@ -173,16 +174,17 @@ def test_a_damaged_plan_of_two_looks_is_named(open_study, tmp_path, change, word
 def test_a_failed_run_of_the_second_look_takes_nothing_from_the_first():
     def scores(mean, n):
         return {str(seed): mean + 0.001 * (seed % 3) for seed in range(1, n + 1)}
-    plan = dict(spending="pocock", seeds=[*range(1, 7)], first_seeds=[1, 2, 3], plain_seeds=[1, 2, 3],
-                pairs=[["a", "plain", []], ["b", "plain", []]], look=2)
+    plan = records.TwoLooks(spending="pocock", seeds=[*range(1, 7)], first_seeds=[1, 2, 3],
+                            plain_seeds=[1, 2, 3], pairs=[["a", "plain", []], ["b", "plain", []]], look=2)
     by_name = dict(plain=scores(2, 6), a=scores(1.9, 3), b=scores(2.0005, 6))
-    failed = [dict(arm=name, seed=seed, stage="judge", log=name) for name, seed in (("a", 5), ("plain", 6))]
+    failed = [records.Failure(arm=name, seed=seed, stage="judge", why="", log=name)
+              for name, seed in (("a", 5), ("plain", 6))]
 
     def verdicts(failures):
-        found = effects.planned_looks(by_name, plan["pairs"], plan, 0.05, 0.0001, failures)
-        return [row["verdict"] for row in found["comparisons"]]
+        rows, _ = effects.planned_looks(by_name, plan.pairs, plan, 0.05, 0.0001, failures)
+        return [row.verdict for row in rows]
     assert verdicts([]) == verdicts(failed) == ["better", "undecided"]
-    assert verdicts([dict(failed[0], seed=3)]) == ["undecided", "undecided"]
+    assert verdicts([but(failed[0], seed=3)]) == ["undecided", "undecided"]
 
 
 # ---- what to type ----
@@ -215,7 +217,7 @@ def test_an_undecided_study_names_a_command_that_works(study, here, capsys):
 
 def pasted(found, **change):
     """The flags of the command that a study on file would name, with another config and command."""
-    found = {**found, **change}
+    found = but(found, **change)
     command = findings.next_study(found)["command"]
     return dict(word[2:].split("=", 1) for word in shlex.split(command) if word.startswith("--"))
 
@@ -237,7 +239,7 @@ def test_fresh_seeds_are_none_that_chose_or_judged(open_study):
 
 
 def test_what_would_take_some_hundred_seeds_is_said_and_no_command_given(open_study):
-    found = json.loads(json.dumps(open_study))
+    found = as_on_file(open_study)
     for c, n in zip(found["comparisons"], (None, 640, 9)):
         c["more_seeds"] = n
     found["comparisons"] = found["comparisons"][:3]
@@ -256,17 +258,17 @@ def test_what_would_take_some_hundred_seeds_is_said_and_no_command_given(open_st
     "docs/compare.ipynb", "python compare.py '", "python train.py --seeds=1", "python compare.py --nokey=3",
     "python compare.py --mechanisms=fox \x1b[31m"])
 def test_where_the_command_is_not_known_none_is_invented(open_study, command):
-    following = findings.next_study({**open_study, "command": command})
+    following = findings.next_study(but(open_study, command=command))
     assert following["command"] is None and following["words"]
-    page = html_of({**open_study, "command": command})
+    page = html_of(but(open_study, command=command))
     assert "A new study with 51 fresh seeds" in page and "--plain_seeds=51" not in page
 
 
 def test_nothing_is_asked_for_where_nothing_is_undecided_or_runs_are_to_come(open_study):
-    assert findings.next_study({**open_study, "planned": open_study["planned"] + 1}) is None
+    assert findings.next_study(but(open_study, planned=open_study["planned"] + 1)) is None
     assert findings.next_study(results.read(ROOT / "results" / "demo.json.gz")) is None
-    failed = {**open_study["comparisons"][0], "more_seeds": None, "p_corrected": 0.01}  # withheld, not open
-    assert findings.next_study({**open_study, "comparisons": [failed]}) is None
+    failed = but(open_study["comparisons"][0], more_seeds=None, p_corrected=0.01)  # withheld, not open
+    assert findings.next_study(but(open_study, comparisons=[failed])) is None
 
 
 def test_a_study_of_variants_of_its_own_keeps_those_that_are_open_and_their_contrasts():
