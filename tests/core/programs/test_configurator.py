@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
-from nanoheads import checkpoint
+from nanoheads import checkpoint, start
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                               note_on_warmup, trained_with)
@@ -160,9 +160,9 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
     if isinstance(found[0], str):
         return
     model, train = found
-    asked = checkpoint.asked_for(model, train)
+    asked = start.asked_for(model, train)
     again, train_again = answer(values, base=("config.json", asked), data=bytes_data)
-    of_a_command = {key: getattr(train, key) for key in checkpoint.OF_A_COMMAND}
+    of_a_command = {key: getattr(train, key) for key in start.OF_A_COMMAND}
     assert again == model and replace(train_again, **of_a_command) == train
     assert replace(model) == model, "what follows from a flag follows once"
     assert checkpoint.config_of(dict(config=model.flags()), "x.pt") == model

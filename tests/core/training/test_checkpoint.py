@@ -192,10 +192,10 @@ def test_whatever_stands_in_a_checkpoint_is_refused_in_a_line_or_means_something
         model, dataset = checkpoint.build(state, file), Dataset(state["dataset"])
         checkpoint.same_vocabulary(state, dataset, file)
         config = TrainConfig(**finished[1]["train"]).for_recipe(model.config.recipe)
-        checkpoint.same_run(state, file, config, dataset)
+        start.same_run(state, file, config, dataset)
         optimizers = make_optimizers(model, config)
         for optimizer, saved in zip(optimizers, state["optimizers"]):
-            checkpoint.restore(optimizer, saved, file, state["step"])
+            start.restore(optimizer, saved, file, state["step"])
     except UserError as e:
         assert len(str(e).splitlines()) == 1, e
 
@@ -639,7 +639,7 @@ def test_a_run_on_a_task_goes_on(tmp_path, fails, capsys):
     train.main(["--resume", folder, "--max_iters=3"])
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 3
     said, = fails(["--resume", folder, "--max_iters=4", "--task_levels=2,4"])
-    assert "cannot go on like this: task_levels=[2, 4] here is None there" in said
+    assert "cannot go on like this: task_levels=[2, 4] here is [" in said
     capsys.readouterr()
     train.main(["--eval_only", folder])
     assert "nats/answer" in capsys.readouterr().out
