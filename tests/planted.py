@@ -63,6 +63,9 @@ FAULTS = (
     Fault("a cache one token too short", "nanoheads/rivals.py",
           "both[:, -reach:])", "both[:, 1 - reach:])",
           ("test_promises.py::test_cached_equals_uncached",)),
+    Fault("positions count the padding of a row", "model.py",
+          "positions = (columns - pad[:, None]).clamp_min(0)", "positions = columns.expand(B, T)",
+          ("test_promises.py::test_mixtures_read_in_portions_and_padded_are_what_each_row_is_alone",)),
     # ---- attention and kernels ----
     Fault("a mask that shows the next token", "attention.py",
           "return keys <= queries", "return keys <= queries + 1",
@@ -84,6 +87,14 @@ FAULTS = (
     Fault("a run folder means its last checkpoint", "checkpoint.py",
           '("best.pt", "ckpt.pt") if (path / n)', '("ckpt.pt", "best.pt") if (path / n)',
           ("test_checkpoint.py::test_a_run_folder_means_its_best_checkpoint",)),
+    Fault("checksums inside of a checkpoint are not looked at", "checkpoint.py",
+          "if broken := zipfile.ZipFile(file).testzip():", "if broken := None:",
+          ("test_checkpoint.py::test_a_damaged_checkpoint_is_read_as_it_was_or_refused_in_a_line",)),
+    Fault("what is off or 0 is not kept of what was asked for", "checkpoint.py",
+          "if key not in OF_A_COMMAND and (key not in defaults or value != defaults[key])}",
+          "if key not in OF_A_COMMAND and value and (key not in defaults or value != defaults[key])}",
+          ("test_configurator.py::test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_"
+           "and_in_a_checkpoint",)),
     # ---- text ----
     Fault("bytes in the place of characters", "tokenizer.py",
           "count_chars(a) - count_chars(b))", "len(a) - len(b))",
