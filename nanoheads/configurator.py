@@ -657,11 +657,10 @@ def made(command, doc="", mechanisms=None, base=None, together=None):
     if command.wants_help:
         print(help_of_values(configs, settings))
         raise SystemExit(0)
-    given = {key: each for key, each in resolved.settings.items()
-             if each.source != BY_TASK and (not base or each.source != base[0])}
+    given = {key: each for key, each in resolved.settings.items() if not base or each.source != base[0]}
     for note in [*resolved.notes, *what_the_run_says(configs, resolved.settings, given, base)]:
         print_once(note)
-    return configs, {key: each.value for key, each in given.items()}
+    return configs, {key: each.value for key, each in given.items() if each.source != BY_TASK}
 
 
 def instance(cls, settings):

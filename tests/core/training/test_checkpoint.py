@@ -639,7 +639,7 @@ def test_a_run_on_a_task_goes_on(tmp_path, fails, capsys):
     train.main(["--resume", folder, "--max_iters=3"])
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 3
     said, = fails(["--resume", folder, "--max_iters=4", "--task_levels=2,4"])
-    assert "cannot go on like this: task_levels=[2, 4] here is None there" in said
+    assert "cannot go on like this: task_levels=[2, 4] here is [" in said
     capsys.readouterr()
     train.main(["--eval_only", folder])
     assert "nats/answer" in capsys.readouterr().out
