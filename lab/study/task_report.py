@@ -33,14 +33,16 @@ def learned_in_words(learned, n, step):
 
 
 def by_cell(found, stage):
-    """{(task, variant): row of found["verdicts"]} of a stage."""
-    return {(row["task"], row["variant"]): row for row in found["verdicts"] if row["stage"] == stage}
+    """{(task, variant): row of found["verdicts"]} of a stage, against the plain GPT."""
+    return {(row["task"], row["variant"]): row for row in found["verdicts"]
+            if row["stage"] == stage and row["baseline"] == PLAIN}
 
 
 def names_in(found):
     """The variants of a study, the plain GPT first, then by the mean share that is right, best first."""
     tasks = found["tasks"].values()
-    names = dict.fromkeys(name for each in tasks for name in each["arms"])
+    names = dict.fromkeys(name for each in tasks for name, arm in each["arms"].items()
+                          if arm["kind"] != "baseline")  # wider plain GPTs are in sentences alone
 
     def mean(name):
         scores = [statistics.mean(arm["judge"]["acc"]) for each in tasks
@@ -73,12 +75,21 @@ def guess_of(task):
 
 
 def sentences(found):
-    """Two lines for each cell that is better or worse: at the shared rates, and at each one's best."""
+    """Two lines for each cell that is better or worse: at the shared rates, also against a plain GPT of as
+    many parameters where there is one, and at each one's best.
+    """
+    wider = {(row["task"], row["variant"]): row for row in found["verdicts"]
+             if row["stage"] == "judge" and row["baseline"] != PLAIN}
     best, lines = by_cell(found, "best"), []
     for (task, name), row in by_cell(found, "judge").items():
         if row["verdict"] not in ("better", "worse"):
             continue
-        lines.append((f"{task}, {name}: {in_words(row)}", at_best_in_words(found, task, name, best)))
+        words = f"{task}, {name}: {in_words(row)}"
+        if (task, name) in wider:
+            row = wider[task, name]
+            words += (f"; against a plain GPT of as many parameters {row['verdict']}, {row['acc_plain']:.3f} "
+                      f"({row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}])")
+        lines.append((words, at_best_in_words(found, task, name, best)))
     return lines
 
 

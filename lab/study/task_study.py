@@ -63,10 +63,22 @@ class OnTask:
         self.runs = Runs(self.config, self.builder.data, trial.TRIALS, reuse)
         self.tuned = {}   # variant: {(Muon's factor, AdamW's): (share right, step or None)}
         self.at_best = {}  # variant: the Variant at its best rates
+        self.wider = {}    # variant: the plain GPT of as many parameters, of those that seem better
 
     @property
     def compared(self):
         return {PLAIN: self.plain, self.twice.name: self.twice, **self.variants}
+
+    @property
+    def arms(self):
+        """All that is trained: what is compared with the plain GPT, and wider plain GPTs."""
+        return {**self.compared, **{wide.name: wide for wide in self.wider.values()}}
+
+    @property
+    def against(self):
+        """[(name, name of what it is compared with)]."""
+        return [*((name, PLAIN) for name in self.compared if name != PLAIN),
+                *((name, wide.name) for name, wide in self.wider.items())]
 
     def results(self, stage, variant):
         """{seed: result} of what is done of a variant in a stage."""
@@ -140,6 +152,21 @@ class TaskStudy:
             task.runs.plan("judge", [task.plain], self.plain_seeds)
             task.runs.plan("judge", others, self.config.seeds)
         self.execute(place, "runs on tasks")
+        if self.config.match_parameters:
+            self.meet_wider(place)
+
+    def meet_wider(self, place):
+        """Train a plain GPT of as many parameters as each variant that seems better has, uncorrected."""
+        for task in self.tasks:
+            for name, scores, plain in task.pairs("judge"):
+                better = statistics.mean(scores) > statistics.mean(plain)
+                if name in task.variants and better and permutation.p_of(scores, plain) <= self.config.alpha:
+                    wide = task.builder.same_parameters(task.variants[name], [*task.wider.values()])
+                    if wide and wide.name != PLAIN:
+                        task.wider[name] = wide
+            wider = {wide.name: wide for wide in task.wider.values()}
+            task.runs.plan("judge", wider.values(), self.config.seeds)
+        self.execute(place, "plain GPTs of as many parameters")
 
     # ---- rates ----
 
@@ -186,7 +213,7 @@ class TaskStudy:
         tasks = {}
         for task in self.tasks:
             arms = {}
-            for name, variant in task.compared.items():
+            for name, variant in task.arms.items():
                 arms[name] = dict(flags=variant.flags, params=variant.params, steps=variant.train.max_iters,
                                   kind=variant.kind, judge=runs_of(task, "judge", name),
                                   best=runs_of(task, "best", name),
@@ -201,8 +228,8 @@ class TaskStudy:
             runs = {folder.name: {**result, "spec": task.runs.specs[folder]}
                     for folder in dict.fromkeys(task.runs.folders.values())
                     if (result := task.runs.result(folder))}
-            tasks[task.name] = dict(arms=arms, unit=data.task.unit, guesses=guesses, length=data.length,
-                                    vocab_size=data.vocab_size, runs=runs,
+            tasks[task.name] = dict(arms=arms, pairs=task.against, unit=data.task.unit, guesses=guesses,
+                                    length=data.length, vocab_size=data.vocab_size, runs=runs,
                                     failures=failures_of(task))
         planned, done = len(self.folders), sum(len(each["runs"]) for each in tasks.values())
         found = dict(kind="tasks", name=self.name, question=self.config.question, command=command,
@@ -252,7 +279,8 @@ def failures_of(task):
 
 
 def verdicts(found):
-    """[{task, variant, stage, ...Comparison}] of a study's dict, corrected over each stage, from its scores.
+    """[{task, variant, baseline, stage, ...Comparison}] of a study's dict, corrected over each stage, by its
+    scores.
 
     stage: "judge", at the shared rates; "best", at each one's best. learned, learned_plain: how many runs
     learned it; step, step_plain: the median step from which on, None where half of them did not.
@@ -261,14 +289,14 @@ def verdicts(found):
     for stage in ("judge", "best"):
         pairs = []
         for task, each in found["tasks"].items():
-            plain = each["arms"][PLAIN][stage]
-            for name, arm in each["arms"].items():
-                if name != PLAIN and arm[stage]["acc"] and plain["acc"]:
-                    pairs.append((task, name, arm[stage], plain))
+            for name, baseline in each["pairs"]:
+                mine, other = (each["arms"][which][stage] for which in (name, baseline))
+                if mine["acc"] and other["acc"]:
+                    pairs.append((task, name, baseline, mine, other))
         compared = permutation.judge([(mine["acc"], plain["acc"]) for *_, mine, plain in pairs],
                                      found["alpha"], found["margin"])
-        for (task, name, mine, plain), comparison in zip(pairs, compared):
-            rows.append(dict(task=task, variant=name, stage=stage, **comparison._asdict(),
+        for (task, name, baseline, mine, plain), comparison in zip(pairs, compared):
+            rows.append(dict(task=task, variant=name, baseline=baseline, stage=stage, **comparison._asdict(),
                              acc=statistics.mean(mine["acc"]), acc_plain=statistics.mean(plain["acc"]),
                              learned=count_learned(mine), learned_plain=count_learned(plain),
                              step=median_step(mine), step_plain=median_step(plain)))

@@ -41,7 +41,9 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-STUDY = ["--base=plain.py", "--mechanisms=key_offset", "--seeds=1,2", "--plain_seeds=3", "--device=cpu",
+# where two seeds are a study, what seems better is chance: no wider plain GPTs, but where they are asked for
+STUDY = ["--match_parameters=False",
+         "--base=plain.py", "--mechanisms=key_offset", "--seeds=1,2", "--plain_seeds=3", "--device=cpu",
          "--out_dir=out/study", "--alpha=0.6"]
 
 
@@ -64,7 +66,7 @@ def test_a_study_from_its_runs_to_its_verdicts(home, capsys):
                 levels = task["runs"][name]["levels"].values()
                 assert acc == pytest.approx(sum(right / asked for _, right, asked in levels) / len(levels))
     rows = json.loads((home / "verdicts.json").read_text())["verdicts"]
-    assert [(row["task"], row["variant"]) for row in rows] == [
+    assert [(row["task"], row["variant"]) for row in rows if row["baseline"] == "plain"] == [
         (task, name) for task in ("copy", "induction") for name in ("plain x 2", "key_offset")]
     row = rows[1]
     assert row["p"] == permutation.p_of(arms["key_offset"]["judge"]["acc"], arms["plain"]["judge"]["acc"])
@@ -126,6 +128,17 @@ def test_with_rates_tuned_what_differs_has_a_grid_and_fresh_seeds(home, monkeypa
     task_study.recheck(found, "x")
 
 
+def test_what_seems_better_meets_a_plain_gpt_of_as_many_parameters(home, monkeypatch):
+    monkeypatch.setattr(task_study.OnTask, "pairs", lambda task, stage: [
+        ("plain x 2", [1.0] * 5, [0.3] * 16), ("output_gate", [1.0] * 5, [0.3] * 16)])
+    compare.main(["--task=copy", *STUDY[1:], "--mechanisms=output_gate"])
+    found = task_study.read(home / "out/study/results.json.gz")["tasks"]["copy"]
+    wide = [name for name, arm in found["arms"].items() if arm["kind"] == "baseline"]
+    assert len(wide) == 1 and ["output_gate", wide[0]] in found["pairs"]
+    assert found["arms"][wide[0]]["params"] == pytest.approx(found["arms"]["output_gate"]["params"], rel=0.01)
+    assert found["arms"][wide[0]]["judge"]["seeds"] == [1, 2]
+
+
 @pytest.mark.parametrize("tried, best", [
     ({(0.5, 1): (0.5, None), (1, 1): (0.9, 200), (2, 1): (1.0, 300)}, (2, 1)),  # the most right
     ({(0.5, 1): (1.0, 200), (1, 1): (0.999, 100), (2, 1): (1.0, 300)}, (1, 1)),  # to 0.01, then the first
@@ -162,7 +175,7 @@ def test_the_plain_gpt_has_as_many_seeds_as_a_verdict_needs():
 
 
 def test_a_plan_says_how_many_runs_and_what_a_verdict_needs(home, capsys):
-    compare.main(["--task=lookback,copy", *STUDY[:4], "--dry_run"])
+    compare.main(["--task=lookback,copy", *STUDY[:5], "--dry_run"])
     said = capsys.readouterr().out
     assert said.startswith("2 tasks: copy, lookback\n1 variant and a plain GPT trained twice as long")
     assert "2 seeds each against 3 of the plain GPT: 4 comparisons, of which the smallest p is 0.1" in said
