@@ -1,5 +1,5 @@
 # From which size on does the plain GPT learn each task? Blocks and width, at the rates of config/task.py
-# 8 tasks x 6 sizes, two seeds each, and ten of the scale's own: some 180 runs of ten seconds or so on a core
+# 8 tasks x 6 sizes and the scale itself, two seeds each: 128 runs of ten seconds or so on a core
 
 question = "From which size on does a plain GPT learn each task?"
 
