@@ -1,7 +1,8 @@
 """
 Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as compute, a report.
 
-    python compare.py --mechanism=mine                           # the challenge: is mine better?
+    python compare.py --mechanism=mine.py                        # the challenge: is mine better?
+    python compare.py --task=recall,copy --mechanisms=sink,fox   # what is learned of tasks (docs/tasks.md)
     python compare.py config/studies/all.py                      # this machine: its GPUs, or its cores
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
     python compare.py config/studies/all.py --scale=mid          # tiny | nano | mid | small | paper
@@ -13,7 +14,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py scores scores.csv --baseline=plain         # verdicts on runs of another program
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
-    python compare.py --mechanism=mine --seeds=1,2,3,4,5,6,7,8 --looks=2   # half of the seeds may be enough
+    python compare.py --mechanism=mine.py --seeds=1,2,3,4,5,6,7,8 --looks=2    # half the seeds may be enough
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
 study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
@@ -541,7 +542,7 @@ def plan_without_data(config, missing):
         rows += with_flags((name,), flags)
     rows += [(f"plain x {multiple:g}", "") for multiple in config.budgets]
     return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
-            f"{missing}; then --dry_run shows parameters, FLOPs, runs and time too")
+            f"{missing}; then plan shows parameters, FLOPs, runs and time too")
 
 
 def with_flags(cells, flags):
@@ -779,7 +780,7 @@ def run_tasks(config, name, command):
 def show_plan(config, name):
     """plan: what a study would train, and for how long."""
     if config.task:
-        return say(*task_study.plan_in_words(task_study.TaskStudy(config, name)))
+        return say(*task_study.plan_in_words(task_study.TaskStudy(config, name), train))
     try:
         if config.minutes:
             config, line = within_minutes(config, name)

@@ -76,7 +76,9 @@ RECIPES = {
 
 @dataclass
 class PlainConfig:
-    """The flags of a plain GPT. GPTConfig, at the end of this file, has those of every mechanism too."""
+    """The flags of a plain GPT. GPTConfig, at the end of this file, has those of every mechanism too, and
+    what follows from them: added_heads(), head_size_in(), queries_are_keys() and so on.
+    """
     block_size: int = flag(1024, "context length, in tokens", at_least=1, section="size")
     vocab_size: Optional[int] = flag(None, "number of tokens; None: the dataset's, when training", at_least=1)
     n_layer: int = flag(12, "number of blocks", at_least=1, at_most=10_000)
@@ -2164,7 +2166,8 @@ class Window(CausalMask, Mechanism):
 
 # The mechanisms of a layer, in the order in which they act; those between blocks; those that are masks, of
 # which the first that is on is the model's; and all of them. To delete a mechanism, delete its class and its
-# name here: nothing in Block, GPT and CausalSelfAttention knows it.
+# name here: nothing in Block, GPT and CausalSelfAttention knows it. ConstraintHeads alone needs another
+# class, Sentinel, for its noisy gates. A new class is tried before it is trained, see TRIED in causality.py.
 HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, SSMax, KeyOffset, XSA, HeadNorm,
                    HeadMix, Routing, Sentinel, Agency, ScoreCap, A2C, Roles, Alibi, RelativeBias, FoX,
                    PairedHeads, Diff, DiffV1, OutputGate, ConstraintHeads, ACAG, Sink]

@@ -547,6 +547,18 @@ def try_scores(model, device):
     tried.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)
 
 
+def own_start(classes):
+    """UserError where a mechanism that is new in model.py puts values into its parameters that the model
+    would overwrite; own_mechanism.add() has asked those in files of one's own.
+    """
+    from nanoheads import own_mechanism  # only here: most runs have no new mechanism
+    for cls in classes:
+        if cls in own_mechanism.ADDED:
+            continue
+        if problem := next(own_mechanism.problems_of_models(cls), None):
+            raise UserError(f"{cls.__name__}: {problem}")
+
+
 def ready_to_step(model, config, process=Process()):
     """A Run that training_step() can be called on, without data, folder or log: for bench.py and the tests.
 
@@ -634,9 +646,11 @@ def train_alone(model_config, config, given, process):
     check_model(model, config)
     if OWN_FILES and model.changes_scores:
         try_scores(model, process.device)
-    if model.config.own and not config.eval_only:
-        from nanoheads import causality  # only here: of the mechanisms of model.py it is known
-        causality.refuse(causality.grown(model), config, "before training", step=0)
+    if model.config.mechanisms() and not config.eval_only:
+        from nanoheads import causality  # only here: a plain GPT does without
+        if new := causality.untried(model.config):
+            own_start(new)
+            causality.refuse(causality.grown(model), config, "before training", step=0)
     targets = None
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
@@ -662,7 +676,7 @@ def train_alone(model_config, config, given, process):
         return run.last_eval
     if run.is_right_enough:
         process.print0(f"{run.out_dir} has ended at step {step:,} of {config.max_iters:,} by task_enough="
-                       f"{config.task_enough:g}; a higher one goes on")
+                       f"{config.task_enough:g}; a larger one goes on")
         write_result(run)
         return run.last_eval
     if run.out_of_patience:

@@ -429,6 +429,8 @@ def with_types(settings, keys):
     for source, key, value in settings:
         if key not in known:
             meant, words = nearest(key, keys)
+            if "settings" in keys and not meant:  # of a study, in which other keys are train.py's
+                words = f"a key of train.py goes into --settings=\"{{'{key}': ...}}\"; {words}"
             problems.append(f"{source}: unknown key {key}; {words}")
             wrong |= {meant} - {None}
             continue

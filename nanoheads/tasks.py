@@ -330,14 +330,15 @@ class TaskData:
             raise UserError(f"{key}: {self.name} has no rows with {level} {task.unit}")
         if (room := task.room(level, words)) > length:
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need rows of at least {room} tokens, "
-                            f"and rows have {length}: raise block_size or lower the level")
+                            f"and rows have {length}: raise block_size, or name a smaller level")
         most = getattr(words, task.most) if task.most else math.inf
         if task.most == "keys":
             most **= words.key_size
         if level > most:
+            what_to_do = "name a smaller level" if key.startswith("--") else "give more, or a smaller level"
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "
                             f"task_{task.most}={getattr(words, task.most)} gives {most}: "
-                            + ("lower the level" if key.startswith("--") else "raise it or lower the level"))
+                            f"{what_to_do}")
 
     def rows(self, split, level, n, length=None, seed=0):
         """(x, y) of n rows of one level, int64 [n, T] each, of `length` tokens; the same for all runs."""
@@ -518,8 +519,8 @@ def what_was_learned(data, rows):
     if learned:
         parts.append("learned " + ", ".join(f"{level} from step {step:,} on" for level, step in learned))
     if others:
-        parts.append("not learned " + ", ".join(others))
+        parts.append(f"not learned in {last['step']:,} steps " + ", ".join(others))
     of_all = learned_from(steps, [row["val_acc"] for row in rows])
     when = "never" if of_all is None else f"from step {of_all:,} on"
     return (f"{data.name}, by {unit}: {'; '.join(parts)}. All levels together: {last['val_acc']:.3f} right, "
-            f"{LEARNED:.0%} {when}")
+            f"{LEARNED:.0%} {when}. One run; compare.py --task={data.name} asks several seeds")

@@ -20,9 +20,10 @@ import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from nanoheads.common import (UserError, from_json, git_commit, json_safe, plural, read_whole, write_json)
+from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_device, plural, read_whole,
+                              write_json)
 from nanoheads.tasks import LEARNED, TASKS
-from lab.study import permutation, queue, results, trial
+from lab.study import costs, findings, permutation, queue, results, trial
 from lab.study.runs import Reuse, Runs
 from lab.study.variants import VariantBuilder
 
@@ -30,6 +31,7 @@ PLAIN = "plain"
 MARGIN = 0.05                # of the share that is right: a difference below it is called the same
 GRID = (0.5, 1.0, 2.0)       # factors of Muon's rate, and of AdamW's
 OF_ADAMW = ("adamw_lr", "embed_lr", "mechanism_lr")  # groups of variants.RATES that one factor moves
+SECONDS_BESIDE_STEPS = 5.0   # of a run: starting Python, reading torch, looking for leaks, writing
 TWICE = 2                    # budgets of the control: as many times the steps
 
 
@@ -363,8 +365,8 @@ def problems_of(run, what, seed, acc, step, where):
 
 # ---- what a study would take ----
 
-def plan_in_words(study):
-    """What a study consists of, as lines."""
+def plan_in_words(study, training):
+    """What a study consists of, and how long it takes, as lines. training: train.py's functions."""
     study.run(None)
     left = [folder for task in study.tasks for folder in dict.fromkeys(task.runs.folders.values())
             if task.runs.result(folder) is None]
@@ -376,6 +378,15 @@ def plan_in_words(study):
              f"of which the smallest p is {permutation.smallest_p(n, m):.2g}, "
              f"{min(1, comparisons * permutation.smallest_p(n, m)):.2g} corrected",
              f"{plural(len(study.folders), 'run')}, {len(left):,} of them to do, in {trial.TRIALS}"]
+    c, first = study.config, study.tasks[0]
+    slots = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
+    step, token = costs.probe(first.plain, pick_device(c.device), slots.threads, training)
+    config, data = first.plain.train, first.builder.data
+    evaluations = 1 + config.max_iters // config.eval_interval
+    scored = data.length * len(data.test_levels) * (evaluations * config.task_rows + trial.ROWS_OF_TASK)
+    seconds = config.max_iters * step + scored * token + SECONDS_BESIDE_STEPS
+    lines.append(f"at most about {findings.duration(len(left) * seconds / slots.count)}, {slots.count} at "
+                 f"once, if each took as long as all steps of the plain GPT here, {seconds:,.0f} s")
     if study.config.tune_lr:
         lines.append(f"then, for what differs, a grid of {len(GRID) ** 2} pairs of rates and fresh seeds")
     return lines

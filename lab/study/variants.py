@@ -226,7 +226,8 @@ class StudyConfig:
                     bad.append(f"at {size}: {key}={value!r} is not {configurator.type_name(types[key][0])}")
         names = {Path(text).name for text in self.texts}
         if self.texts and (len(names) < max(2, len(self.texts)) or self.sizes or "dataset" in self.settings):
-            bad.append(f"texts={self.texts} must be two datasets or more, each once, with neither sizes nor "
+            bad.append(f"texts={self.texts} must be two datasets or more (one is --settings=\"{{'dataset': "
+                       "'NAME'}\"), each once, with neither sizes nor "
                        "settings of a dataset beside them")
         return bad
 

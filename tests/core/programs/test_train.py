@@ -22,7 +22,7 @@ import torch
 import model as model_py
 import train
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, files, scoring
+from nanoheads import causality, checkpoint, files, scoring
 from nanoheads.common import UserError
 from nanoheads.config import WANDB_MODES
 from nanoheads.dataset import Batches, Dataset
@@ -1083,3 +1083,38 @@ def test_wandb_offline_for_real(args, tmp_path, monkeypatch):
                   for word in (b"val_bpb", b"n_embd", f"code-{run_id}".encode())):
         assert time.time() < deadline
         time.sleep(0.1)
+
+
+# ---- a mechanism that is new in model.py ----
+
+def test_what_is_known_to_be_causal_are_the_mechanisms_of_this_repository():
+    assert sorted(causality.TRIED) == sorted(cls.__name__ for cls in model_py.MECHANISM_CLASSES)
+
+
+def test_a_mechanism_that_no_test_has_tried_is_tried_before_it_is_trained(bytes_data, tmp_path, monkeypatch):
+    """As a class that somebody adds to model.py is: here one that takes the mean over all of the text."""
+    line = [f"--{key}={value}" for key, value in TINY.items()] + [
+        f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", "--head_norm"]
+    monkeypatch.setattr(causality, "TRIED", [name for name in causality.TRIED if name != "HeadNorm"])
+    train.main(line)
+    monkeypatch.setattr(model_py.HeadNorm, "after_attention", lambda self, attn, heads: setattr(
+        heads, "y", heads.y.mean(2, keepdim=True).expand_as(heads.y)))
+    with pytest.raises(SystemExit, match="train: before training .*its score would mean nothing"):
+        train.main([*line, "--overwrite"])
+
+
+def test_values_that_a_new_mechanism_would_lose_are_refused_by_name(bytes_data, tmp_path, monkeypatch):
+    line = [f"--{key}={value}" for key, value in TINY.items()] + [
+        f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", "--query_gain"]
+    monkeypatch.setattr(causality, "TRIED", [name for name in causality.TRIED if name != "QueryGain"])
+    made = model_py.QueryGain.__init__
+
+    def filled(self, *args):
+        made(self, *args)
+        for p in self.parameters():
+            p.data.fill_(0.25)
+
+    monkeypatch.setattr(model_py.QueryGain, "__init__", filled)
+    monkeypatch.setattr(model_py.QueryGain, "initial_values", lambda self: {})
+    with pytest.raises(SystemExit, match="train: QueryGain: query_gain: __init__ fills .* with 0.25"):
+        train.main(line)
