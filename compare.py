@@ -746,17 +746,23 @@ def report_once_more(config):
     """report FILE: the report of a results file, without its runs."""
     path = Path(config.from_results)
     check_places(config)
-    if found := task_study.read(path):
-        out = config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"]))
-        return task_report.write_all(found, out)
-    found = results.read(path)
+    of_tasks = task_study.read(path)
+    found = of_tasks or results.read(path)
     try:
-        say(results.recheck(path, complain=False), flush=True)
+        say(task_study.recheck(of_tasks, path) if of_tasks else results.recheck(path, complain=False),
+            flush=True)
     except UserError as e:
-        say(f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it",
+        first, *more = str(e).splitlines()
+        also = f" and {len(more):,} more" if more else ""
+        say(f"NOT AS COMPUTED: {first}{also}; --recheck names them, and what follows is as the file has it",
             flush=True)
     out = config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"]))
-    report_of(found, out, config.json)
+    if not of_tasks:
+        return report_of(found, out, config.json)
+    task_report.write_all(found, out)
+    if config.json:
+        task_study.write_verdicts(found, config.json)
+        say(config.json)
 
 
 def run_tasks(config, name, command):

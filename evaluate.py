@@ -214,7 +214,7 @@ def task_table(reports, guesses, about):
         if parts:
             lines.append(f"{r['name']} was trained on {', and on '.join(parts)}.")
     lines.append("guessing: at each level the best of any answer there may be, one of those in the row so "
-                 "far, and always the same one.")
+                 "far, that which is there most often, and that which is usual at its place.")
     return "\n".join(lines)
 
 

@@ -286,6 +286,8 @@ class Words:
 # ---- what a run is trained and scored on ----
 
 STREAMS = {"train": 0, "val": 1, "test": 2}  # the first number of what seeds a generator
+MOST_KEYS = 32_768       # of all rows of a batch each has a random number
+TOKENS_COUNTED = 200_000  # in the rows that say which answer is usual at which place
 
 
 class TaskData:
@@ -306,7 +308,10 @@ class TaskData:
         for key in ("levels", "test_levels"):
             if flags.get(f"task_{key}") == []:
                 raise UserError(f"task_{key} is empty: name a level, or leave it out for the task's own")
-            for level in getattr(self, key):
+            levels = getattr(self, key)
+            if twice := [level for level in levels if levels.count(level) > 1]:
+                raise UserError(f"task_{key} names {twice[0]} twice: name each level once")
+            for level in levels:
                 self.check_level(f"task_{key}", level, self.length)
         self.dir = f"task {self.name}"  # in messages, in the place of a folder
         self.meta = dict(name=self.dir, encoding="char", vocab=self.words.vocab,
@@ -334,6 +339,10 @@ class TaskData:
         most = getattr(words, task.most) if task.most else math.inf
         if task.most == "keys":
             most **= words.key_size
+            if most > MOST_KEYS:
+                raise UserError(f"task_keys={words.keys} and task_key_size={words.key_size} make {most:,} "
+                                "keys, and drawing needs a number for each of them: lower one until there "
+                                f"are at most {MOST_KEYS:,}")
         if level > most:
             what_to_do = "name a smaller level" if key.startswith("--") else "give more, or a smaller level"
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "
@@ -371,21 +380,31 @@ class TaskData:
         return x, y
 
     def guesses(self, split, level, n, length=None):
-        """What share of its answers who knows nothing else gets right in these rows, as a dict.
+        """What share of its answers who has not learned the task gets right in these rows, as a dict.
 
-        chance: of all words that may be the answer. seen: of those that stand in the row by then, each
-        counted once. usual: with the one word that is right most often.
+        chance: with any of the words that may be the answer. seen: with any of those that stand in the row by
+        then, each counted once. often: with the one of them that stands there most often. place: with the
+        word that is right most often at that place of a row, as other rows of this level have it.
         """
+        length = length or self.length
         x, y = self.rows(split, level, n, length)
         first, size = self.words.answers
         of_words = np.arange(first, first + size)
-        seen = np.maximum.accumulate(x[..., None] == of_words, 1)  # [n, T, words]
+        times = (x[..., None] == of_words).cumsum(1, dtype=np.int16)  # [n, T, words]
         asked = y != NOT_ASKED
-        right = y[asked] - first
-        among = seen[asked]
-        hits = among[np.arange(len(right)), right] / among.sum(1).clip(1)
-        return dict(chance=1 / size, seen=float(hits.mean()),
-                    usual=float(np.bincount(right).max() / len(right)))
+        right, among = y[asked] - first, times[asked]
+        seen = among > 0
+        hits = seen[np.arange(len(right)), right] / seen.sum(1).clip(1)
+        usual = self.usual_at_places(split, level, length)
+        return dict(chance=1 / size, seen=float(hits.mean()), often=float((among.argmax(1) == right).mean()),
+                    place=float((usual[asked.nonzero()[1]] == right + first).mean()))
+
+    def usual_at_places(self, split, level, length):
+        """The word that is right most often at each place, [T], in rows that are not those scored."""
+        first, size = self.words.answers
+        _, y = self.rows(split, level, max(256, TOKENS_COUNTED // length), length, seed=1)
+        places, words = (y != NOT_ASKED).nonzero()[1], y[y != NOT_ASKED] - first
+        return first + np.bincount(places * size + words, minlength=length * size).reshape(-1, size).argmax(1)
 
 
 def check_split(split, path):

@@ -149,14 +149,14 @@ def is_same_code(spec, other):
 class Reuse:
     """The runs that a study may take. files: results files; accept_code: also those of other code.
 
-    UserError: a file cannot be read, or holds no runs.
+    on_file: yields the runs of a file. UserError: a file cannot be read, or holds no runs.
     """
 
-    def __init__(self, files=(), accept_code=False, trials=trial.TRIALS):
+    def __init__(self, files=(), accept_code=False, trials=trial.TRIALS, on_file=None):
         self.accept_code = accept_code
         self.runs = {}  # key_of(spec): [result, with its "spec" and "from"]
         for path in files:
-            for run in runs_on_file(path):
+            for run in (on_file or runs_on_file)(path):
                 self.runs.setdefault(key_of(run["spec"]), []).append({**run, "from": str(path)})
         if not any(self.runs.values()) and files:
             raise UserError(f"reuse={', '.join(map(str, files))} holds no runs")
@@ -183,13 +183,18 @@ def runs_on_file(path):
     """Yield the runs of a results file, each checked against its hash and its nats. UserError."""
     for study in studies_in(results.read(path)).values():
         for name, run in as_json(study.runs).items():
-            try:
-                trial.check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
-                if trial.folder_of(run["spec"]).name != name:
-                    raise ValueError("it has the trial.json of another run")
-            except (KeyError, TypeError, ValueError) as e:
-                raise UserError(f"{path}: run {name} cannot be taken: {e}") from None
-            yield run
+            yield taken(path, name, run, lambda: run.get("block_nats", run["nats"]))  # blocks are rounded
+
+
+def taken(path, name, run, parts):
+    """A run of a results file as it is there. UserError: it is not what its name and its parts() say."""
+    try:
+        trial.check_figures(run, parts(), 1e-6)
+        if trial.folder_of(run["spec"]).name != name:
+            raise ValueError("it has the trial.json of another run")
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{path}: run {name} cannot be taken: {e}") from None
+    return run
 
 
 def specs_in(trials):

@@ -137,7 +137,15 @@ def in_text(found, width=150):
         lines += [first, f"    {second}"]
     failed = [row for each in found["tasks"].values() for row in each["failures"]]
     lines += [f"failed: {row['arm']}, seed {row['seed']}: {row['why']}" for row in failed]
-    return "\n".join(lines)
+    return "\n".join(lines + taken_in_words(found))
+
+
+def taken_in_words(found):
+    """A line for each task and place that runs were taken from instead of trained."""
+    return [f"{task}: {plural(row['runs'], 'run')} taken from {row['from']}"
+            + (f", {row['other_code']:,} of them made by other code or other libraries"
+               if row["other_code"] else "")
+            for task, each in found["tasks"].items() for row in each.get("reused", ())]
 
 
 # ---- pictures ----
@@ -196,7 +204,8 @@ def curves(found):
         ax.axhline(guess_of(each), color=GREY, ls=":", lw=1)
         ax.set_title(task, fontsize=10)
         ax.set_ylim(0, 1.02)
-        ax.legend(fontsize=7, loc="lower right")
+        if ax.get_legend_handles_labels()[0]:  # of an interim report perhaps no run is done
+            ax.legend(fontsize=7, loc="lower right")
     return figure
 
 

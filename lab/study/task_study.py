@@ -24,11 +24,11 @@ from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_
                               write_json)
 from nanoheads.tasks import LEARNED, TASKS
 from lab.study import costs, findings, permutation, queue, results, trial
-from lab.study.runs import Reuse, Runs
+from lab.study.records import as_json
+from lab.study.runs import Reuse, Runs, taken
 from lab.study.variants import VariantBuilder
 
 PLAIN = "plain"
-MARGIN = 0.05                # of the share that is right: a difference below it is called the same
 GRID = (0.5, 1.0, 2.0)       # factors of Muon's rate, and of AdamW's
 OF_ADAMW = ("adamw_lr", "embed_lr", "mechanism_lr")  # groups of variants.RATES that one factor moves
 SECONDS_BESIDE_STEPS = 5.0   # of a run: starting Python, reading torch, looking for leaks, writing
@@ -57,7 +57,7 @@ class OnTask:
 
     def __init__(self, config, name, reuse):
         self.name = name
-        self.config = replace(config, task=[], settings={**config.settings, "task": name})
+        self.config = replace(config, task=[name])
         self.builder = VariantBuilder(self.config)
         self.plain = self.builder.plain
         self.variants = {each.name: each for each in self.builder.variants()}
@@ -110,14 +110,10 @@ class TaskStudy:
 
     def __init__(self, config, name):
         self.config, self.name = config, name
-        reuse = Reuse(config.reuse, config.accept_code)
+        reuse = Reuse(config.reuse, config.accept_code, on_file=runs_on_file)
         self.tasks = [OnTask(config, task, reuse) for task in names_of(config.task)]
         comparisons = sum(len(task.compared) - 1 for task in self.tasks)
         self.plain_seeds = seeds_of_plain(config, max(1, comparisons))
-
-    @property
-    def margin(self):
-        return MARGIN if self.config.margin == type(self.config).margin else self.config.margin
 
     @property
     def folders(self):
@@ -185,7 +181,7 @@ class TaskStudy:
         for task in tuned:
             for name in (PLAIN, *names[task.name]):
                 at = [task.at_factors(task.compared[name], *factors) for factors in grid]
-                task.runs.plan("grid", at, seed)
+                task.runs.plan("grid", at, seed, "val")  # which rates are best no test row decides
         self.execute(place, "a grid of rates")
         for task in tuned:
             for name in (PLAIN, *names[task.name]):
@@ -232,11 +228,11 @@ class TaskStudy:
                     if (result := task.runs.result(folder))}
             tasks[task.name] = dict(arms=arms, pairs=task.against, unit=data.task.unit, guesses=guesses,
                                     length=data.length, vocab_size=data.vocab_size, runs=runs,
-                                    failures=failures_of(task))
+                                    failures=failures_of(task), reused=as_json(task.runs.reused()))
         planned, done = len(self.folders), sum(len(each["runs"]) for each in tasks.values())
         found = dict(kind="tasks", name=self.name, question=self.config.question, command=command,
                      commit=git_commit(), config=asdict(self.config), alpha=self.config.alpha,
-                     margin=self.margin, seeds=self.config.seeds, plain_seeds=self.plain_seeds,
+                     margin=self.config.margin, seeds=self.config.seeds, plain_seeds=self.plain_seeds,
                      planned=planned, done=done, finished=planned == done, tasks=tasks)
         found = json_safe(found)
         return {**found, "verdicts": verdicts(found)}
@@ -392,6 +388,15 @@ def plan_in_words(study, training):
     return lines
 
 
+def runs_on_file(path):
+    """Yield the runs of a study of tasks, each checked against its hash and its answers. UserError."""
+    if not (found := read(path)):
+        raise UserError(f"reuse={path} is not a results file of a study of tasks, or cannot be read")
+    for each in found["tasks"].values():
+        for name, run in each["runs"].items():
+            yield taken(path, name, run, lambda: [nats for nats, _, _ in run["levels"].values()])
+
+
 def read(path):
     """The dict of a study of tasks in a results file, gzip'd or not; None: it is that of another kind, or
     cannot be read, which results.read() says.
@@ -411,5 +416,10 @@ def write(found, out, json=None):
     Path(out).mkdir(parents=True, exist_ok=True)
     results.write(found, Path(out))
     if json:
-        keys = ("kind", "name", "question", "command", "alpha", "margin", "planned", "done", "finished")
-        write_json(json, {**{key: found[key] for key in keys}, "verdicts": found["verdicts"]})
+        write_verdicts(found, json)
+
+
+def write_verdicts(found, json):
+    """Write what a study's dict says without its runs, for a program."""
+    keys = ("kind", "name", "question", "command", "alpha", "margin", "planned", "done", "finished")
+    write_json(json, {**{key: found[key] for key in keys}, "verdicts": found["verdicts"]})

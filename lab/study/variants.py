@@ -65,7 +65,8 @@ class StudyConfig:
     variants: dict = flag({}, "more variants: name -> flags; seed: added")
     contrasts: list = flag([], 'pairs of variants to compare too: [["a", "b"]]')
     first: dict = flag({}, "what variants read besides: path -> the command that makes it")
-    scale: Scale = flag("tiny", "which plain GPT: config/<scale>.py")
+    scale: Optional[Scale] = flag(
+        None, "which plain GPT: config/<scale>.py; None: tiny, of a study of tasks task")
     size: Optional[str] = flag(None, "another size of it: 0.1M | 0.33M | 1M | 10M")
     sizes: list[str] = flag([], "a ladder: the study once for each of these sizes")
     at: dict = flag({}, 'other keys at one size of the ladder: {"1M": {"seeds": [1]}}')
@@ -143,17 +144,20 @@ class StudyConfig:
 
     alpha: float = flag(
         0.05, "false verdicts of the whole study; intervals are 1 - alpha", section="statistics")
-    margin: float = flag(0.01, "bits/byte: a difference below it is called the same")
+    margin: Optional[float] = flag(
+        None, "a difference below it is called the same; None: 0.01 bits/byte, of a task 0.05 of the answers")
 
     def __post_init__(self):
         if self.screen is None:
-            self.screen = self.mechanism is not None
+            self.screen = self.mechanism is not None and not self.task
         if self.mechanism:
             self.mechanisms = self.mechanisms or self.mechanism.split(",")
-        if self.task and self.scale == "tiny" and not self.base:
-            self.scale = "task"
+        if self.scale is None:
+            self.scale = "task" if self.task and not self.base else "tiny"
+        if self.margin is None:
+            self.margin = 0.05 if self.task else 0.01
         if self.budgets is None:
-            self.budgets = [] if self.mechanism else [0.7, 1.4, 2.0]
+            self.budgets = [] if self.mechanism or self.task else [0.7, 1.4, 2.0]
         if self.seeds is None:
             self.seeds = [*range(1, 1 + (SEEDS_OF_CHALLENGE if self.mechanism else 5))]
 
@@ -285,10 +289,15 @@ class StudyConfig:
         if unknown := [name for name in self.task if name not in (*TASKS, "all")]:
             bad.append(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
         if self.task:
-            of_text = dict(texts=[], sizes=[], looks=1, minutes=None, tokens_per_param=None, fresh=False,
-                           lives=False)
+            of_text = dict(texts=[], sizes=[], at={}, looks=1, minutes=None, tokens_per_param=None,
+                           budgets=[], contrasts=[], test_tokens=0, screen=False, best=6, worst=2, always=[],
+                           match_parameters=True, fresh=False, lives=False, rescore=None)
             bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"
                     for key, usual in of_text.items() if getattr(self, key) != usual]
+            if self.settings.get("dataset"):
+                bad.append(f"settings: dataset={self.settings['dataset']!r} is of a text, not of a task")
+        if "task" in self.settings:
+            bad.append(f"settings: task={self.settings['task']!r} makes no study of tasks: name it by --task")
         if self.looks == 1 and self.spending != "obrien_fleming":
             bad.append(f"spending={self.spending!r} is how the error is spent on two looks: add --looks=2")
         if self.submit not in (None, "auto", "slurm", "local"):
@@ -380,7 +389,8 @@ class VariantBuilder:
     def __init__(self, config, rates=()):
         self.config = config
         self.base = config.base or f"config/{config.scale}.py"
-        self.settings = {**SIZES.get(config.size, {}), **config.settings, **dict(rates)}
+        of_task = {"task": config.task[0]} if config.task else {}  # a study of several has a builder for each
+        self.settings = {**SIZES.get(config.size, {}), **config.settings, **of_task, **dict(rates)}
         model, training = self.load({})
         if config.tokens_per_param:
             self.settings.update(budget_of(model, training, config.tokens_per_param))
@@ -388,6 +398,9 @@ class VariantBuilder:
         if model.weight_dropout and any(self.needs_no_dropout(relative(flags, model))
                                         for flags in variants_of(config).values()):
             self.settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
+        if training.task and not config.task:
+            raise UserError(f"{self.base} trains on the task {training.task}: add --task={training.task}, "
+                            "or other ones, or all")
         self.data = data_of(training, model.block_size)
         for split in dict.fromkeys(("train", "val", config.split)) if not training.task else ():
             self.data.tokens(split)  # what is missing is reported now, not after all runs

@@ -1,5 +1,6 @@
 """Rows of tasks: a solver in plain Python computes every answer from the tokens of its row alone."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -228,9 +229,26 @@ def test_who_guesses_among_the_values_seen_is_right_as_often_as_computed(level):
     assert guesses["seen"] >= 1 / level - 1e-9  # more where a value is there twice
 
 
-def test_the_usual_answer_of_parity_is_right_half_of_the_time():
+def test_who_takes_what_was_seen_most_often_is_right_as_often_as_computed():
+    data = of("copy")
+    x, y = data.rows("val", 8, 64)
+    tokens = [[word for word in row if kind(data, word) == "key"] for row in x.tolist()]
+    often = [max(sorted(seen), key=seen.count) for seen in tokens]
+    guesses = data.guesses("val", 8, 64)
+    assert guesses["often"] == pytest.approx(np.mean([word == answer for word, row in zip(often, y[:, -8:])
+                                                      for answer in row]))
+    assert guesses["often"] > guesses["seen"] > guesses["chance"]
+
+
+def test_count_can_be_guessed_by_place():
+    """After i tokens of four kinds the most likely answer is about i / 4: a binomial tells how likely."""
+    right = [max(math.comb(i, k) * 0.25 ** k * 0.75 ** (i - k) for k in range(i + 1)) for i in range(32)]
+    guesses = of("count").guesses("val", 32, 1000)
+    assert guesses["place"] == pytest.approx(np.mean(right), abs=0.01) and guesses["seen"] == 0.0
+    # where places say nothing they give no more than chance does: the usual word is not that of these rows
+    assert of("recall").guesses("val", 4, 64)["place"] < 0.04
     guesses = of("parity").guesses("val", 16, 256)
-    assert guesses["chance"] == 0.5 and 0.5 <= guesses["usual"] < 0.55 and guesses["seen"] == 0.0
+    assert guesses["chance"] == 0.5 and guesses["place"] == pytest.approx(0.5, abs=0.05)
 
 
 # ---- what was learned ----
@@ -256,6 +274,11 @@ def test_learned_from_the_step_from_which_on_nine_tenths_are_right(shares, step)
     ("count", dict(levels=[20], values=8), "20 tokens of count need as many values"),
     ("induction", dict(levels=[1]), "induction has no rows with 1 tokens"),
     ("recall", dict(levels=[]), "task_levels is empty"),
+    ("recall", dict(levels=[1, 2, 1]), "task_levels names 1 twice"),
+    ("recall", dict(test_levels=[2, 2]), "task_test_levels names 2 twice"),
+    ("fuzzy_recall", dict(levels=[1], key_size=20),
+     "task_keys=8 and task_key_size=20 make 1,152,921,504,606,846,976 keys"),
+    ("fuzzy_recall", dict(levels=[1], keys=512), "task_keys=512 and task_key_size=2 make 262,144 keys"),
     ("recall", dict(levels=[0]), "recall has no rows with 0 pairs"),
     ("copy", dict(values=5), "task_values=5: copy has no values"),
     ("recall", dict(key_size=2), "task_key_size=2: recall always has a key size of 1"),

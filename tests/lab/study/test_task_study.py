@@ -105,10 +105,46 @@ def test_every_figure_is_computed_once_more_and_what_was_changed_is_found(home, 
 def test_the_report_is_made_once_more_from_the_file_alone(home, capsys):
     study_of_two(home)
     capsys.readouterr()
-    compare.main(["--from_results=out/study/results.json.gz", "--out_dir=out/again"])
-    assert "4 comparisons" in capsys.readouterr().out
+    compare.main(["--from_results=out/study/results.json.gz", "--out_dir=out/again", "--json=again.json"])
+    said = capsys.readouterr().out
+    assert "4 comparisons" in said and "all of them the same" in said
+    assert (home / "again.json").read_bytes() == (home / "verdicts.json").read_bytes()
     for name in ("report.html", "task_map.svg"):
         assert (home / "out/again" / name).read_bytes() == (home / "out/study" / name).read_bytes()
+
+
+def test_a_report_on_a_file_with_another_figure_says_so(home, capsys):
+    found = study_of_two(home)
+    found["tasks"]["copy"]["arms"]["plain"]["judge"]["acc"][0] += 0.1
+    task_study.write(found, home / "out/changed")
+    capsys.readouterr()
+    compare.main(["report", "out/changed/results.json.gz", "--out_dir=out/again"])
+    assert capsys.readouterr().out.startswith("NOT AS COMPUTED: out/changed/results.json.gz: copy: ")
+
+
+def test_runs_of_a_results_file_are_taken_and_named(home, capsys):
+    first = study_of_two(home)
+    (home / "out/trials").rename(home / "gone")
+    capsys.readouterr()
+    compare.main(["--task=copy", *STUDY, "--reuse=out/study/results.json.gz", "--out_dir=out/second"])
+    assert "copy: 7 runs taken from out/study/results.json.gz\n" in capsys.readouterr().out
+    second = task_study.read(home / "out/second/results.json.gz")
+    assert second["finished"] and not (home / "out/trials").exists()
+    assert second["tasks"]["copy"]["arms"] == first["tasks"]["copy"]["arms"]
+    task_study.recheck(second, "x")
+    with pytest.raises(SystemExit, match="reuse=plain.py is not a results file of a study of tasks"):
+        compare.main(["--task=copy", *STUDY, "--reuse=plain.py"])
+    run = next(iter(first["tasks"]["copy"]["runs"].values()))
+    run["acc"] += 0.1
+    task_study.write(first, home / "out/changed")
+    with pytest.raises(SystemExit, match="run .* cannot be taken: a figure was changed"):
+        compare.main(["--task=copy", *STUDY, "--reuse=out/changed/results.json.gz"])
+
+
+def test_an_interim_report_without_a_run(home, capsys, recwarn):
+    compare.main(["report", "--task=copy", *STUDY])
+    assert "INTERIM, 0 of 7 runs: 0 comparisons" in capsys.readouterr().out
+    assert not [each for each in recwarn if "legend" in str(each.message)]
 
 
 def test_with_rates_tuned_what_differs_has_a_grid_and_fresh_seeds(home, monkeypatch):
@@ -123,6 +159,8 @@ def test_with_rates_tuned_what_differs_has_a_grid_and_fresh_seeds(home, monkeypa
             (0.5, 0.5), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0)]
         seeds = arms[name]["best"]["seeds"]
         assert len(seeds) == n and not {*seeds} & {1, 2, 3, 101}
+    splits = {run["spec"]["score"]["split"]: run for run in found["tasks"]["copy"]["runs"].values()}
+    assert splits.keys() == {"val", "test"} and splits["val"]["spec"]["model"]["seed"] == 101
     best = [row for row in found["verdicts"] if row["stage"] == "best"]
     assert [row["variant"] for row in best] == ["key_offset"]
     task_study.recheck(found, "x")
@@ -190,11 +228,30 @@ def test_all_tasks_fit_their_own_scale():
 @pytest.mark.parametrize("argv, words", [
     (["--task=recal", "--mechanisms=sink"], "task: unknown 'recal'; there are recall"),
     (["--task=copy", "--mechanisms=sink", "--texts=a,b"], "task=\\['copy'\\] and texts"),
-    (["--task=copy", "--mechanisms=sink", "--looks=2"], "task=\\['copy'\\] and looks")])
+    (["--task=copy", "--mechanisms=sink", "--looks=2"], "task=\\['copy'\\] and looks"),
+    (["--task=copy", "--mechanisms=sink,fox", '--contrasts=[["sink", "fox"]]'],
+     "task=\\['copy'\\] and contrasts"),
+    (["--task=copy", "--mechanism=sink", "--screen"], "task=\\['copy'\\] and screen"),
+    (["--task=copy", "--mechanisms=sink", "--budgets=3"], "task=\\['copy'\\] and budgets"),
+    (["--task=copy", "--mechanisms=sink", "--match_parameters=False"], "and match_parameters=False"),
+    (["--task=copy", "--mechanisms=sink", '--settings={"dataset": "x"}'], "dataset='x' is of a text"),
+    (["--task=copy", "--mechanisms=sink", '--settings={"task": "recall"}'], "task='recall' makes no"),
+    (["--scale=task", "--mechanisms=sink"], "config/task.py trains on the task recall: add --task=recall"),
+    (["plan", "--scale=task", "--mechanisms=sink"], "config/task.py trains on the task recall: add")])
 def test_what_cannot_be_asked_of_tasks_is_one_line(argv, words, home):
     with pytest.raises(SystemExit, match=words) as e:
         compare.main(argv)
     assert "\n" not in e.value.code
+
+
+def test_a_studys_scale_and_margin_are_those_given_or_those_of_tasks():
+    of_task, of_text = (StudyConfig(mechanisms=["sink"], task=task) for task in (["copy"], []))
+    assert (of_task.scale, of_task.margin, of_text.scale, of_text.margin) == ("task", 0.05, "tiny", 0.01)
+    asked = StudyConfig(mechanisms=["sink"], task=["copy"], scale="tiny", margin=0.01)
+    assert (asked.scale, asked.margin) == ("tiny", 0.01)
+    assert task_study.TaskStudy(asked, "x").tasks[0].plain.model.block_size > 48
+    challenge = StudyConfig(mechanism="sink", task=["copy"])
+    assert not challenge.problems() and not StudyConfig(mechanism="sink", task=["copy"]).screen
 
 
 def test_medians_of_steps_count_runs_that_never_learn():
