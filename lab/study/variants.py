@@ -291,7 +291,7 @@ class StudyConfig:
         if self.task:
             of_text = dict(texts=[], sizes=[], at={}, looks=1, minutes=None, tokens_per_param=None,
                            budgets=[], contrasts=[], test_tokens=0, screen=False, best=6, worst=2, always=[],
-                           match_parameters=True, fresh=False, lives=False, rescore=None)
+                           fresh=False, lives=False, rescore=None)
             bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"
                     for key, usual in of_text.items() if getattr(self, key) != usual]
             if self.settings.get("dataset"):
