@@ -344,8 +344,8 @@ class TaskData:
             most **= words.key_size
             if most > MOST_KEYS:
                 raise UserError(f"task_keys={words.keys} and task_key_size={words.key_size} make {most:,} "
-                                "keys, and drawing needs a number for each of them: lower one until there "
-                                f"are at most {MOST_KEYS:,}")
+                                "keys, and drawing needs a number for each of them: lower task_keys until "
+                                f"there are at most {MOST_KEYS:,}")
         if level > most:
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "
                             f"task_{task.most}={getattr(words, task.most)} gives {most}: "
