@@ -110,8 +110,8 @@ def texts_in(path):
 
 def test_advice_to_lower_or_raise_something_names_a_key():
     keys = configurator.keys_of((configurator.Presets, GPTConfig, TrainConfig, StudyConfig))
-    # "lower is better", "lower than", "a lower val loss", "validation loss", places in a picture; the level of
-    # a task, the alphabet that was named before, "a higher one goes on"
+    # "lower is better", "lower than", "a lower val loss", "validation loss", places in a picture; the level
+    # of a task, the alphabet that was named before, "a higher one goes on"
     found, words = set(), {"is", "than", "val", "validation", "center", "right", "the", "it", "one"}
     for path in SOURCES:
         for text in texts_in(path):
