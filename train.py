@@ -863,6 +863,12 @@ def main(argv=None):
         of_run = start.left_open(command, trusted)
         (model_config, config), given = configurator.made(
             command, __doc__, flags_by_name(), base=of_run, together=conflicts)
+        # a scale's file names a text, too; who names one beside a task expects something of it
+        unread = [each for each in command.settings if each.source == configurator.COMMAND_LINE
+                  and each.key in ("dataset", "eval_tokens")]
+        if config.task and unread:
+            key, value = unread[0].key, unread[0].value
+            raise UserError(f"{key}={value} is of a text, and task={config.task} has none")
         notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:

@@ -121,14 +121,16 @@ def copy(rng, level, n, words, length):
 
 
 def induction(rng, level, n, words, length):
-    """Blanks, different tokens in a random order, and the same again: in the repetition, what comes next?
+    """Different tokens among blanks, and later the same again: in the repetition, what comes next?
 
+    Both parts are at random places, so that no distance says where the answer is, nor does the level.
     level: tokens in the part that is repeated. Source: Olsson et al. 2022, arXiv 2209.11895.
     """
     x, y = empty(n, length)
     part = words.key + distinct(rng, n, words.keys, level)
-    x[:, length - 2 * level:] = np.concatenate((part, part), 1)
-    y[:, length - level:-1] = part[:, 1:]
+    where = places(rng, n, 2, level, length)
+    put(x, where, np.stack((part, part), 1))
+    put(y, where[:, 1:], part[:, None, 1:])
     return x, y
 
 
@@ -198,8 +200,9 @@ TASKS = {
                          most="keys", room=lambda level, words: 4 * level),
     "copy": Task(copy, "tokens", [1, 2, 4, 8, 16], [1, 2, 4, 8, 16], keys=16, marks=1, most="",
                  room=lambda level, words: 2 * level),
-    "induction": Task(induction, "tokens", [2, 4, 8, 16, 24], [2, 4, 8, 16, 24], keys=64, most="keys",
-                      room=lambda level, words: 2 * level),
+    # with less room both parts could stand at few distances from each other
+    "induction": Task(induction, "tokens", [2, 4, 8, 12, 16], [2, 4, 8, 12, 16], keys=64, most="keys",
+                      room=lambda level, words: 3 * level),
     "lookback": Task(lookback, "tokens back", [1, 2, 4, 8, 16], [1, 2, 4, 8, 16], keys=16, marks=64,
                      most="marks", room=lambda level, words: level + 2),
     "count": Task(count, "tokens", [4, 8, 16, 32, 48], [4, 8, 16, 32, 48], keys=4, values=64, most="values",
@@ -341,8 +344,8 @@ class TaskData:
             most **= words.key_size
             if most > MOST_KEYS:
                 raise UserError(f"task_keys={words.keys} and task_key_size={words.key_size} make {most:,} "
-                                "keys, and drawing needs a number for each of them: lower one until there "
-                                f"are at most {MOST_KEYS:,}")
+                                "keys, and drawing needs a number for each of them: lower task_keys until "
+                                f"there are at most {MOST_KEYS:,}")
         if level > most:
             what_to_do = "name a smaller level" if key.startswith("--") else "give more, or a smaller level"
             raise UserError(f"{key}: {level} {task.unit} of {self.name} need as many {task.most}, and "

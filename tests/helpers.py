@@ -78,6 +78,7 @@ TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
 # a run of train.py on a task, with as little to it; rows have 12 tokens
 TINY_TASK = dict(task="recall", task_keys=6, task_values=4, task_levels="1,2,3", task_test_levels="1,3",
                  task_rows=5, **{**TINY, "block_size": 12})
+del TINY_TASK["eval_tokens"]  # of a text
 
 
 def write_dataset(folder, splits, encoding="byte", vocab=None):

@@ -216,7 +216,8 @@ def page(found, drawn):
     return report.PAGES.get_template("tasks.html").render(
         found=found, title=found["question"] or f"{found['name']}: tasks", headline=headline(found),
         head=head, rows=rows, meanings=MEANINGS.format(margin=found["margin"], learned=LEARNED),
-        sentences=sentences(found), why=WHY_PERMUTED, drawn=drawn, levels=levels_table(found))
+        sentences=sentences(found), why=WHY_PERMUTED, drawn=drawn, levels=levels_table(found),
+        taken=taken_in_words(found))
 
 
 def levels_table(found):

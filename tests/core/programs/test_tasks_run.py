@@ -63,6 +63,12 @@ def test_a_folder_says_which_task_it_goes_on_with_or_evaluates(task_args, rows, 
     assert f"right {rows(tmp_path / 'run')[1][-1]['val_acc']:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("key, value", [("dataset", "sums"), ("eval_tokens", 64)])
+def test_a_run_on_a_task_refuses_what_is_of_a_text(task_args, fails, key, value):
+    assert fails(task_args(**{key: value})) == [
+        f"{key}={value} is of a text, and task=recall has none"]
+
+
 def test_a_run_does_not_go_on_with_other_rows(task_args, fails, bytes_data, tmp_path):
     train.main(task_args(max_iters=3))
     line, = fails([*task_args(task_levels="1"), "--resume"])

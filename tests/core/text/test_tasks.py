@@ -111,7 +111,7 @@ SIZES = [
     ("fuzzy_recall", 20, dict(levels=[2], test_levels=[1], keys=2, values=3, key_size=1, value_size=4)),
     ("noisy_recall", 12, dict(levels=[3], test_levels=[1], keys=3, values=2, noises=1)),
     ("copy", 8, dict(levels=[4], test_levels=[1], keys=2)),
-    ("induction", 10, dict(levels=[5], test_levels=[2], keys=5)),
+    ("induction", 15, dict(levels=[5], test_levels=[2], keys=5)),
     ("lookback", 8, dict(levels=[6], test_levels=[1], keys=2, marks=6)),
     ("count", 7, dict(levels=[7], test_levels=[1], keys=2, values=7)),
     ("parity", 7, dict(levels=[7], test_levels=[3]))]
@@ -196,6 +196,15 @@ def test_evaluations_have_rows_of_their_own():
     assert not val & test and not (val | test) & trained
     fewer = of("copy", test_levels=[8])
     np.testing.assert_array_equal(fewer.rows("val", 8, 64)[0], data.rows("val", 8, 64)[0])
+
+
+@pytest.mark.parametrize("level", [2, 8, 16])
+def test_no_distance_gives_the_answers_of_induction(level):
+    data = of("induction")
+    x, y = data.rows("val", level, 512)
+    asked = y != NOT_ASKED
+    right = {d: (x[:, :-d] == y[:, d:])[asked[:, d:]].sum() / asked.sum() for d in range(1, LENGTH)}
+    assert max(right.values()) < 0.25 and sum(right.values()) > 1 - 1e-9  # each answer is somewhere before
 
 
 def test_levels_are_drawn_evenly():
