@@ -844,7 +844,8 @@ def run(argv):
     command, argv = commands.taken_apart(argv)
     asked = configurator.read((StudyConfig,), argv)
     if asked.wants_help and not (asked.files or asked.settings):
-        return print(commands.help_of(command, __doc__))
+        print(commands.help_of(command, __doc__))
+        raise SystemExit(0)
     own_mechanism.take(asked, keep="out/mechanisms")
     (config,), _ = configurator.made(asked, __doc__)
     for key, program in (("tables", write_tables), ("recheck", recheck), ("scores", compare_scores),

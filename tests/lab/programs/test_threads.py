@@ -30,6 +30,9 @@ class AtTorch:
             sys.exit(0)
 sys.meta_path.insert(0, AtTorch())
 sys.argv = [sys.argv[1], "--help"]
+folder, name = os.path.split(sys.argv[0])
+if os.path.basename(folder) == "lab":  # started as modules
+    runpy.run_module("lab." + name.removesuffix(".py"), run_name="__main__", alter_sys=True)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -112,6 +115,9 @@ class AtImport:
             exec(sys.stdin.read())
 sys.meta_path.insert(0, AtImport())
 sys.argv = sys.argv[1:]
+folder, name = os.path.split(sys.argv[0])
+if os.path.basename(folder) == "lab":  # started as modules
+    runpy.run_module("lab." + name.removesuffix(".py"), run_name="__main__", alter_sys=True)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 IN_DATA = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("data/*/prepare.py"))

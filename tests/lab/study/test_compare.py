@@ -29,7 +29,7 @@ from nanoheads import checkpoint, configurator, files, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.dataset import missing
 from lab.study import (costs, digest, effects, findings, own_files, pictures, queue, records, report,
-                       rescoring, results, tables, trial)
+                       rescoring, results, tables, task_study, trial)
 from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
 from helpers import ROOT, put_meta, write_dataset
@@ -37,7 +37,8 @@ from lab_helpers import in_this_process, small_plain
 from helpers import unread
 from lab_helpers import as_on_file, but, some, study_of
 
-STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
+STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py") if not p.name.startswith("task"))
+OF_TASKS = sorted(p.name for p in (ROOT / "config" / "studies").glob("task*.py"))
 
 def started(here, study):
     """[(variant, split)] of the runs that a place started, by the flags of the study's specs."""
@@ -172,6 +173,14 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
     assert twice.flags == dict(output_gate="headwise", adamw_lr=8e-3, embed_lr=2e-2, min_lr=0.0,
                                mechanism_lr=4e-3)
     assert twice.at_rates({"embed_lr": 2.0}, "").train.embed_lr == 4e-2
+
+
+@pytest.mark.parametrize("name", OF_TASKS)
+def test_every_shipped_study_of_tasks_makes_its_variants(name):
+    (config,), _ = configurator.made(configurator.read((StudyConfig,), [f"config/studies/{name}"]))
+    assert config.question and config.task
+    for task in task_study.TaskStudy(config, name).tasks:
+        assert task.variants and not any(each.model.problems() for each in task.arms.values())
 
 
 @pytest.mark.slow

@@ -233,7 +233,6 @@ def test_all_tasks_fit_their_own_scale():
      "task=\\['copy'\\] and contrasts"),
     (["--task=copy", "--mechanism=sink", "--screen"], "task=\\['copy'\\] and screen"),
     (["--task=copy", "--mechanisms=sink", "--budgets=3"], "task=\\['copy'\\] and budgets"),
-    (["--task=copy", "--mechanisms=sink", "--match_parameters=False"], "and match_parameters=False"),
     (["--task=copy", "--mechanisms=sink", '--settings={"dataset": "x"}'], "dataset='x' is of a text"),
     (["--task=copy", "--mechanisms=sink", '--settings={"task": "recall"}'], "task='recall' makes no"),
     (["--scale=task", "--mechanisms=sink"], "config/task.py trains on the task recall: add --task=recall"),
