@@ -197,7 +197,8 @@ def recovery(path, state, model, data, args):
     defaults = asdict(TrainConfig())
     values = {key: value for key, value in asdict(config).items()
               if (config.task or value != defaults[key]) and key != "own_mechanism"}
-    if config.task:  # all keys, above too: what is left out its scale would set
+    if config.task:  # all keys, above too, but those of a text: what is left out its scale would set
+        values = {key: value for key, value in values.items() if key not in ("dataset", "eval_tokens")}
         own = model.config.flags()
         values.update((key, own[key]) for key in read_file(str(ROOT / "config/task.py")) if key in own)
     c = model.config  # the checkpoint brings its flags, but for those that a new run sets

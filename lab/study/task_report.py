@@ -27,6 +27,11 @@ WHY_PERMUTED = (
     "by luck. Both tests of all comparisons are one family, corrected by Holm.")
 
 
+def meanings_of(found):
+    """What the marks of the table mean."""
+    return MEANINGS.format(margin=found["margin"], learned=LEARNED)
+
+
 def learned_in_words(learned, n, step):
     """How many of n runs learn a task; the median step is known where more than half of them do."""
     return f"{learned} of {n}" + ("" if step is None else f" from step {step:,.0f} on")
@@ -132,7 +137,7 @@ def in_text(found, width=150):
     head, rows = table_of(found)
     lines = [found["question"] or found["name"], headline(found),
              table(head, rows, left=(0,), width=width),
-             MEANINGS.format(margin=found["margin"], learned=LEARNED)]
+             meanings_of(found)]
     for first, second in sentences(found):
         lines += [first, f"    {second}"]
     failed = [row for each in found["tasks"].values() for row in each["failures"]]
@@ -215,7 +220,7 @@ def page(found, drawn):
     head, rows = table_of(found)
     return report.PAGES.get_template("tasks.html").render(
         found=found, title=found["question"] or f"{found['name']}: tasks", headline=headline(found),
-        head=head, rows=rows, meanings=MEANINGS.format(margin=found["margin"], learned=LEARNED),
+        head=head, rows=rows, meanings=meanings_of(found),
         sentences=sentences(found), why=WHY_PERMUTED, drawn=drawn, levels=levels_table(found),
         taken=taken_in_words(found))
 

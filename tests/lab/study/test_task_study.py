@@ -9,7 +9,7 @@ import pytest
 import compare
 from nanoheads.common import UserError
 from nanoheads.tasks import TASKS
-from lab.study import permutation, task_study, trial
+from lab.study import permutation, tables, task_study, trial
 from lab.study.variants import StudyConfig
 
 from lab_helpers import in_this_process
@@ -145,6 +145,19 @@ def test_an_interim_report_without_a_run(home, capsys, recwarn):
     compare.main(["report", "--task=copy", *STUDY])
     assert "INTERIM, 0 of 7 runs: 0 comparisons" in capsys.readouterr().out
     assert not [each for each in recwarn if "legend" in str(each.message)]
+
+
+def test_the_table_of_a_page_is_that_of_the_file(home, monkeypatch):
+    study_of_two(home)
+    monkeypatch.setattr(tables, "ROOT", home / "out")
+    (home / "out/results").mkdir()
+    (home / "out/study/results.json.gz").rename(home / "out/results/two.json.gz")
+    page = tables.filled("<!-- table: learned two.json.gz -->\n<!-- end -->", "page.md")
+    head, *rows = page.splitlines()[1:7]
+    assert head == "| variant | copy | induction |" and rows[1].startswith("| plain |")
+    with pytest.raises(UserError, match="holds no study of tasks"):
+        (home / "out/results/two.json.gz").write_bytes(b"{}")
+        tables.filled("<!-- table: learned two.json.gz -->\n<!-- end -->", "page.md")
 
 
 def test_with_rates_tuned_what_differs_has_a_grid_and_fresh_seeds(home, monkeypatch):
