@@ -678,7 +678,8 @@ class GPT(HeadControl, nn.Module):
         if past + T > c.block_size:
             raise ValueError(f"{past + T} tokens do not fit block_size={c.block_size}")
         for name in inputs or ():
-            if name not in self.takes:
+            # TransformerLens asks every model for its attention weights, which are not stored here
+            if name not in (*self.takes, "output_attentions"):
                 raise TypeError(f"{name} is no argument of a GPT: no mechanism takes it")
         if pad is None:
             positions = slice(past, past + T)

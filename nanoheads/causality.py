@@ -227,11 +227,11 @@ def wrong_in(perturbation, positions):
 # The classes of model.py and rivals.py of which tests/core/mechanisms/test_promises.py shows, in all modes,
 # that none looks ahead or mixes rows. Others, in a file of one's own or new in model.py, are tried before
 # they are trained
-TRIED = """
-    ShortConv ValueResidual ValueEmbedding QueryGain SSMax KeyOffset XSA HeadNorm HeadMix Routing Sentinel
-    Agency ScoreCap A2C Roles Alibi RelativeBias FoX PairedHeads Diff DiffV1 OutputGate ConstraintHeads ACAG
-    Sink DepthAttention MUDD StreamScalars UNet Window
-""".split()
+TRIED = [
+    "ShortConv", "ValueResidual", "ValueEmbedding", "QueryGain", "SSMax", "KeyOffset", "XSA",
+    "HeadNorm", "HeadMix", "Routing", "Sentinel", "Agency", "ScoreCap", "A2C", "Roles", "Alibi",
+    "RelativeBias", "FoX", "PairedHeads", "Diff", "DiffV1", "OutputGate", "ConstraintHeads", "ACAG",
+    "Sink", "DepthAttention", "MUDD", "StreamScalars", "UNet", "Window"]
 
 
 def untried(config):

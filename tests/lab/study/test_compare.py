@@ -818,7 +818,7 @@ def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, caps
     again = results.collect(taking, "test")
     n = len(found["runs"])
     assert again["comparisons"] == found["comparisons"]
-    assert again["reused"] == [{"from": path, "runs": n, "other_code": 0, "of": []}]
+    assert records.as_json(again["reused"]) == [{"from": path, "runs": n, "other_code": 0, "of": []}]
     words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
     assert words in findings.notices(again) and words in report.in_text(again).replace("\n", " ")
     assert words in report.page(again)
@@ -898,7 +898,7 @@ def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here
     taking.run(here)
     again = results.collect(taking, "test")
     row, = again["reused"]
-    assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == (path, n, n)
+    assert here.started == [] and (row["source"], row["runs"], row["other_code"]) == (path, n, n)
     assert {*row["of"]} == {*again["arms"]}
     assert again["comparisons"] == found["comparisons"]
     assert f"({n} of them made by other code or other libraries, which --accept_code allowed, those of " in (
@@ -1247,7 +1247,7 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
     taking.run(here)
     again = results.collect(taking, "test")
     row, = again["reused"]
-    assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == ("out/trials", n, n)
+    assert here.started == [] and (row["source"], row["runs"], row["other_code"]) == ("out/trials", n, n)
     assert again["comparisons"] == found["comparisons"]
 
 
