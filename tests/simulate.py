@@ -15,6 +15,7 @@ wrong most often. It is no test: tests/lab/study/test_stats.py holds a small par
 import argparse
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -32,6 +33,7 @@ from scipy.stats import ttest_1samp  # noqa: E402
 
 from lab.study import effects, results  # noqa: E402
 from lab.study.effects import finished_scores  # noqa: E402
+from lab.study.records import TwoLooks  # noqa: E402
 from lab.study.stats import SPENDING, findable, holm, satterthwaite  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
@@ -75,11 +77,11 @@ def judge(scores, pairs, margin=0.01):
 
 def wrong(judged, true, margin):
     """Whether a verdict says what is not so."""
-    if judged["verdict"] == "better":
+    if judged.verdict == "better":
         return true >= 0
-    if judged["verdict"] == "worse":
+    if judged.verdict == "worse":
         return true <= 0
-    return judged["verdict"] == "same" and abs(true) >= margin
+    return judged.verdict == "same" and abs(true) >= margin
 
 
 def studies_at_once(n, n_plain, m, sims, true, margin, own_df=False, families=1):
@@ -105,8 +107,8 @@ def studies_at_once(n, n_plain, m, sims, true, margin, own_df=False, families=1)
         scores = {f"arm {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y[0])}
         rows = judge({"plain": dict(enumerate(plain[0, 0].tolist())), **scores},
                      [(name, "plain", []) for name in scores], margin)
-        assert np.allclose([row["p_corrected"] for row in rows], differs[0])
-        assert np.allclose([row["p_same"] for row in rows], same[0])
+        assert np.allclose([row.p_corrected for row in rows], differs[0])
+        assert np.allclose([row.p_same for row in rows], same[0])
     differs = differs <= 0.05
     wrong = differs & (np.sign(mean) != np.sign(true)) | ~differs & (same <= 0.05) & (abs(true) >= margin)
     return 100 * wrong.any(1).mean()
@@ -151,7 +153,7 @@ def seen_in_looks(rng, looks, true):
     plain, arm = rng.normal(size=(2, 1 + max(map(max, looks))))
     scores = dict(plain=plain.tolist(), arm=(arm + true).tolist())
     of_looks = ({name: {seed: y[seed] for seed in look} for name, y in scores.items()} for look in looks)
-    return {judge(own, [("arm", "plain", [])], margin=1.0)[0]["verdict"] for own in of_looks}
+    return {judge(own, [("arm", "plain", [])], margin=1.0)[0].verdict for own in of_looks}
 
 
 def print_looks(sims):
@@ -179,16 +181,15 @@ def two_looks(rng, true, n=10, n_plain=None, **world):
     n_plain = n_plain or n
     scores, pairs = study(rng, n, n_plain, len(true), true=true, **world)
     first = effects.first_half([*range(n)])
-    plan = dict(seeds=[*range(n)], first_seeds=first, plain_seeds=[*range(round(n_plain * len(first) / n))],
-                pairs=pairs, look=2)
+    plan = TwoLooks(spending="obrien_fleming", seeds=[*range(n)], first_seeds=first, pairs=pairs, look=2,
+                    plain_seeds=[*range(round(n_plain * len(first) / n))])
     half = judge(effects.of_first_look(scores, plan), pairs, margin=1.0)
     whole = judge(scores, pairs, margin=1.0)
     found = {f"{len(first)} seeds": half, f"{n} seeds": whole, "peeking": [
-        early if early["verdict"] != "undecided" else late for early, late in zip(half, whole)]}
+        early if early.verdict != "undecided" else late for early, late in zip(half, whole)]}
     for spending in SPENDING:
-        planned = effects.planned_looks(scores, pairs, {**plan, "spending": spending}, 0.05, 1.0, [])
-        found[spending] = planned["comparisons"]
-    return {name: ([row["verdict"] for row in rows], np.mean([row["n"] for row in rows]))
+        found[spending], _ = effects.planned_looks(scores, pairs, replace(plan, spending=spending), 0.05, 1.0, [])
+    return {name: ([row.verdict for row in rows], np.mean([row.n for row in rows]))
             for name, rows in found.items()}
 
 
@@ -271,8 +272,8 @@ def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world)
     for arm in wider:
         scores[f"plain for {arm}"] = dict(enumerate((sd * rng.normal(size=n)).tolist()))
     judged = judge(scores, [*comparisons, *((arm, f"plain for {arm}", ["parameters"]) for arm in wider)])
-    false = [wrong(row, truth[row["variant"]], 0.01) for row in judged]
-    found = sum(row["verdict"] in ("better", "worse") and not bad
+    false = [wrong(row, truth[row.variant], 0.01) for row in judged]
+    found = sum(row.verdict in ("better", "worse") and not bad
                 for row, bad in zip(judged[:len(comparisons)], false))
     return any(false), (true[chosen] != 0).sum(), found
 
@@ -301,7 +302,7 @@ def doses_of(found):
 
     Deviations are from the variant's mean, in bits/byte, made as wide as a sample's are too narrow.
     """
-    scores = {name: np.array([*finished_scores(variant).values()]) for name, variant in found["arms"].items()}
+    scores = {name: np.array([*finished_scores(variant).values()]) for name, variant in found.arms.items()}
     about = {}
     for name, y in scores.items():
         errors = [own.std(ddof=1) / math.sqrt(own.size) for own in (y, scores["plain"])]
@@ -327,7 +328,7 @@ def verdict_on(draw, true, own, plain, n, n_plain, others=0):
     scores = {"plain": draw(plain, n_plain), "dose": true + draw(own, n)}
     scores |= {f"null {i}": draw(plain, n) for i in range(others)}
     by_seed = {name: dict(enumerate(y.tolist())) for name, y in scores.items()}
-    return judge(by_seed, [(name, "plain", []) for name in scores if name != "plain"])[0]["verdict"]
+    return judge(by_seed, [(name, "plain", []) for name in scores if name != "plain"])[0].verdict
 
 
 def print_doses(sims, path="results/dose-tiny.json.gz", picture="docs/dose.png"):
@@ -392,7 +393,7 @@ def print_power(sims, sd=0.006):
             rng, found = np.random.default_rng(3), 0
             for _ in range(sims):
                 scores, comparisons = study(rng, 5, n_plain, 8, **world, true=[true / sd] + [0] * 7)
-                found += judge(scores, comparisons, margin=0.01 / sd)[0]["verdict"] == "worse"
+                found += judge(scores, comparisons, margin=0.01 / sd)[0].verdict == "worse"
                 if not world and n_plain == 5:
                     old += paired_and_holm(scores, comparisons, 69)
             row.append(100 * found / sims)
@@ -411,7 +412,7 @@ def print_decided(sims, sd):
         rng, same = np.random.default_rng(n), 0
         for _ in range(sims // 4):
             judged = judge(*study(rng, n, round(n * math.sqrt(8)), 8), margin=0.01 / sd)
-            same += np.mean([j["verdict"] == "same" for j in judged])
+            same += np.mean([j.verdict == "same" for j in judged])
         print(f"  {n} seeds an arm: {400 * same / sims:.0f}", flush=True)
 
 

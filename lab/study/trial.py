@@ -362,7 +362,7 @@ def check_data(spec):
     with; of a mechanism's text add_mechanisms() made sure.
     """
     training = spec["train"]
-    dataset = data_of(TrainConfig(**training), spec["model"]["block_size"])
+    dataset = data_of(TrainConfig(**training), GPTConfig(**spec["model"]).block_size)
     for split in dict.fromkeys(("train", "val", spec["score"]["split"])) if not training.get("task") else ():
         dataset.tokens(split)
     found = digests_of_all(dataset, training.get("labels"), training.get("teacher"),

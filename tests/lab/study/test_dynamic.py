@@ -1,6 +1,7 @@
 """study/dynamic.py: figures of dynamic heads, against rows written by hand."""
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,11 +120,13 @@ def test_means_have_the_interval_of_a_t_test():
 
 def test_tables_show_every_figure_of_every_variant():
     one = dict(active=4, forced=1, occupancy={"active": 0.5, "withdrawn": 0.5}, engagement={"local": 1.5})
-    found = dict(lives={"plain": {"1": dict(active=8, forced=0)}, "x": {"1": one, "2": {**one, "active": 6}}},
-                 arms={"plain": dict(label="plain GPT"), "x": dict(label="x")})
+    lives = {"plain": {"1": dict(active=8, forced=0)}, "x": {"1": one, "2": {**one, "active": 6}}}
+    arms = {name: SimpleNamespace(label=label, kind="variant")
+            for name, label in (("plain", "plain GPT"), ("x", "x"))}
+    found = SimpleNamespace(lives=lives, arms=arms)
     figures, states, roles = findings.dynamic_tables(found)
     assert figures.head[1:] == ("plain GPT", "x")
     assert ("heads at work", "8.0", "5.0 ±12.7") in figures.rows
     assert ("violations forced", "0.0", "1.0") in figures.rows
     assert ("withdrawn", "–", "0.500") in states.rows and ("local", "–", "1.500") in roles.rows
-    assert findings.dynamic_tables(dict(arms={})) == []
+    assert findings.dynamic_tables(SimpleNamespace(lives=None, arms={})) == []
