@@ -75,13 +75,13 @@ def judge(scores, pairs, margin=0.01):
     return effects.comparisons([scores], pairs, margin=margin)
 
 
-def wrong(judged, true, margin):
+def wrong(verdict, true, margin):
     """Whether a verdict says what is not so."""
-    if judged.verdict == "better":
+    if verdict == "better":
         return true >= 0
-    if judged.verdict == "worse":
+    if verdict == "worse":
         return true <= 0
-    return judged.verdict == "same" and abs(true) >= margin
+    return verdict == "same" and abs(true) >= margin
 
 
 def studies_at_once(n, n_plain, m, sims, true, margin, own_df=False, families=1):
@@ -188,7 +188,8 @@ def two_looks(rng, true, n=10, n_plain=None, **world):
     found = {f"{len(first)} seeds": half, f"{n} seeds": whole, "peeking": [
         early if early.verdict != "undecided" else late for early, late in zip(half, whole)]}
     for spending in SPENDING:
-        found[spending], _ = effects.planned_looks(scores, pairs, replace(plan, spending=spending), 0.05, 1.0, [])
+        of_spending = replace(plan, spending=spending)
+        found[spending], _ = effects.planned_looks(scores, pairs, of_spending, 0.05, 1.0, [])
     return {name: ([row.verdict for row in rows], np.mean([row.n for row in rows]))
             for name, rows in found.items()}
 
@@ -212,7 +213,7 @@ def error_of_two_looks(sims, m, n, n_plain, world, true):
     truth = true * (np.arange(m) % 2) if m > 1 else np.array([true])
     for _ in range(sims):
         for name, (verdicts, _) in two_looks(rng, truth, n, n_plain, **world).items():
-            bad = any(wrong(dict(verdict=verdict), t, 1.0) for verdict, t in zip(verdicts, truth))
+            bad = any(wrong(verdict, t, 1.0) for verdict, t in zip(verdicts, truth))
             wrong_in[name] = wrong_in.get(name, 0) + bad
     return {name: 100 * count / sims for name, count in wrong_in.items()}
 
@@ -272,7 +273,7 @@ def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world)
     for arm in wider:
         scores[f"plain for {arm}"] = dict(enumerate((sd * rng.normal(size=n)).tolist()))
     judged = judge(scores, [*comparisons, *((arm, f"plain for {arm}", ["parameters"]) for arm in wider)])
-    false = [wrong(row, truth[row.variant], 0.01) for row in judged]
+    false = [wrong(row.verdict, truth[row.variant], 0.01) for row in judged]
     found = sum(row.verdict in ("better", "worse") and not bad
                 for row, bad in zip(judged[:len(comparisons)], false))
     return any(false), (true[chosen] != 0).sum(), found

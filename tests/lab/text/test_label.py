@@ -414,7 +414,7 @@ def test_what_is_half_done_otherwise_is_not_gone_on_with(mixed, tmp_path, monkey
             raise KeyboardInterrupt
         return ask(self, piece)
 
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as m, pytest.raises(SystemExit, match="130"):
         m.setattr(labellers.Weak, "__call__", stops)
         run(mixed, "--by=weak", f"--out={tmp_path}/other")
     run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/other")
