@@ -36,9 +36,10 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig
-from nanoheads import own_mechanism
-from nanoheads.common import (ArgumentParser, UserError, as_program, explain, from_lab, keep_freed_memory,
-                              last_words, pick_device, plural, say, table, writable, write_json)
+from nanoheads import configurator, own_mechanism
+from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, explain, from_lab,
+                              keep_freed_memory, last_words, pick_device, plural, say, table, writable,
+                              write_json)
 from nanoheads.config import TrainConfig
 from nanoheads.kernels import allow_graphs
 from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
@@ -51,7 +52,6 @@ from nanoheads.timing import (mfu, on_cuda, peak_memory, progress_bar, take_turn
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
-TASK_SIZES = dict(n_layer=2, n_head=4, n_embd=64, block_size=48, batch_size=32)  # those of config/task.py
 # former options, and the program that measures it now
 IN_LAB = {"--race": "lab.bench.race", "--contexts": "lab.bench.contexts"}
 LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
@@ -360,8 +360,9 @@ def check(args):
         if args.mechanisms or args.heads_off or args.nanogpt or args.what not in (None, "train"):
             raise UserError("--task times training steps of one plain GPT: leave out --mechanisms, "
                             "--heads_off, --nanogpt and --what")
-        for name, size in TASK_SIZES.items():
-            setattr(args, name, getattr(args, name) or size)
+        of_scale = configurator.read_file(str(ROOT / "config/task.py"))
+        for name, *_ in SIZES:
+            setattr(args, name, getattr(args, name) or of_scale[name])
         args.recipes, args.what, args.memory = ["modern"], "train", False
         args.vocab_size = TaskData({"task": args.task}, args.block_size).vocab_size
     for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16")):

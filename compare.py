@@ -476,9 +476,6 @@ def in_runs_of_plain(study, names):
     return sum(variants.get(name, plain).train.max_iters for name in names) / plain.train.max_iters
 
 
-SECONDS_BESIDE_STEPS = 5.0  # of a run: starting Python, reading torch, writing
-
-
 def within_minutes(config, name):
     """(the study in config.minutes, a line about what was left out of it), see budget.fitted().
 
@@ -502,7 +499,7 @@ def within_minutes(config, name):
         runs += smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
         one_run = costs.seconds_per_run(planned.builder.plain, device, slots.threads, train, test_tokens,
                                         splits["val"]["tokens"], probed)
-        return runs * (one_run + SECONDS_BESIDE_STEPS) / slots.count
+        return runs * (one_run + costs.SECONDS_BESIDE_STEPS) / slots.count
 
     return budget.fitted(config, seconds, plain.train.max_iters)
 
@@ -778,9 +775,7 @@ def run_tasks(config, name, command):
     task_study.write(found, out, config.json)
     task_report.write_all(found, out)
     keep_file(config, out)
-    if failures := sum(len(each["failures"]) for each in found["tasks"].values()):
-        sys.exit(f"compare: {plural(failures, 'run')} failed, the report names them; start again to try them "
-                 "once more")
+    say_failures(sum(len(each["failures"]) for each in found["tasks"].values()))
 
 
 def show_plan(config, name):
@@ -833,11 +828,16 @@ def run_study(config, name, command):
     if config.json:
         write_json(config.json, findings.verdicts(found))
         say(config.json)
-    if failures := results.failures_in(found):
+    say_failures(results.failures_in(found))
+    return found
+
+
+def say_failures(failures):
+    """End the program where so many runs failed, if any did."""
+    if failures:
         them = "it" if failures == 1 else "them"
         sys.exit(f"compare: {plural(failures, 'run')} failed, the report names {them}; "
                  f"start again to try {them} once more")
-    return found
 
 
 def run(argv):

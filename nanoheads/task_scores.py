@@ -13,11 +13,11 @@ import torch
 from model import GPT
 from nanoheads import checkpoint, scoring
 from nanoheads.common import UserError
-from nanoheads.tasks import NOT_ASKED, TaskData, answers_of, of_training, score_levels, summary
+from nanoheads.tasks import NOT_ASKED, SIZES, TaskData, answers_of, of_training, score_levels, summary
 
 ROWS = 256  # of each level, in evaluate.py
 # flags of a task by which the words or what is asked for are others
-SAME = ("task", "task_keys", "task_values", "task_noises", "task_marks", "task_key_size", "task_value_size")
+SAME = ("task", *SIZES)
 
 
 class Trained(NamedTuple):

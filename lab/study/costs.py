@@ -158,6 +158,7 @@ def step_time_ratios(variants, plain, device, threads, training, rounds=11, step
     return rows
 
 
+SECONDS_BESIDE_STEPS = 5.0  # of a run: starting Python, reading torch, looking for leaks, writing
 PROBE_FLOPS = 2e11  # on a CPU, of a step that is timed: some seconds
 
 

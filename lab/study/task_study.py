@@ -31,7 +31,6 @@ from lab.study.variants import VariantBuilder
 PLAIN = "plain"
 GRID = (0.5, 1.0, 2.0)       # factors of Muon's rate, and of AdamW's
 OF_ADAMW = ("adamw_lr", "embed_lr", "mechanism_lr")  # groups of variants.RATES that one factor moves
-SECONDS_BESIDE_STEPS = 5.0   # of a run: starting Python, reading torch, looking for leaks, writing
 TWICE = 2                    # budgets of the control: as many times the steps
 
 
@@ -129,20 +128,15 @@ class TaskStudy:
         """Run what is planned and not done, seed by seed over all tasks; place None: nothing."""
         if place is None or self.config.report_only:
             return
-        todo = []
+        todo = {}  # folder: its seed
         for task in self.tasks:
-            for folder in dict.fromkeys(task.runs.folders.values()):
-                if folder not in task.runs.taken:
+            for (_, _, seed), folder in task.runs.folders.items():
+                if folder not in task.runs.taken and folder not in todo:
                     trial.make(task.runs.specs[folder])
-                    todo.append((self.order(task, folder), folder))
-        failed = queue.run_all([folder for _, folder in sorted(todo, key=lambda each: each[0])], place, what)
+                    todo[folder] = seed
+        failed = queue.run_all(sorted(todo, key=todo.get), place, what)  # what is stopped is balanced
         for task in self.tasks:
             task.runs.failed |= failed.keys() & {*task.runs.folders.values()}
-
-    @staticmethod
-    def order(task, folder):
-        """Where a run stands in the queue: seeds one after the other, so that what is stopped is balanced."""
-        return next(seed for (_, _, seed), other in task.runs.folders.items() if other == folder)
 
     def judge(self, place):
         for task in self.tasks:
@@ -380,7 +374,7 @@ def plan_in_words(study, training):
     config, data = first.plain.train, first.builder.data
     evaluations = 1 + config.max_iters // config.eval_interval
     scored = data.length * len(data.test_levels) * (evaluations * config.task_rows + trial.ROWS_OF_TASK)
-    seconds = config.max_iters * step + scored * token + SECONDS_BESIDE_STEPS
+    seconds = config.max_iters * step + scored * token + costs.SECONDS_BESIDE_STEPS
     lines.append(f"at most about {findings.duration(len(left) * seconds / slots.count)}, {slots.count} at "
                  f"once, if each took as long as all steps of the plain GPT here, {seconds:,.0f} s")
     if study.config.tune_lr:

@@ -111,8 +111,7 @@ def check_figures(found, parts, to):
     """ValueError where a result's bits per byte do not follow from its nats, or those from their parts."""
     nats = found["nats"]
     if "levels" in found:  # of a task: its accuracy follows from the answers counted
-        shares = [right / asked for _, right, asked in found["levels"].values()]
-        if not (math.isclose(found["acc"], sum(shares) / len(shares), rel_tol=1e-9)
+        if not (math.isclose(found["acc"], tasks.summary(found["levels"])["right"], rel_tol=1e-9)
                 and math.isclose(np.sum(parts), nats, rel_tol=to)):
             raise ValueError("a figure was changed")
         return
@@ -235,9 +234,8 @@ def score_on_task(model, data, split, rows):
     nats = np.array([each[0] for each in levels.values()])
     if not np.isfinite(nats).all():
         raise UserError(f"the trained model gives {nats.sum()} nats on {data.dir}: its training diverged")
-    shares = [right / asked for _, right, asked in levels.values()]
     return nats, dict(nats=float(nats.sum()), tokens=sum(each[2] for each in levels.values()),
-                      acc=sum(shares) / len(shares),
+                      acc=tasks.summary(levels)["right"],
                       levels={str(level): list(each) for level, each in levels.items()})
 
 

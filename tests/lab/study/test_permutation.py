@@ -138,3 +138,11 @@ def test_of_variants_that_differ_by_the_margin_few_are_called_the_same(monkeypat
     # which is no wonder of a test that never says it: where the margin is wider many are
     _, wider = wrong_verdicts(more, less, studies=50, k=6, n=4, m=8, margin=0.1)
     assert wider > 0.2
+
+
+def test_sides_of_one_mean_and_unlike_spreads_are_called_different_too_often(monkeypatch):
+    """No permutation of five seeds can know that they agree by luck, and the page says so."""
+    monkeypatch.setattr(permutation, "interval", lambda *_: (0.0, 0.0))
+    differ, _ = wrong_verdicts(lambda rng, n: rng.choice(BIMODAL, n),
+                               lambda rng, n: rng.normal(0.65, 0.01, n), studies=40, k=10, n=5, m=10)
+    assert differ > 0.2

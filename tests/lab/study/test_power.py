@@ -11,7 +11,7 @@ import pytest
 import compare
 from compare import plan_of
 from nanoheads.common import UserError
-from lab.study import findings, power, report, results, stats
+from lab.study import costs, findings, power, report, results, stats
 from lab.study.variants import SEEDS_OF_CHALLENGE, StudyConfig
 
 from helpers import ROOT
@@ -202,7 +202,7 @@ def test_minutes_are_those_of_all_rounds_of_a_search_for_rates(plain, monkeypatc
     monkeypatch.setattr(compare.costs, "probe", lambda *args: (0.0, 0.0))
     monkeypatch.setattr(compare.budget, "fitted", lambda config, clock, steps: seconds.append(clock(config)))
     compare.within_minutes(replace(study.config, minutes=5.0, jobs=1), "test")
-    assert seconds == [len(study.at_most()) * compare.SECONDS_BESIDE_STEPS]
+    assert seconds == [len(study.at_most()) * costs.SECONDS_BESIDE_STEPS]
     assert len(study.at_most()) == sum(map(len, study.runs_to_tune())) + 4
 
 
