@@ -15,8 +15,7 @@ from lab.labels.targets import encode, label_file, write_meta
 from lab.study import costs, digest, queue, records, results, trial
 from lab.study.variants import StudyConfig
 
-MOVED = ["export_hf", "probe", "prune"]  # programs of lab/, whose names at the root say where they are
-MOVED_FROM_DATA = {"data/label.py": "label", "data/needle/prepare.py": "needle"}  # likewise
+OF_LAB = ["export_hf", "probe", "prune"]  # programs of lab/ for users of a checkpoint
 
 
 # ---- records ----

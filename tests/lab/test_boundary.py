@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from helpers import CODE, ROOT
-from lab_helpers import MOVED, MOVED_FROM_DATA
 from model import MECHANISMS
 
 WITHOUT = {"lab", "results", "tests/lab", "out"}
@@ -133,10 +132,9 @@ def test_what_is_the_labs_says_so_in_a_line(core, what, command):
     assert said == f"{command[0].removesuffix('.py')}: {what} {MISSING}\n"
 
 
-@pytest.mark.parametrize("old, new", [*((f"{name}.py", name) for name in MOVED), *MOVED_FROM_DATA.items()])
-def test_the_old_name_of_a_program_of_the_lab_says_the_new_one(core, old, new):
-    said = core(old, "--ckpt", "a folder", fails=True)
-    assert said == f"{new}: it is part of lab/ now; type: python -m lab.{new} --ckpt 'a folder'\n"
+def test_the_text_with_planted_facts_is_the_labs_to_prepare(core):
+    said = core("data/needle/prepare.py", "--source", "a folder", fails=True)
+    assert said == "needle: the lab makes this text; type: python -m lab.needle --source 'a folder'\n"
 
 
 @pytest.mark.slow

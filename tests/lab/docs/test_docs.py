@@ -20,7 +20,7 @@ from lab.study.variants import StudyConfig
 from train import main
 from helpers import ROOT
 from helpers import EXAMPLES
-from lab_helpers import MOVED
+from lab_helpers import OF_LAB
 
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
@@ -160,9 +160,9 @@ def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
 
 def test_the_readme_has_a_command_of_every_program_and_its_page_a_section():
     """What makes or measures something for one program alone, such as lab/label.py, has the section alone."""
-    at_root = {path.stem for path in ROOT.glob("*.py")} - {"model", *MOVED}
+    at_root = {path.stem for path in ROOT.glob("*.py")} - {"model"}
     of_lab = {path.stem for path in ROOT.glob("lab/*.py")} - {"__init__"}
-    for program in (*(f"{name}.py" for name in at_root), *(f"-m lab.{name}" for name in MOVED)):
+    for program in (*(f"{name}.py" for name in at_root), *(f"-m lab.{name}" for name in OF_LAB)):
         assert f"\npython {program} " in README, program
     for program in (*(f"{name}.py" for name in at_root), *(f"lab/{name}.py" for name in of_lab)):
         assert f"\n## {program}\n" in PROGRAMS_PAGE, program

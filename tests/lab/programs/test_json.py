@@ -14,10 +14,10 @@ import sample
 import train
 from helpers import TINY
 from helpers import ROOT, make_checkpoint, unread
-from lab_helpers import MOVED
+from lab_helpers import OF_LAB
 
-PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", *MOVED)),
-            "lab.prune", "lab.export_hf"]
+PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model"),
+            *(f"lab.{name}" for name in OF_LAB if name != "probe")]
 
 
 @pytest.fixture
