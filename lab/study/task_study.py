@@ -157,7 +157,7 @@ class TaskStudy:
                     if wide and wide.name != PLAIN:
                         task.wider[name] = wide
             wider = {wide.name: wide for wide in task.wider.values()}
-            task.runs.plan("judge", wider.values(), self.config.seeds)
+            task.runs.plan("judge", wider.values(), self.plain_seeds)  # with fewer nothing could be shown
         self.execute(place, "plain GPTs of as many parameters")
 
     # ---- rates ----

@@ -187,7 +187,8 @@ def test_what_seems_better_meets_a_plain_gpt_of_as_many_parameters(home, monkeyp
     wide = [name for name, arm in found["arms"].items() if arm["kind"] == "baseline"]
     assert len(wide) == 1 and ["output_gate", wide[0]] in found["pairs"]
     assert found["arms"][wide[0]]["params"] == pytest.approx(found["arms"]["output_gate"]["params"], rel=0.01)
-    assert found["arms"][wide[0]]["judge"]["seeds"] == [1, 2]
+    seeds = [found["arms"][name]["judge"]["seeds"] for name in ("plain", wide[0])]
+    assert seeds[0] == seeds[1] and len(seeds[0]) == 3  # as many as the plain GPT, so that a verdict is possible
 
 
 @pytest.mark.parametrize("tried, best", [
