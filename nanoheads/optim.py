@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from model import BETWEEN_BLOCKS, MECHANISM_CLASSES
 from nanoheads.common import UserError
+from nanoheads.cpu import bfloat16_instructions
 from nanoheads.kernels import NO_TRITON
 from nanoheads.mechanism import Mechanism
 
@@ -54,7 +55,7 @@ def orthogonalise(G, low_precision):
 @functools.cache
 def cpu_multiplies_bfloat16():
     """Whether this CPU has instructions for products in bfloat16."""
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return bfloat16_instructions() is not None
 
 
 def in_low_precision(updates):
