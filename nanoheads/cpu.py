@@ -34,7 +34,7 @@ def bfloat16_instructions():
 
 
 def prefers_onednn():
-    """Whether this CPU's large float32 products are computed by oneDNN; else by what PyTorch takes, mostly MKL.
+    """Whether this CPU's large float32 products are computed by oneDNN; else PyTorch chooses, mostly MKL.
 
     It goes by the vendor. A measurement would come out differently on a busy machine, and the last bits of a
     run's numbers, which must be the same when it is resumed, depend on the library.

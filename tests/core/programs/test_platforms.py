@@ -82,7 +82,7 @@ SECOND = "\nprocessor\t: 1\nvendor_id\t: another\nflags\t\t: amx_bf16\n"
 
 @pytest.fixture
 def on(monkeypatch, tmp_path):
-    """on(name of CPUINFO, or None) makes this machine one with AVX-512 and that /proc/cpuinfo, or with none."""
+    """on(name of CPUINFO, or None: there is no such file) makes this machine such a one, with AVX-512."""
     def there(name):
         path = tmp_path / "cpuinfo"
         if name:
