@@ -7,46 +7,8 @@ import pytest
 import bench
 from lab.bench import contexts
 
-STAND_IN = '''
-from dataclasses import dataclass
-import torch
-
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
-    def forward(self, x, y):
-        logits = self.table(x)
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-    def generate(self, idx, n):
-        return idx.repeat(1, n + 1)
-'''
-
 SIZES = ["--n_layer=1", "--n_head=6", "--n_embd=48", "--batch_size=2", "--rounds=1", "--steps=1",
          "--threads=1", "--device=cpu"]
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """The folder of a stand-in for a nanoGPT checkout."""
-    stand_in = STAND_IN.replace("def forward(self, x, y)", "def forward(self, x, y=None)")
-    stand_in = stand_in.replace("logits = self.table(x)", "logits, y = self.table(x), x if y is None else y")
-    folder = tmp_path / "nanoGPT"
-    folder.mkdir()
-    (folder / "model.py").write_text(stand_in)
-    return str(folder)
 
 
 @pytest.mark.slow
