@@ -45,8 +45,8 @@ from nanoheads.files import only_writer
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, read_rows, write_config
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
-                             lr_multiplier, make_optimizers, note_on_compile, of_mechanisms, precision,
-                             seed_step)
+                             lr_multiplier, make_optimizers, note_on_bfloat16, note_on_compile,
+                             of_mechanisms, precision, seed_step)
 from nanoheads.ranks import Process, StopSignal, join_ranks
 from nanoheads.scoring import bits, of_critic, score
 from nanoheads.timing import mfu
@@ -776,8 +776,11 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
         process.print0(line)
-    if note := note_on_compile(config, process.kind):
-        process.print0(note)
+    left = run.tokens(config.max_iters) - run.tokens(run.step)
+    for note in (note_on_compile(config, process.kind),
+                 note_on_bfloat16(config, process.kind, run.model, left)):
+        if note:
+            process.print0(note)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")

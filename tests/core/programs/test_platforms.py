@@ -3,6 +3,7 @@
 import platform
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,37 @@ def test_onednn_takes_avx512_or_a_pytorch_without_mkl(on, monkeypatch):
     assert cpu.prefers_onednn()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not cpu.prefers_onednn()
+
+
+SMALL, LARGE = (SimpleNamespace(num_params=lambda n=n: n, flops_per_token=lambda n=n: 6 * n)
+                for n in (800_000, 10_000_000))
+LONG = 10_000_000  # tokens: 5e13 operations of the small model, 6e14 of the large
+
+
+@pytest.mark.parametrize("name, model, tokens, keys, words", [
+    ("Intel with AMX", SMALL, LONG, {}, "this CPU has amx_bf16: .* would take about half the time; "),
+    ("Intel with AMX", SMALL, 1_000_000, {}, None),
+    ("Intel with AMX", LARGE, LONG, dict(dtype="float32"), None),
+    ("AMD Zen 4", LARGE, LONG, {}, "this CPU has avx512_bf16: .* would take 0.7 to 0.9 of the time; "),
+    ("AMD Zen 4", SMALL, LONG, {}, None), ("AMD Zen 4", LARGE, 100_000, {}, None),
+    ("Intel without", LARGE, LONG, {}, None), ("ARM", LARGE, LONG, {}, None)])
+def test_a_long_run_on_a_cpu_with_bfloat16_says_so(name, model, tokens, keys, words, on):
+    on(name)
+    note = optim.note_on_bfloat16(TrainConfig(**keys), "cpu", model, tokens)
+    assert note is None if words is None else re.match(words, note) and "\n" not in note
+    assert optim.note_on_bfloat16(TrainConfig(**keys), "cuda", model, tokens) is None
+    assert optim.precision(TrainConfig(**keys).dtype, "cpu")[0] == "float32", "whatever the processor"
+
+
+def test_the_line_is_among_a_runs_first_ones(args, on, monkeypatch, capsys):
+    on("Intel with AMX")
+    main = train.main
+    main(args("short", max_iters=1))
+    assert "amx_bf16" not in capsys.readouterr().out
+    monkeypatch.setattr(optim, "LONG_RUN", 0)
+    main(args(max_iters=1))
+    before = capsys.readouterr().out.partition("step  ")[0]
+    assert before.count("this CPU has amx_bf16") == 1
 
 
 # ---- several processes ----
