@@ -354,8 +354,8 @@ def note_on_bfloat16(config, kind, model, tokens):
     if instructions is None or instructions == "avx512_bf16" and model.num_params() < LARGE_MODEL:
         return None
     return (f"this CPU has {instructions}: with --dtype=bfloat16 --compile=True a step would take "
-            f"{BFLOAT16_TIMES[instructions]} the time; the default on every CPU is float32, so that results do "
-            "not depend on the machine")
+            f"{BFLOAT16_TIMES[instructions]} the time; the default on every CPU is float32, so that results "
+            "do not depend on the machine")
 
 
 def seed_step(kind, *key):
