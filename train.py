@@ -411,7 +411,8 @@ def rates_at(config, step):
 def write_profile(run):
     """The trace of the steps of `profile` into the run's folder, what it comes to as lines."""
     path = run.out_dir / "trace.json"
-    say(run.profile.written(path), f"trace, for chrome://tracing or ui.perfetto.dev: {path}")
+    run.process.print0(run.profile.written(path))
+    run.process.print0(f"trace, for chrome://tracing or ui.perfetto.dev: {path}")
     run.profile = None
     run.timed_from = run.step, time.perf_counter()
 
