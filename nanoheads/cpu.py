@@ -12,6 +12,7 @@ import platform
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+
 def cpuinfo():
     """{field: value} of the first processor in Linux's /proc/cpuinfo; empty on other systems."""
     try:

@@ -1,8 +1,9 @@
 """
 nanoGPT's model beside ours: loaded from a checkout, with the training step of its train.py.
 
-On CUDA it computes in the dtype that ours does, and is compiled where ours is. Elsewhere it computes as its
-users' does: its programs use autocast on CUDA alone, and its README says --compile=False for a CPU.
+On CUDA it computes in the dtype that ours does, and is compiled where ours is. Elsewhere it computes in
+float32 and is not compiled: its programs use autocast on CUDA alone, and its README says --compile=False for
+a CPU.
 """
 
 import importlib.util
@@ -21,8 +22,8 @@ from nanoheads.timing import on_cuda
 def check(path):
     """UserError unless a folder is a nanoGPT checkout."""
     if not (Path(path) / "model.py").is_file():
-        raise UserError(f"--nanogpt={path} must name a nanoGPT checkout, a folder with model.py: "
-                        "git clone https://github.com/karpathy/nanoGPT makes one")
+        raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py): "
+                        f"{path} is none; git clone https://github.com/karpathy/nanoGPT makes one")
 
 
 def autocast(args):
