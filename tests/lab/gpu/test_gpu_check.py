@@ -117,7 +117,7 @@ def test_an_interrupt_keeps_what_there_is_and_prints_it(card, capsys):
 @pytest.mark.parametrize("argv, words", [
     (["agreee"], "gpu_check: no part agreee; there are agree, plain16"),
     (["--device=cpu"], "gpu_check: device=cpu is no CUDA GPU; --small tries the script without one"),
-    (["--nanogpt=/nowhere"], "gpu_check: --nanogpt must name a nanoGPT checkout .*: /nowhere is none; git clone"),
+    (["--nanogpt=/x"], "gpu_check: --nanogpt must name a nanoGPT checkout .*: /x is none; git clone"),
     (["--minutes=0"], "gpu_check: --minutes must be above 0")])
 def test_what_makes_no_sense_is_refused_in_one_line(argv, words, tmp_path):
     with pytest.raises(SystemExit, match=f"^{words}[^\n]*$"):
