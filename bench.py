@@ -402,7 +402,8 @@ def run(args):
     machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
           f"{plural(args.n_layer, 'layer')}, {plural(args.n_head, 'head')}, {args.n_embd} wide, "
-          f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}", flush=True)
+          f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}"
+          f"{nanogpt().setting(args) if args.nanogpt else ''}", flush=True)
     rate = None
     if args.what == "memory":
         rows = memory_rows(args)

@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -45,8 +45,8 @@ from nanoheads.files import only_writer
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, read_rows, write_config
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
-                             lr_multiplier, make_optimizers, note_on_compile, of_mechanisms, precision,
-                             seed_step)
+                             lr_multiplier, make_optimizers, note_on_bfloat16, note_on_compile,
+                             of_mechanisms, precision, seed_step)
 from nanoheads.ranks import Process, StopSignal, join_ranks
 from nanoheads.scoring import bits, of_critic, score
 from nanoheads.timing import mfu
@@ -159,7 +159,8 @@ def loop(run, closing):
 
         # train; the next batch is fetched while a GPU is busy with this one
         began = time.perf_counter()
-        means = training_step(run, *batch)
+        with run.profile.step() if run.profile else nullcontext():
+            means = training_step(run, *batch)
         run.step += 1
         if run.step < config.max_iters:
             batch = batch_at(run, run.step)
@@ -179,6 +180,8 @@ def loop(run, closing):
             if copied is not None:  # heads or blocks came or went
                 set_up_again(run, copied)
         count_time(run, time.perf_counter() - began)
+        if run.profile and run.profile.ended():
+            write_profile(run)
 
         # log and save, also before the last evaluation: that may be killed before it saves once more
         if logging:
@@ -189,6 +192,8 @@ def loop(run, closing):
         if stopping:
             end_stopped(run, stop.name)
     run.process.barrier()
+    if run.profile:
+        run.process.print0(f"no profile: the run ended before the {plural(config.profile, 'step')} of it")
     run.process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
                        f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
 
@@ -403,6 +408,15 @@ def rates_at(config, step):
     return {name: getattr(config, name) * lr_multiplier(step, config) for name in names}
 
 
+def write_profile(run):
+    """The trace of the steps of `profile` into the run's folder, what it comes to as lines."""
+    path = run.out_dir / "trace.json"
+    run.process.print0(run.profile.written(path))
+    run.process.print0(f"trace, for chrome://tracing or ui.perfetto.dev: {path}")
+    run.profile = None
+    run.timed_from = run.step, time.perf_counter()
+
+
 def open_bar(run, closing):
     """The bar of a run's steps, which `closing` closes; shown on the first rank's terminal alone."""
     shown = run.process.rank == 0 and sys.stderr.isatty()
@@ -473,6 +487,7 @@ class Run:
     # of this launch
     batches: Optional[Batches | DocumentBatches | tasks.TaskBatches] = None
     controller: Optional[Any] = None  # a Controller, where heads are measured or moved
+    profile: Optional[Any] = None    # a Profile, on the first rank, until its steps are recorded
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
     bar_values: dict = field(default_factory=dict)
@@ -697,7 +712,12 @@ def train_alone(model_config, config, given, process):
         load_optimizers(run, state, run.out_dir / "ckpt.pt")
         print_changes(run, state)
         state = None  # so that its tensors can go
+    if config.profile:
+        from nanoheads import profiling  # only here: most runs have none
+        run.profile = profiling.of_run(run)
     with ExitStack() as closing:
+        if run.profile:
+            closing.callback(run.profile.close)
         if process.rank == 0:
             open_folder(run, saves, closing)
         print_run(run, saves)
@@ -757,8 +777,11 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
         process.print0(line)
-    if note := note_on_compile(config, process.kind):
-        process.print0(note)
+    left = run.tokens(config.max_iters) - run.tokens(run.step)
+    for note in (note_on_compile(config, process.kind),
+                 note_on_bfloat16(config, process.kind, run.model, left)):
+        if note:
+            process.print0(note)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
@@ -776,7 +799,7 @@ SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters",
 
 def print_changes(run, state):
     """A line for each key of training that is not what it was at the last save."""
-    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism"}
+    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
     for key in sorted(set(asdict(run.config)) - of_a_launch):
         now, before = getattr(run.config, key), state["train"].get(key)
         if now != before:

@@ -186,7 +186,7 @@ def recovery(path, state, model, data, args):
     rates = ("adamw_lr", "muon_lr", "embed_lr", "mechanism_lr")
     rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
     launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False,
-                  patience=None)
+                  patience=None, profile=None)
     if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end
         launch["thaw_from"] = None
     text = {} if config.task else dict(dataset=str(data.dir))

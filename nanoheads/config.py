@@ -167,6 +167,9 @@ class TrainConfig(ControllerConfig, TaskConfig):
         None, "steps between saves of ckpt.pt; None: at each evaluation", at_least=1)
 
     log_interval: int = flag(10, "steps between rows of log.jsonl", at_least=1, section="logging")
+    profile: Optional[int] = flag(
+        None, "record so many steps, after three others: a trace in out_dir/trace.json, and ten rows of what "
+              "took their time; the run goes on as it would without", at_least=1)
     json: Optional[str] = flag(None, "write the result to this file, for a program to read")
     tensorboard: bool = flag(False, "also write files for TensorBoard, into out_dir/tensorboard")
     wandb_log: bool = flag(False, "also log to Weights & Biases")
@@ -225,6 +228,8 @@ class TrainConfig(ControllerConfig, TaskConfig):
                             ("thaw_from", "freeze_trunk")):
             if getattr(self, key) and not getattr(self, needed):
                 bad.append(f"{key}={getattr(self, key)!r} means nothing without {needed}")
+        if self.profile and self.eval_only:
+            bad.append(f"profile={self.profile} is of training steps, and eval_only makes none")
         if self.compile is False and self.compile_mode != "default":
             bad.append(f"compile_mode={self.compile_mode!r} means nothing with compile=False")
         if self.documents and self.compile_mode in CUDA_GRAPHS:

@@ -1,18 +1,57 @@
 """
-By which library a CPU multiplies: oneDNN where that is the faster one, with a gradient of its own.
+What is known of this machine's CPU, and by which library it multiplies: oneDNN where that is the faster one,
+with a gradient of its own.
 
 Who reads for a GPU need not read this file: nanoheads/kernels.py chooses, in one place.
 """
 
+import itertools
 import math
+import platform
 
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+
+def cpuinfo():
+    """{field: value} of the first processor in Linux's /proc/cpuinfo; empty on other systems."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            first = list(itertools.takewhile(str.strip, file))
+    except OSError:
+        return {}
+    fields = (line.partition(":") for line in first if ":" in line)
+    return {name.strip(): value.strip() for name, _, value in fields}
+
+
+def bfloat16_instructions():
+    """The fastest that this CPU has for products in bfloat16: "amx_bf16", "avx512_bf16", or None."""
+    info = cpuinfo()
+    if info:
+        there = info.get("flags", "").split()
+    else:
+        there = [name for name, has in torch.cpu.get_capabilities().items() if has]
+    return next((name for name in ("amx_bf16", "avx512_bf16") if name in there), None)
+
+
+def prefers_onednn():
+    """Whether this CPU's large float32 products are computed by oneDNN; else PyTorch chooses, mostly MKL.
+
+    It goes by the vendor. A measurement would come out differently on a busy machine, and the last bits of a
+    run's numbers, which must be the same when it is resumed, depend on the library.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return False
+    # without Linux, the system's own name of the processor: "Intel64 Family 6 Model 143 ..., GenuineIntel"
+    vendor = cpuinfo().get("vendor_id") or platform.processor()
+    return not ("GenuineIntel" in vendor and torch.backends.mkl.is_available())
+
+
 # MKL has no AVX-512 products for CPUs of AMD, where oneDNN's, float32 too, take half the time. On one thread
 # of a Zen 5 a training step without them takes 1.21 [1.17, 1.22] times as long at the tiny scale, 1.30 [1.28,
-# 1.30] at nano and 1.33 [1.32, 1.41] at 124M (python tests/onednn.py --scale nano)
-ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+# 1.30] at nano and 1.33 [1.32, 1.41] at 124M (python tests/onednn.py --scale nano). On a Xeon with AMX a step
+# of recipe=gpt2 takes 1.04 of nanoGPT's time with oneDNN's products and 0.99 with MKL's
+ONEDNN = prefers_onednn()
 ONEDNN_FROM = 2**20  # multiplications from which that outweighs its longer call, 10 us
 
 

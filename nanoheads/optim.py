@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from model import BETWEEN_BLOCKS, MECHANISM_CLASSES
 from nanoheads.common import UserError
+from nanoheads.cpu import bfloat16_instructions
 from nanoheads.kernels import NO_TRITON
 from nanoheads.mechanism import Mechanism
 
@@ -54,7 +55,7 @@ def orthogonalise(G, low_precision):
 @functools.cache
 def cpu_multiplies_bfloat16():
     """Whether this CPU has instructions for products in bfloat16."""
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return bfloat16_instructions() is not None
 
 
 def in_low_precision(updates):
@@ -279,7 +280,7 @@ def precision(dtype, kind):
     """(float32 | bfloat16 | float16, the autocast context for it) on a kind of device; dtype may be auto."""
     if dtype == "auto" and kind == "cuda":
         dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    elif dtype == "auto":
+    elif dtype == "auto":  # on CPUs with bfloat16, too: what a study finds must not depend on the machine
         dtype = "float32"
     return dtype, torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
 
@@ -335,6 +336,26 @@ def note_on_compile(config, kind):
                 "(pip install triton-windows)")
     if kind == "cuda" and sys.platform == "win32":
         return "torch.compile is off on Windows; --compile=True compiles with the Triton that is installed"
+
+
+# what a step with dtype=bfloat16 and compile=True takes of its time in float32, docs/results/speed.md
+BFLOAT16_TIMES = {"amx_bf16": "about half", "avx512_bf16": "0.7 to 0.9 of"}
+LONG_RUN = 3e13  # floating-point operations, some five minutes: a shorter run ends before compiling has paid
+LARGE_MODEL = 5_000_000  # parameters: with AVX-512 a step of one with 0.8 million took more time, not less
+
+
+def note_on_bfloat16(config, kind, model, tokens):
+    """What bfloat16 would gain on a CPU that has it, in a line; None where a dtype was chosen, or the run is
+    too short or the model too small for it. tokens: those that are still to be trained on.
+    """
+    if kind != "cpu" or config.dtype != "auto" or tokens * model.flops_per_token() < LONG_RUN:
+        return None
+    instructions = bfloat16_instructions()
+    if instructions is None or instructions == "avx512_bf16" and model.num_params() < LARGE_MODEL:
+        return None
+    return (f"this CPU has {instructions}: with --dtype=bfloat16 --compile=True a step would take "
+            f"{BFLOAT16_TIMES[instructions]} the time; the default on every CPU is float32, so that results "
+            "do not depend on the machine")
 
 
 def seed_step(kind, *key):

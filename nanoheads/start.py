@@ -31,7 +31,7 @@ from nanoheads.tasks import of_training
 
 RUN_FILES = ("config.json", "ckpt.pt", "best.pt")  # of which a folder that holds a run has one
 # keys that say what one command does, and nothing of the run
-OF_A_COMMAND = set("own_mechanism out_dir resume overwrite eval_only init_anyway json".split())
+OF_A_COMMAND = set("own_mechanism out_dir resume overwrite eval_only init_anyway json profile".split())
 # keys that change nothing of what is trained: they make no other run
 NO_OTHER_RUN = set("""
     device dtype compile compile_mode patience eval_interval eval_tokens save_interval log_interval

@@ -35,13 +35,8 @@ def processor(device="cpu"):
     if device.startswith("cuda"):
         import torch  # not before wait_briefly() has been called
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            first = file.read().split("\n\n")[0]
-    except OSError:
-        first = ""
-    found = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    found = {key.strip(): value.strip() for key, value in found.items()}
+    from nanoheads.cpu import cpuinfo  # which imports torch
+    found = cpuinfo()
     if "model name" in found:
         generation = f"family {found.get('cpu family', '?')}, model {found.get('model', '?')}"
         return f"{found['model name']} ({generation})"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import bench
-from nanoheads import kernels
+from nanoheads import cpu, kernels
 from nanoheads.common import keep_freed_memory
 from nanoheads.timing import time_rows, timed
 
@@ -37,6 +37,7 @@ def main():
     args = bench.arguments(["--device=cpu", "--threads=1", *(f"--{name}={value}" for name, value in sizes)])
     bench.check(args)
     torch.set_num_threads(1)
+    cpu.ONEDNN = True  # on Intel too, where its products are not taken
     keep_freed_memory()
     _, step, _ = bench.ours("modern", args)()
     x, y = bench.batch(args)

@@ -53,7 +53,12 @@ def read_again(context, args):
     model, _ = nanogpt.load(args.nanogpt, args, context + 1)
     model.eval()
     idx = torch.zeros(args.batch_size, context, dtype=torch.long, device=args.device)
-    return lambda token: model(torch.cat((idx, token), 1))
+    context_of_theirs = nanogpt.autocast(args)
+
+    def action(token):
+        with context_of_theirs:
+            model(torch.cat((idx, token), 1))
+    return action
 
 
 def cached(context, flags, args):
@@ -124,7 +129,7 @@ def run(args):
     machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}: {plural(args.n_layer, 'layer')}, "
           f"{plural(args.n_head, 'head')}, {args.n_embd} wide, batch {args.batch_size}, "
-          f"vocabulary {args.vocab_size}", flush=True)
+          f"vocabulary {args.vocab_size}{nanogpt.setting(args) if args.nanogpt else ''}", flush=True)
     rows = []
     for row in context_rows(args):
         rows.append(row)

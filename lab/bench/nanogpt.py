@@ -1,4 +1,10 @@
-"""nanoGPT's model beside ours: loaded from a checkout, with the training step of its train.py."""
+"""
+nanoGPT's model beside ours: loaded from a checkout, with the training step of its train.py.
+
+On CUDA it computes in the dtype that ours does, and is compiled where ours is. Elsewhere it computes in
+float32 and is not compiled: its programs use autocast on CUDA alone, and its README says --compile=False for
+a CPU.
+"""
 
 import importlib.util
 import os
@@ -10,12 +16,26 @@ import torch
 
 from nanoheads.common import UserError
 from nanoheads.optim import precision
+from nanoheads.timing import on_cuda
 
 
 def check(path):
     """UserError unless a folder is a nanoGPT checkout."""
     if not (Path(path) / "model.py").is_file():
-        raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
+        raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py): "
+                        f"{path} is none; git clone https://github.com/karpathy/nanoGPT makes one")
+
+
+def autocast(args):
+    """The context of its forward pass."""
+    kind = torch.device(args.device).type
+    return precision(args.dtype, kind)[1] if kind == "cuda" else torch.autocast(kind, enabled=False)
+
+
+def setting(args):
+    """How it computes, for the first line, where ours computes in another way; else ""."""
+    differs = not on_cuda(args) and (args.dtype != "float32" or vars(args).get("compile"))
+    return "; nanoGPT float32, not compiled" if differs else ""
 
 
 def load(path, args, block_size):
@@ -35,10 +55,11 @@ def contestant(path, args):
     """What bench.py measures: build() -> (model, its training step, decode)."""
     def build():
         model, optimizer = load(path, args, args.block_size)
-        compiled = torch.compile(model) if args.compile else model
+        context = autocast(args)
+        compiled = torch.compile(model) if args.compile and on_cuda(args) else model
 
         def step(x, y):
-            with precision(args.dtype, torch.device(args.device).type)[1]:
+            with context:
                 _, loss = compiled(x, y)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -47,7 +68,8 @@ def contestant(path, args):
 
         def decode(idx, n):
             model.eval()
-            out = model.generate(idx, n)
+            with context:
+                out = model.generate(idx, n)
             model.train()
             return out
         return model, step, decode

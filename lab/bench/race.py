@@ -2,9 +2,11 @@
 How soon is the result that nanoGPT's README names reached? Trains nanoGPT and recipe=modern on a CPU.
 
     python -m lab.bench.race --nanogpt ../nanoGPT [--seeds 5] [--iters 175] [--json FILE]
+    python -m lab.bench.race --nanogpt ../nanoGPT --dtype bfloat16 --compile    # ours so; nanoGPT as before
 
 Each side trains by its own train.py as its users would, in turn, at the CPU setting of nanoGPT's README, and
-is scored on all of validation. Both need shakespeare_char prepared, each by its own script.
+is scored on all of validation in float32. Both need shakespeare_char prepared, each by its own script. The
+time of our loop is without compilation, that of the process is with it.
 """
 
 import argparse
@@ -42,7 +44,7 @@ def race(args):
             if name == "nanogpt":
                 steps, loop, process = 2000, *race_nanogpt(args.nanogpt, seed, folder)
             else:
-                steps, loop, process = args.iters, *race_modern(args.iters, seed, folder)
+                steps, loop, process = args.iters, *race_modern(args, seed, folder)
             model = checkpoint.build(checkpoint.read(folder / "ckpt.pt"), folder)
             nats, count = score(model, data, "val")
             result = dict(steps=steps, val_loss=nats / count, loop_s=loop, process_s=process)
@@ -52,8 +54,9 @@ def race(args):
         rows.append(row)
         if args.json:
             write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
-                                       arguments=dict(seeds=args.seeds, iters=args.iters), rows=rows,
-                                       finished=len(rows) == args.seeds))
+                                       arguments=dict(seeds=args.seeds, iters=args.iters, dtype=args.dtype,
+                                                      compile=args.compile),
+                                       rows=rows, finished=len(rows) == args.seeds))
     for part in ("loop", "process"):
         ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
         print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
@@ -78,10 +81,11 @@ def race_nanogpt(path, seed, folder):
     return stamps[-1] - stamps[0], lines[-1][0]
 
 
-def race_modern(iters, seed, folder):
+def race_modern(args, seed, folder):
     """(seconds of the loop, of the process) of our config for the same model."""
     lines = run_timed([str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu",
-                       f"--max_iters={iters}", "--eval_interval=1000000", "--eval_tokens=1000",
+                       f"--dtype={args.dtype}", f"--compile={args.compile}",
+                       f"--max_iters={args.iters}", "--eval_interval=1000000", "--eval_tokens=1000",
                        f"--seed={seed}", f"--out_dir={folder}", "--overwrite"], ROOT)
     log = (folder / "log.jsonl").read_text().splitlines()
     return json.loads(log[-1])["elapsed_s"], lines[-1][0]
@@ -104,6 +108,8 @@ def arguments(argv):
     p.add_argument("--nanogpt", required=True, help="a nanoGPT checkout")
     p.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     p.add_argument("--iters", type=int, default=175, help="our training steps (default: 175)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of our training")
+    p.add_argument("--compile", action="store_true", help="compile our training step")
     p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the scoring")
     p.add_argument("--json", help="write all figures to this file, anew with each seed")
     return p.parse_args(argv)
@@ -121,7 +127,8 @@ def main(argv=None):
             args.json = str(writable(args.json))
         torch.set_num_threads(args.threads)
         torch.set_float32_matmul_precision("high")
-        print(f"torch {torch.__version__}, {threads.on_processor()}, float32: "
+        print(f"torch {torch.__version__}, {threads.on_processor()}, "
+              f"{args.dtype}{', compiled' if args.compile else ''}; nanoGPT float32, not compiled: "
               "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
         race(args)
         if args.json:

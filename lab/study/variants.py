@@ -33,7 +33,7 @@ SIZES = {
 RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2,
             "half the heads": lambda model: [list(range((model.n_head + 1) // 2))] * model.n_layer}
 # keys of training that no trial.json has: where a run goes, and nothing of its numbers
-BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only", "json", "tensorboard",
+BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only", "json", "profile", "tensorboard",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
 # what variants cannot set: the two sides would be scored on other text

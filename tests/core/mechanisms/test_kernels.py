@@ -214,7 +214,7 @@ def test_heads_are_normed_and_rotated_as_by_single_steps(B, T, H, D):
         assert not torch.allclose(kernels.heads_of(qkv, *wrong)[0], want[0])
 
 
-@pytest.mark.skipif(not cpu.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
+@pytest.mark.skipif(not cpu.ONEDNN, reason="a CPU whose products oneDNN does not make")
 @pytest.mark.parametrize("rows, inside, outside",
                          [(1, 1, 1), (7, 3, 5), (64, 9, 33), (64, 33, 9), (300, 64, 65)])
 def test_a_linear_layer_by_onednn_equals_the_product(rows, inside, outside, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_linear_layer_by_onednn_equals_the_product(rows, inside, outside, monk
         assert torch.allclose(a.double(), b, atol=1e-4 * max(1.0, b.abs().max().item()))
 
 
-@pytest.mark.skipif(not cpu.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
+@pytest.mark.skipif(not cpu.ONEDNN, reason="a CPU whose products oneDNN does not make")
 def test_a_linear_layer_by_onednn_has_a_second_derivative(monkeypatch):
     monkeypatch.setattr(cpu, "ONEDNN_FROM", 0)
     layer, x = kernels.Linear(4, 3, bias=False), torch.randn(5, 4, requires_grad=True)

@@ -1,14 +1,16 @@
-"""Macs and Windows, where no test runs: what is decided for them by name."""
+"""Macs, Windows and other processors, where no test runs: what is decided for them by name."""
 
+import platform
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import train
-from nanoheads import attention, optim, ranks
+from nanoheads import attention, cpu, optim, ranks
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.ranks import Process
@@ -61,6 +63,96 @@ def test_a_refusal_comes_before_the_run_has_a_folder(args, fails, monkeypatch, t
     monkeypatch.setattr(train, "join_ranks", lambda device: Process("cuda"))
     line, = fails([*args(), "--compile=True"])
     assert line.startswith("compile=True compiles for a GPU with Triton") and not (tmp_path / "run").exists()
+
+
+# ---- processors ----
+
+# the first processor of /proc/cpuinfo, shortened; more flags, and all fields between, stand there
+CPUINFO = {
+    "Intel with AMX": "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\n"
+                      "model name\t: Intel(R) Xeon(R) Platinum 8481C\n"
+                      "flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile\npower management:\n",
+    "Intel without": "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\n"
+                     "model name\t: Intel(R) Xeon(R) CPU @ 2.00GHz\nflags\t\t: fpu avx2 avx512f\n",
+    "AMD Zen 4": "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n"
+                 "model name\t: AMD EPYC 9R14\nflags\t\t: fpu avx2 avx512f avx512_bf16\n",
+    "ARM": "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\n",
+}
+SECOND = "\nprocessor\t: 1\nvendor_id\t: another\nflags\t\t: amx_bf16\n"
+
+
+@pytest.fixture
+def on(monkeypatch, tmp_path):
+    """on(name of CPUINFO, or None: there is no such file) makes this machine such a one, with AVX-512."""
+    def there(name):
+        path = tmp_path / "cpuinfo"
+        if name:
+            path.write_text(CPUINFO[name] + SECOND)
+        monkeypatch.setattr("builtins.open", lambda file, *args, _open=open, **kw: _open(
+            path if file == "/proc/cpuinfo" else file, *args, **kw))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    return there
+
+
+@pytest.mark.parametrize("name, onednn, instructions", [
+    ("Intel with AMX", False, "amx_bf16"), ("Intel without", False, None),
+    ("AMD Zen 4", True, "avx512_bf16"), ("ARM", True, None)])
+def test_the_library_and_bfloat16_go_by_the_processor(name, onednn, instructions, on):
+    on(name)
+    assert cpu.prefers_onednn() is onednn
+    assert cpu.bfloat16_instructions() == instructions
+
+
+@pytest.mark.parametrize("vendor, onednn", [
+    ("Intel64 Family 6 Model 143 Stepping 8, GenuineIntel", False),
+    ("AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", True), ("", True)])
+def test_without_cpuinfo_the_system_names_the_processor(vendor, onednn, on, monkeypatch):
+    on(None)
+    monkeypatch.setattr(platform, "processor", lambda: vendor)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False, "avx512_bf16": True})
+    assert cpu.cpuinfo() == {} and cpu.prefers_onednn() is onednn
+    assert cpu.bfloat16_instructions() == "avx512_bf16"
+
+
+def test_onednn_takes_avx512_or_a_pytorch_without_mkl(on, monkeypatch):
+    on("Intel with AMX")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert cpu.prefers_onednn()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not cpu.prefers_onednn()
+
+
+SMALL, LARGE = (SimpleNamespace(num_params=lambda n=n: n, flops_per_token=lambda n=n: 6 * n)
+                for n in (800_000, 10_000_000))
+LONG = 10_000_000  # tokens: 5e13 operations of the small model, 6e14 of the large
+
+
+@pytest.mark.parametrize("name, model, tokens, keys, words", [
+    ("Intel with AMX", SMALL, LONG, {}, "this CPU has amx_bf16: .* would take about half the time; "),
+    ("Intel with AMX", SMALL, 1_000_000, {}, None),
+    ("Intel with AMX", LARGE, LONG, dict(dtype="float32"), None),
+    ("AMD Zen 4", LARGE, LONG, {}, "this CPU has avx512_bf16: .* would take 0.7 to 0.9 of the time; "),
+    ("AMD Zen 4", SMALL, LONG, {}, None), ("AMD Zen 4", LARGE, 100_000, {}, None),
+    ("Intel without", LARGE, LONG, {}, None), ("ARM", LARGE, LONG, {}, None)])
+def test_a_long_run_on_a_cpu_with_bfloat16_says_so(name, model, tokens, keys, words, on):
+    on(name)
+    note = optim.note_on_bfloat16(TrainConfig(**keys), "cpu", model, tokens)
+    assert note is None if words is None else re.match(words, note) and "\n" not in note
+    assert optim.note_on_bfloat16(TrainConfig(**keys), "cuda", model, tokens) is None
+    assert optim.precision(TrainConfig(**keys).dtype, "cpu")[0] == "float32", "whatever the processor"
+
+
+def test_the_line_is_among_a_runs_first_ones(args, on, monkeypatch, capsys):
+    on("Intel with AMX")
+    main = train.main
+    main(args("short", max_iters=1))
+    assert "amx_bf16" not in capsys.readouterr().out
+    monkeypatch.setattr(optim, "LONG_RUN", 0)
+    main(args(max_iters=1))
+    before = capsys.readouterr().out.partition("step  ")[0]
+    assert before.count("this CPU has amx_bf16") == 1
 
 
 # ---- several processes ----

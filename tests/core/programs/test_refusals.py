@@ -191,6 +191,8 @@ GPT_CONFIGS = [
 
 TRAIN_CONFIGS = [
     (dict(init_anyway=True), "init_anyway=True", "init_from"),
+    (dict(profile=2, eval_only=True), "profile=2", "eval_only"),
+    (dict(profile=0), "profile=0", "at least 1"),
 ]
 
 

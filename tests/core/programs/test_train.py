@@ -100,6 +100,51 @@ def test_train_returns_the_last_evaluation(args, rows, tmp_path):
     assert config.vocab_size is None and settings.optimizer is None, "what the caller passed stays as it was"
 
 
+# ---- a profile ----
+
+def profile_in(printed):
+    """[(operator, share of the step in %, calls a step)] of the rows that a run printed."""
+    rows = printed.split("calls a step\n")[1].split("\ntrace, ")[0].splitlines()
+    return [(name, float(share.rstrip("%")), float(calls.replace(",", "")))
+            for name, share, calls in (row.split() for row in rows)]
+
+
+def test_a_profiled_run_learns_the_same_and_leaves_a_trace(args, rows, tmp_path, capsys):
+    main(args("plain"))
+    assert not (tmp_path / "plain/trace.json").exists() and "operator" not in capsys.readouterr().out
+    main(args(profile=2))
+    printed = capsys.readouterr().out
+    assert same(weights(tmp_path / "plain/ckpt.pt"), weights(tmp_path / "run/ckpt.pt"))
+    assert untimed(rows(tmp_path / "run")[0]) == untimed(rows(tmp_path / "plain")[0])
+    trace = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "training step" and event["cat"] == "user_annotation" for event in trace) == 2
+    found = profile_in(printed)
+    shares = [share for _, share, _ in found]
+    assert "profile of 2 steps: " in printed and len(found) == 10
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100
+    assert "profile" not in json.loads((tmp_path / "run/config.json").read_text())["asked"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_between_profiled_steps_is_in_the_trace_alone(args, tmp_path, capsys):
+    attention, calls = "aten::_scaled_dot_product_flash_attention_for_cpu", []
+    for interval in (1, 6):
+        main(args(f"every-{interval}", profile=3, eval_interval=interval))
+        calls.append({name: n for name, _, n in profile_in(capsys.readouterr().out)})
+        trace = json.loads((tmp_path / f"every-{interval}/trace.json").read_text())["traceEvents"]
+        forwards = sum(event["name"] == attention for event in trace)
+        assert forwards == 3 if interval == 6 else forwards > 3
+    both = calls[0].keys() & calls[1].keys()
+    assert len(both) > 5 and all(calls[0][name] == calls[1][name] for name in both)
+
+
+def test_a_profile_needs_steps(args, fails, tmp_path):
+    line, = fails(args(profile=4))
+    assert line == ("profile=4 takes 7 steps, the first 3 to warm up, and this run has 6 to go: "
+                    "set a larger max_iters")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_run_folder_says_how_to_run_it_again(args, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--adamw_lr=1", "a b"])

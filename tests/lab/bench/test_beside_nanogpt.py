@@ -3,50 +3,13 @@
 import json
 
 import pytest
-
-import bench
-from lab.bench import contexts
-
-STAND_IN = '''
-from dataclasses import dataclass
 import torch
 
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
-    def forward(self, x, y):
-        logits = self.table(x)
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-    def generate(self, idx, n):
-        return idx.repeat(1, n + 1)
-'''
+import bench
+from lab.bench import contexts, nanogpt, race
 
 SIZES = ["--n_layer=1", "--n_head=6", "--n_embd=48", "--batch_size=2", "--rounds=1", "--steps=1",
          "--threads=1", "--device=cpu"]
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """The folder of a stand-in for a nanoGPT checkout."""
-    stand_in = STAND_IN.replace("def forward(self, x, y)", "def forward(self, x, y=None)")
-    stand_in = stand_in.replace("logits = self.table(x)", "logits, y = self.table(x), x if y is None else y")
-    folder = tmp_path / "nanoGPT"
-    folder.mkdir()
-    (folder / "model.py").write_text(stand_in)
-    return str(folder)
 
 
 @pytest.mark.slow
@@ -75,3 +38,37 @@ def test_decoding_after_a_context_beside_nanogpt(checkout, tmp_path):
     found = json.loads(path.read_text())
     assert found["finished"] and [(r["what"], r["name"]) for r in found["rows"]] == [
         (context, name) for context in ("4", "8") for name in ("nanogpt", "gpt2", "modern")]
+
+
+def test_on_a_cpu_nanogpt_computes_in_float32_whatever_ours_does(checkout, monkeypatch):
+    args = bench.arguments(["--nanogpt", checkout, "--dtype=bfloat16", "--compile", *SIZES])
+    bench.check(args)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    seen = []
+    model, step, decode = nanogpt.contestant(checkout, args)()
+    model.register_forward_hook(lambda *_: seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
+    with bench.autocast(args):  # as bench.py decodes
+        step(*bench.batch(args))
+        model(bench.batch(args)[0])
+        assert seen == [torch.float32, torch.bfloat16]
+        with nanogpt.autocast(args):
+            model(bench.batch(args)[0])
+    assert seen[2] == torch.float32
+    assert nanogpt.setting(args) == "; nanoGPT float32, not compiled"
+    args.dtype, args.compile = "float32", False
+    assert nanogpt.setting(args) == ""
+
+
+def test_the_race_trains_our_side_as_it_is_told(tmp_path, monkeypatch):
+    commands = []
+
+    def run_timed(command, folder):
+        commands.append(command)
+        return [(2.5, "")]
+    monkeypatch.setattr(race, "run_timed", run_timed)
+    (tmp_path / "log.jsonl").write_text('{"elapsed_s": 1.5}\n')
+    for argv, words in (([], ["--dtype=float32", "--compile=False"]),
+                        (["--dtype=bfloat16", "--compile"], ["--dtype=bfloat16", "--compile=True"])):
+        args = race.arguments(["--nanogpt=x", *argv])
+        assert race.race_modern(args, 1337, tmp_path) == (1.5, 2.5)
+        assert {*words} < {*commands[-1]}

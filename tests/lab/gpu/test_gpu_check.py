@@ -1,105 +1,147 @@
-"""gpu_check.sh without a GPU: its parts are those that it lists, and no part stops the others.
+"""gpu_check.sh without a GPU: its parts are those that it lists, none stops the others, no figure is lost.
 
-The interpreter is a stand-in that writes down what it is asked to run.
+Parts are stand-ins here, but for the last test, which runs the real ones at a small size.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
+import bench
+from lab.bench import contexts
+from tests.lab.gpu import agree, on_card
 from helpers import ROOT
 
-SCRIPT = ROOT / "gpu_check.sh"
-TEXT = SCRIPT.read_text(encoding="utf-8")
-PARTS = re.search(r'^PLAN="(.*)"$', TEXT, re.M)[1].split()
-STAND_IN = f"""#!{sys.executable}
-import os, sys, time
-command = " ".join(sys.argv[1:])
-with open(os.environ["CALLS"], "a") as file:
-    file.write(command + "\\n")
-print("ran", command, flush=True)
-try:
-    time.sleep(60 if os.environ.get("SLOW", "nothing") in command else 0)
-except KeyboardInterrupt:
-    sys.exit(130)
-sys.exit(os.environ.get("BAD", "nothing") in command)
+PARSERS = {"bench.py": bench.arguments, "lab.bench.contexts": contexts.arguments,
+           "tests.lab.gpu.agree": agree.arguments}
+# writes two rows, waits until they are among the results, and goes on as sys.argv says
+WRITER = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder, then = Path(sys.argv[1]), sys.argv[2]
+rows = [dict(what="train", name=name, tokens_per_s=1.0, ms=1.0, time_ratio=1.0, time_ratio_low=1.0,
+             time_ratio_high=1.0, reference="plain", rounds=1) for name in ("plain", "sink")]
+(folder / "rows.json").write_text(json.dumps(dict(rows=rows)))
+until = time.monotonic() + 20
+while f'"sink"' not in (folder.parent / "gpu-check.json").read_text().split(f'"{folder.name}"')[1]:
+    assert time.monotonic() < until
+    time.sleep(0.05)
+print("has written", folder.name, flush=True)
+if then == "interrupt":
+    os.kill(os.getppid(), signal.SIGINT)
+time.sleep(0 if then in ("done", "fail") else 60)
+sys.exit(then == "fail")
 """
 
 
-def interruptible():
-    """In a shell's background job SIGINT is ignored, and bash cannot trap what was ignored when it began."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture
-def start(tmp_path):
-    """start(parts, **environment) -> the running script; its files are in tmp_path."""
+def card(tmp_path, monkeypatch):
+    """card({part: (seconds, what it does in the end)}, *arguments) -> (exit code, the results)."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(on_card, "GRACE", 0.5)
+
+    def run(parts, *argv):
+        def stand_in(seconds, then):
+            command = [sys.executable, "-c", WRITER]
+            return on_card.Part(seconds, lambda args, out: [[[*command, str(out(".")), then]]])
+        monkeypatch.setattr(on_card, "PARTS", {name: stand_in(*each) for name, each in parts.items()})
+        with pytest.raises(SystemExit) as e:
+            on_card.main([*parts, "--small", "--device=cpu", f"--out={tmp_path / 'out'}", *argv])
+        return e.value.code, json.loads((tmp_path / "out/gpu-check.json").read_text())
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def states(results):
+    return {name: part["state"] for name, part in results["parts"].items()}
+
+
+def test_every_part_is_described_with_its_time():
+    described = re.findall(r"^    (\w+) +(\d+) s  \S", on_card.__doc__, re.M)
+    assert {name: int(seconds) for name, seconds in described} == {
+        name: part.seconds for name, part in on_card.PARTS.items()}
+    assert [name for name, _ in described] == list(on_card.PARTS)
+    assert tuple(on_card.PARTS)[:4] == on_card.QUICK
+    assert sum(on_card.PARTS[name].seconds for name in on_card.QUICK) < 60 * on_card.MINUTES
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("name", on_card.PARTS)
+def test_what_a_part_runs_exists_and_takes_its_arguments(name, small, checkout, tmp_path):
+    args = on_card.arguments([name, "--device=cpu", "--nanogpt", checkout, *["--small"] * small])
+    programs = [argv for group in on_card.PARTS[name].commands(args, tmp_path.joinpath) for argv in group]
+    for _, _, *argv in programs:
+        program, rest = (argv[1], argv[2:]) if argv[0] == "-m" else (Path(argv[0]).name, argv[1:])
+        if argv[0] == "-m":
+            assert program == "pytest" or (ROOT / f"{program.replace('.', '/')}.py").is_file()
+        else:
+            assert Path(argv[0]).is_file()
+        if program in PARSERS:
+            PARSERS[program](rest)
+
+
+def test_the_ten_mechanisms_read_rows_too():
+    names = on_card.MECHANISMS.split(",")
+    assert len(names) == 10 and {"acag", "sink", "fox"} < {*names} < {*bench.mechanisms()}
+
+
+def test_a_part_that_fails_or_takes_too_long_stops_no_other(card, capsys):
+    code, results = card({"bad": (60, "fail"), "slow": (4, "sleep"), "good": (60, "done")})
+    assert code == 1
+    assert states(results) == {"bad": "failed", "slow": "cut short", "good": "done"}
+    for part in results["parts"].values():
+        assert [row["name"] for row in part["rows"]] == ["plain", "sink"]
+    printed = capsys.readouterr().out
+    assert "has written slow" in printed and re.search(r"^slow +cut short ", printed, re.M)
+    assert len(re.findall(r"^(?:bad|slow|good) +sink +1 ", printed, re.M)) == 3, "the table of all figures"
+
+
+def test_what_no_time_is_left_for_is_said(card):
+    code, results = card({"slow": (60, "sleep"), "late": (60, "done")}, "--minutes=0.07")
+    assert code == 0 and states(results) == {"slow": "cut short", "late": "not begun"}
+
+
+def test_an_interrupt_keeps_what_there_is_and_prints_it(card, capsys):
+    code, results = card({"first": (60, "interrupt"), "second": (60, "done")})
+    assert code == 130 and states(results) == {"first": "interrupted", "second": "not begun"}
+    assert len(results["parts"]["first"]["rows"]) == 2
+    assert re.search(r"^first +sink +1 ", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["agreee"], "gpu_check: no part agreee; there are agree, plain16"),
+    (["--device=cpu"], "gpu_check: device=cpu is no CUDA GPU; --small tries the script without one"),
+    (["--nanogpt=/x"], "gpu_check: --nanogpt must name a nanoGPT checkout .*: /x is none; git clone"),
+    (["--minutes=0"], "gpu_check: --minutes must be above 0")])
+def test_what_makes_no_sense_is_refused_in_one_line(argv, words, tmp_path):
+    with pytest.raises(SystemExit, match=f"^{words}[^\n]*$"):
+        on_card.main([*argv, f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_script_starts_it_with_the_interpreter_of_PY(tmp_path):
     stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN)
+    stand_in.write_text('#!/bin/sh\necho "$PWD $@"\n')
     stand_in.chmod(0o755)
-
-    def run(*parts, **environment):
-        paths = dict(PY=stand_in, OUT=tmp_path / "out", RUNS=tmp_path / "runs", CALLS=tmp_path / "calls")
-        env = {**os.environ, "LIMIT": "30", **{k: str(path) for k, path in paths.items()}, **environment}
-        return subprocess.Popen(["bash", str(SCRIPT), *parts], env=env, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=interruptible)
-    return run
-
-
-def summary(tmp_path):
-    """{part: what became of it}."""
-    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
-    return {line.split()[0]: " ".join(line.split()[1:-2]) for line in lines}
-
-
-def test_the_script_is_bash():
-    assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0
-
-
-def test_every_part_is_described_in_its_order_and_is_there():
-    described = re.findall(r"^#   (\w+) +\d+  \S", TEXT, re.M)
-    cases = re.findall(r"^  (\w+)\)$", TEXT, re.M)
-    assert described == cases == PARTS
-    assert PARTS[:3] == ["agree", "bench", "decode"]
-    assert all(int(minutes) < 9 for minutes in re.findall(r"^#   \w+ +(\d+)  ", TEXT, re.M))
-
-
-def test_programs_of_the_script_exist():
-    programs = set(re.findall(r'"\$PY" (\w+\.py)', TEXT))
-    modules = set(re.findall(r'"\$PY" -m ((?:tests|lab)\.[\w.]+)', TEXT))
-    assert {"bench.py", "compare.py"} <= programs and modules == {"tests.lab.gpu.agree", "lab.bench.contexts"}
-    programs |= {module.replace(".", "/") + ".py" for module in modules}
-    assert all((ROOT / program).is_file() for program in programs)
+    shown = subprocess.run(["bash", str(ROOT / "gpu_check.sh"), "agree", "--out=a b"], cwd=tmp_path,
+                           text=True, capture_output=True, env={**os.environ, "PY": str(stand_in)})
+    assert shown.stdout == f"{ROOT} -m tests.lab.gpu.on_card agree --out=a b\n"
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_takes_too_long_stops_no_other(start, tmp_path):
-    script = start("agree", "decode", "bench", LIMIT="2", SLOW="lab.bench.contexts", BAD="gpu.agree")
-    printed, _ = script.communicate(timeout=60)
-    assert script.returncode == 1
-    assert summary(tmp_path) == {"agree": "failed", "decode": "cut short", "bench": "done"}
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 4 and sum("gpu.agree" in call for call in calls) == 2  # its second half ran too
-    assert "decode       cut short" in printed and "ran bench.py" in (tmp_path / "out/log.txt").read_text()
-
-
-def test_an_interrupt_ends_the_part_and_the_plan(start, tmp_path):
-    script = start("decode", "bench", SLOW="lab.bench.contexts")
-    while not (tmp_path / "calls").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    script.send_signal(signal.SIGINT)
-    script.communicate(timeout=30)
-    assert summary(tmp_path) == {"decode": "failed"}
-
-
-def test_a_part_that_there_is_not_shows_the_page(start, tmp_path):
-    script = start("agree", "agreee")
-    printed, _ = script.communicate(timeout=30)
-    assert script.returncode == 2 and "./gpu_check.sh agree bench" in printed
-    assert not (tmp_path / "calls").exists()
+def test_all_of_it_at_a_small_size(checkout, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        on_card.main(["--small", "--device=cpu", "--nanogpt", checkout, f"--out={tmp_path}"])
+    results = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert not e.value.code and set(states(results).values()) == {"done"}
+    found = {name: [row["name"] for row in part["rows"]] for name, part in results["parts"].items()}
+    assert found == {"agree": ["plain"], "plain16": ["nanogpt", "gpt2", "modern"],
+                     "plain32": ["nanogpt", "gpt2", "modern"], "mechanisms": ["modern", "acag", "sink"]}
+    printed = capsys.readouterr().out
+    assert "numbers: 1 of 1 agree with float64" in printed and on_card.ANCHORS in printed
