@@ -7,7 +7,7 @@ import pytest
 
 from model import MECHANISMS
 from nanoheads.common import UserError
-from lab.study import findings, outside, report, results
+from lab.study import findings, outside, report, results, task_report, task_study
 from helpers import ROOT
 
 CELLS = dict.fromkeys(outside.COLUMNS, "") | dict(
@@ -144,3 +144,16 @@ def test_the_record_stands_beside_the_verdicts_of_a_study(study):
 def test_without_a_record_a_study_says_nothing_of_it(study, no_record):
     assert "record" not in report.in_text(study) and "public record" not in report.page(study)
     assert {row["record"] for row in findings.verdicts(study)["comparisons"]} == {None}
+
+
+def test_the_record_stands_beside_the_verdicts_on_tasks(tmp_path, monkeypatch):
+    found = task_study.read(ROOT / "results/tasks/few.json.gz")
+    line = next(line for line in task_report.in_text(found).splitlines() if line.startswith("short_conv"))
+    assert line.endswith(" 3 of 3")
+    assert "helps in 3 of 3, at 1.7 B" in task_report.page(found, {"task_map": None, "curves": None})
+    task_study.write_verdicts(found, tmp_path / "verdicts.json")
+    rows = json.loads((tmp_path / "verdicts.json").read_text())["verdicts"]
+    said = {row["variant"]: row["record"] for row in rows}
+    assert said["short_conv"] == "helps in 3 of 3, at 1.7 B" and said["acag"] is None
+    monkeypatch.setattr(outside, "FILE", tmp_path / "outside.csv")
+    assert "record" not in task_report.in_text(found)
