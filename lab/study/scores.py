@@ -26,6 +26,27 @@ def read(path):
 
     UserError names every row that cannot be used by its line.
     """
+    first = {}
+
+    def parse(cells, line):
+        row, problem = parsed(cells)
+        key = row["variant"], row["seed"]
+        if not problem and first.setdefault(key, line) != line:
+            problem = f"{key[0]} with seed {key[1]} is on line {first[key]} already"
+        return row, problem
+
+    rows = rows_of(path, NEEDED, OPTIONAL, parse)
+    if not rows:
+        raise UserError(f"{path} has no runs")
+    return rows
+
+
+def rows_of(path, needed, optional, parse):
+    """The rows of a CSV file, each as parse({column: text}, line) -> (row, what is wrong with it or None).
+
+    UserError: it cannot be read, or a column of `needed` is missing; or it names every row that cannot be
+    used by its line.
+    """
     try:
         text = read_whole(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
@@ -35,39 +56,34 @@ def read(path):
         head = [title.strip().lower() for title in next(lines, [])]
     except csv.Error as e:
         raise UserError(f"{path}, line 1: {e}") from None
-    if missing := [title for title in NEEDED if title not in head]:
-        raise UserError(f"{path}, line 1: no column {', '.join(missing)}; it must name variant, seed and "
-                        f"score, and has {', '.join(head) or 'nothing'}")
-    if twice := [title for title in (*NEEDED, *OPTIONAL) if head.count(title) > 1]:
+    if missing := [title for title in needed if title not in head]:
+        raise UserError(f"{path}, line 1: no column {', '.join(missing)}; it must name "
+                        f"{', '.join(needed[:-1])} and {needed[-1]}, and has {', '.join(head) or 'nothing'}")
+    if twice := [title for title in (*needed, *optional) if head.count(title) > 1]:
         raise UserError(f"{path}, line 1: the column {twice[0]} is there twice")
-    rows, wrong, first = [], [], {}
+    rows, wrong = [], []
     try:
         for cells in lines:
             if not any(cell.strip() for cell in cells):
                 continue
-            row, problem = parsed(dict(zip(head, (cell.strip() for cell in cells))), len(cells), len(head))
-            key = row.get("variant"), row.get("seed")
-            if not problem and key in first:
-                problem = f"{key[0]} with seed {key[1]} is on line {first[key]} already"
+            if len(cells) != len(head):
+                row, problem = None, f"{len(cells)} cells, where the first line has {len(head)}"
+            else:
+                row, problem = parse(dict(zip(head, (cell.strip() for cell in cells))), lines.line_num)
             if problem:
                 wrong.append(f"{path}, line {lines.line_num}: {problem}")
             else:
-                first[key] = lines.line_num
                 rows.append(row)
     except csv.Error as e:
         wrong.append(f"{path}, line {lines.line_num}: {e}")
     if wrong:
         more = len(wrong) - MOST_NAMED
         raise UserError("\n".join([*wrong[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]))
-    if not rows:
-        raise UserError(f"{path} has no runs")
     return rows
 
 
-def parsed(cells, n, in_head):
-    """(one row, what is wrong with it or None); cells: {column: text}, n of them, as many as in_head."""
-    if n != in_head:
-        return {}, f"{n} cells, where the first line has {in_head}"
+def parsed(cells):
+    """(one row, what is wrong with it or None); cells: {column: text}."""
     row = dict(variant=printable(cells["variant"]), seed=seed_of(cells["seed"]))
     if empty := [key for key in NEEDED if not cells[key]]:
         return row, f"no {' and no '.join(empty)}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_device, plural, read_whole,
                               write_json)
 from nanoheads.tasks import LEARNED, TASKS
-from lab.study import costs, findings, permutation, queue, results, trial
+from lab.study import costs, findings, outside, permutation, queue, results, trial
 from lab.study.records import as_json
 from lab.study.runs import Reuse, Runs, taken
 from lab.study.variants import VariantBuilder
@@ -416,4 +416,11 @@ def write(found, out, json=None):
 def write_verdicts(found, json):
     """Write what a study's dict says without its runs, for a program."""
     keys = ("kind", "name", "question", "command", "alpha", "margin", "planned", "done", "finished")
-    write_json(json, {**{key: found[key] for key in keys}, "verdicts": found["verdicts"]})
+    rows = [{**row, "record": outside.words_on(row["variant"], flags_in(found, row))}
+            for row in found["verdicts"]]
+    write_json(json, {**{key: found[key] for key in keys}, "verdicts": rows})
+
+
+def flags_in(found, row):
+    """The flags of the variant that a row of found["verdicts"] is of."""
+    return found["tasks"][row["task"]]["arms"][row["variant"]]["flags"]
