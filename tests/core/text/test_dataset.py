@@ -221,9 +221,9 @@ def reads(monkeypatch):
     """The names of the files that were hashed, as it happens; this process knows no file at the start."""
     names, hashed = [], files.sha256_of
 
-    def counted(file):
+    def counted(file, seen):
         names.append(Path(file.name).name)
-        return hashed(file)
+        return hashed(file, seen)
     monkeypatch.setattr(files, "sha256_of", counted)
     monkeypatch.setattr(files, "KNOWN", {})
     monkeypatch.setattr(files, "SETTLED", -1e18)  # the files were written a moment ago
@@ -312,7 +312,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from nanoheads import files
 from nanoheads.dataset import Dataset
 hashed, files.SETTLED = files.sha256_of, -1e18
-files.sha256_of = lambda file: print("read", flush=True) or hashed(file)
+files.sha256_of = lambda file, seen: print("read", flush=True) or hashed(file)
 Dataset({str(copy)!r}).tokens("train")
 """
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
