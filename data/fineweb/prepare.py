@@ -186,23 +186,26 @@ def keep(args, progress, **more):
 def begun(args, asked):
     """The progress.json of a folder: that of a run which asked for the same, or a new one. UserError."""
     path, new = args.out / "progress.json", dict(asked=asked, documents=0, into=0, done=False, shards=[])
+    there = sorted(args.out.glob("fineweb_*.bin"))
     if args.force:
+        for old in there if path.is_file() else ():  # this script's
+            old.unlink()
         return new
     if not path.is_file():
-        if there := sorted(args.out.glob("fineweb_*.bin")):
+        if there:
             raise UserError(f"{there[0]} is there, and no progress.json says that this script wrote it: name "
                             "another folder with --out, read it with --shards, or write over it with --force")
         return new
     try:
         progress = from_json(path.read_bytes())
-        there = progress["asked"]
+        before = progress["asked"]
         if new.keys() - progress.keys():
             raise ValueError("keys are missing")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}); --force begins anew") from None
-    if there != asked:
-        raise UserError(f"{args.out} holds shards of {there}, and this asks for {asked}: name another folder "
-                        "with --out, or begin anew with --force")
+    if before != asked:
+        raise UserError(f"{args.out} holds shards of {before}, and this asks for {asked}: name another "
+                        "folder with --out, or begin anew with --force")
     return progress
 
 

@@ -1021,6 +1021,8 @@ def test_a_second_run_of_fineweb_verifies_and_stops(tmp_path, capsys):
     assert "already prepared, verified" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     refused(lambda: fineweb(tmp_path, "--encoding=byte", tokens=300), "holds another text", "--force")
+    again = fineweb(tmp_path, "--encoding=byte", "--force", tokens=3000)
+    assert {*(tmp_path / "out").glob("*.bin")} == {*again.files("train"), *again.files("val")}
     assert fineweb(tmp_path, "--encoding=byte", "--force", tokens=300).splits["val"]["tokens"] == 300
     path = tmp_path / "out/fineweb_train_000002.bin"
     os.truncate(path, 5)
