@@ -849,6 +849,7 @@ def batches_of(run):
     which = run.dataset, "train", c.block_size, config.batch_size * config.grad_accum, c.seed
     if config.task:
         return tasks.TaskBatches(run.dataset, config.batch_size * config.grad_accum, c.seed)
+    run.dataset.tokens("val")  # what is wrong with it is said now, not at an evaluation hours from here
     if not config.documents:
         return Batches(*which)
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process.kind))

@@ -20,9 +20,9 @@ from nanoheads.common import ArgumentParser, UserError, write_atomic
 
 import numpy as np
 
-from nanoheads.corpus import SPLITS, Writer, identity, report, run
+from nanoheads.corpus import SPLITS, Writer, identity, report, run, text_of_tokens
 from nanoheads.files import sha256
-from nanoheads.tokenizer import Tokenizer, count_chars
+from nanoheads.tokenizer import Tokenizer
 
 DTYPE, BLOCK = np.dtype("<u2"), 1 << 24  # of nanoGPT's files; tokens counted at a time
 NOTE = "nanoGPT has no third part: test is val over again, so a test figure here is a validation figure"
@@ -93,11 +93,7 @@ def main(argv=None):
             write_atomic(folder / "test.bin", lambda file: shutil.copyfileobj(val, file))
         counts["test"] = counts["val"]
 
-    # what the tokens stand for: end-of-text tokens stand for no text
-    pieces = [tok.decode_bytes([i]) for i in range(tok.vocab_size)]
-    if tok.encoding == "gpt2":
-        pieces[tok.end] = b""
-    sizes = np.array([(1, len(piece), count_chars(piece)) for piece in pieces])
+    sizes = text_of_tokens(tok)
     sums = {split: sha256(folder / f"{split}.bin") for split in SPLITS}
     splits = {}
     for split in SPLITS:

@@ -478,6 +478,16 @@ def report(out, meta, head=""):
         say(f"note: {meta['note']}")
 
 
+def text_of_tokens(tok):
+    """What each token of a vocabulary adds to a split's tokens, bytes and characters, int64 [V, 3]: the token
+    at the end of a document is no text.
+    """
+    pieces = [tok.decode_bytes([i]) for i in range(tok.vocab_size)]
+    if tok.encoding == "gpt2":
+        pieces[tok.end] = b""
+    return np.array([(1, len(piece), count_chars(piece)) for piece in pieces])
+
+
 # ---- a whole script ----
 
 def arguments(doc, name, encodings, argv=None, **more):
@@ -493,7 +503,7 @@ def arguments(doc, name, encodings, argv=None, **more):
     parser.add_argument("--force", action="store_true", help="write anew what is already there")
     parser.add_argument("--encoding", choices=encodings, default=encodings[0])
     for flag, options in more.items():
-        parser.add_argument("--" + flag.replace("_", "-"), **options)
+        parser.add_argument(*dict.fromkeys(["--" + flag.replace("_", "-"), "--" + flag]), **options)
     args = parser.parse_args(argv)
     args.name = name if args.encoding == encodings[0] else f"{name}_{args.encoding}"
     args.out = args.out or (HOME / args.name if name else None)

@@ -39,7 +39,8 @@ class NotPrepared(UserError):
 class Dataset:
     """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged.
 
-    A split is compared with its sha256 in meta.json whenever it is opened; see files.check().
+    A split is one file, <split>.bin, or the shards that meta.json names, see shards.py. It is compared with
+    its sha256 in meta.json whenever it is opened; see files.check().
     """
 
     def __init__(self, name):
@@ -59,17 +60,28 @@ class Dataset:
         self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
         self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
         self.sums = {split: size["sha256"] for split, size in self.splits.items()}
+        # out of what checkpoints keep: where files lie on this machine is nothing to a model
+        self.shards = {split: size.pop("shards", None) for split, size in self.splits.items()}
 
     @cached_property
     def digests(self):
         """digests_of() its meta.json, as it was when this was made."""
         return digests_of(self.meta)
 
+    def files(self, split):
+        """The paths of the files that a split is read from."""
+        return [self.dir / shard["file"] for shard in self.shards.get(split) or [dict(file=f"{split}.bin")]]
+
     def tokens(self, split):
-        """The split as a read-only memory map, [n]. UserError where it is not what meta.json says."""
+        """The split as a read-only memory map, [n], or as Shards. UserError where it is not what meta.json
+        says.
+        """
+        if self.shards.get(split):
+            from nanoheads import shards  # only here: most splits are one file
+            return shards.opened(self, split)
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
-            splits = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
+            splits = [s for s in self.splits if all(map(Path.is_file, self.files(s)))]
             raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(splits) or 'none'}")
         tokens, _ = self.sizes[split]
         size = path.stat().st_size
@@ -78,6 +90,11 @@ class Dataset:
                             f"where meta.json says {tokens:,}; run its prepare script with --force")
         files.check(path, self.sums[split], "meta.json", ANEW)
         return np.memmap(path, self.dtype, "r")
+
+    def name_of(self, split):
+        """What a split is called in messages: its file or, of shards, the folder's name for them."""
+        many = self.shards.get(split)
+        return f"{self.dir / split} ({len(many):,} shards)" if many else f"{self.dir / split}.bin"
 
     def sizes_beyond(self, split):
         """[n, 3], int64: the tokens that stand for other text than they spell, in their order, and how many
@@ -111,14 +128,18 @@ class Dataset:
         tokens, separator = self.tokens(split), (self.meta.get("options") or {}).get("separator")
         plain, cuts = self.meta["encoding"] in ("byte", "char"), []  # where a separator is text
         if plain and separator:
-            cuts = after_matches(self.tokenizer, tokens, re.compile(re.escape(separator.encode())))
+            mark = separator.encode()
+            if self.meta["encoding"] == "byte" and len(mark) == 1:
+                cuts = after_each(tokens, mark[0])
+            else:
+                cuts = after_matches(self.tokenizer, tokens, re.compile(re.escape(mark)))
         elif not plain and self.separator == self.tokenizer.end:  # else the vocabulary has none
             cuts = after_each(tokens, self.separator)
         if not len(cuts):
             cuts = beginnings(self.tokenizer, tokens, *BEGINNINGS)
         cuts = np.unique([0, *cuts, len(tokens)])
         if len(cuts) < 3:
-            raise UserError(f"{self.dir / split}.bin has no documents: no end-of-text token, title or blank "
+            raise UserError(f"{self.name_of(split)} has no documents: no end-of-text token, title or blank "
                             "line says where one begins")
         return cuts
 
@@ -191,6 +212,11 @@ def missing(name):
         if not ours and all((folder / f"{split}.bin").is_file() for split in ("train", "val")):
             return UserError(f"{folder} has train.bin and val.bin but no meta.json; if nanoGPT wrote them, "
                              f"run: python {os.path.relpath(ROOT / 'data/from_nanogpt.py')} {folder}")
+        names = [path.name for path in folder.glob("*.bin")]
+        if not ours and all(any(split in each for each in names) for split in ("train", "val")):
+            return UserError(f"{folder} has shards but no meta.json; if they are in llm.c's format, run: "
+                             f"python {os.path.relpath(ROOT / 'data/fineweb/prepare.py')} --shards "
+                             f"'{folder / '*.bin'}'")
     close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
     if not close:
         return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "
@@ -208,20 +234,27 @@ class Reader:
     def __init__(self, dataset, split):
         self.dataset = dataset
         self.split = split
-        self.data, self.read = np.asarray(dataset.tokens(split)), 0
+        self.open()
+
+    def open(self):
+        """Map the split anew: what was read through the mapping before is no longer in memory."""
+        data = self.dataset.tokens(self.split)
+        self.data = np.asarray(data) if isinstance(data, np.memmap) else data  # which is slow to cut
+        self.read = 0
 
     def cut(self, starts, ends):
         """The tokens from each start to its end, as a list."""
         # the kernel maps 64 KiB around each fault
-        self.read += sum(max((end - start) * self.data.itemsize, 1 << 16) for start, end in zip(starts, ends))
+        size = self.dataset.dtype.itemsize
+        self.read += sum(max((end - start) * size, 1 << 16) for start, end in zip(starts, ends))
         if self.read > REOPEN_AFTER:
-            self.data, self.read = np.asarray(self.dataset.tokens(self.split)), 0
+            self.open()
         return [self.data[start:end] for start, end in zip(starts, ends)]
 
     def checked(self, ids):
         """ids as they are. UserError where one is outside the vocabulary."""
         if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
-            raise UserError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, "
+            raise UserError(f"{self.dataset.name_of(self.split)} holds the token {ids.max()}, "
                             f"and the vocabulary ends at {self.dataset.vocab_size - 1}; "
                             "run its prepare script with --force")
         return ids
@@ -307,7 +340,7 @@ class DocumentBatches(Reader):
         self.first, self.size = cuts[:-1][size >= shortest], size[size >= shortest]
         fewest = int((-(-self.size // block_size)).sum())
         if fewest < rows:
-            raise UserError(f"{dataset.dir / split}.bin has {fewest:,} rows of documents of at least "
+            raise UserError(f"{dataset.name_of(split)} has {fewest:,} rows of documents of at least "
                             f"{shortest} tokens: fewer than the {rows:,} of a batch")
         self.ends = []  # of each pass so far, the steps and the tokens to its end
         self.one_pass = lru_cache(maxsize=2)(self.one_pass)

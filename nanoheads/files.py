@@ -235,8 +235,8 @@ def sha256(path):
         return sha256_of(file)
 
 
-def sha256_of(file):
-    """The sha256 of an open file, in hex."""
+def sha256_of(file, seen=None):
+    """The sha256 of an open file, in hex; seen: a function that is given each block of it, 1 MiB at most."""
     if hasattr(os, "posix_fadvise"):
         # else Linux caches the file in pieces of up to 2 MiB, and a training that maps it later and reads
         # 4 KiB somewhere in a piece has all of the piece in its resident memory
@@ -244,6 +244,8 @@ def sha256_of(file):
     found = hashlib.sha256()
     while block := file.read(1 << 20):
         found.update(block)
+        if seen:
+            seen(block)
     return found.hexdigest()
 
 
@@ -253,51 +255,55 @@ def stamp(path):
     return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
-def check(path, expected, source, advice):
+def check(path, expected, source, advice, kept=None):
     """UserError unless a file has the sha256 that `source` names; advice: what to do where it has not.
 
     The file is read when its stamp() is not the one of the last reading, which is kept in this process and,
-    where the folder can be written, in <name>.checked beside it. A change that leaves the size and both
-    times as they were is not seen: that takes a changed clock or a direct write to the disk. On Windows there
-    is no time of the file's change, so that there it takes no more than setting the time of the content.
+    where the folder can be written, in <name>.checked beside it, or in the file `kept`. A change that leaves
+    the size and both times as they were is not seen: that takes a changed clock or a direct write to the
+    disk. On Windows there is no time of the file's change, so that there it takes no more than setting the
+    time of the content.
     """
     named, path = path, Path(path).absolute()
-    found = confirmed(path, expected)
+    kept = kept or memory(path)
+    found = confirmed(path, expected, kept)
     if not found:
         with open(path, "rb") as file:
-            if os.access(path.parent, os.W_OK):
+            if os.access(kept.parent, os.W_OK):
                 lock(file)  # of several ranks or runs that start together one reads it, for all of them
-                found = confirmed(path, expected)
-            found = found or read_anew(path, file)
+                found = confirmed(path, expected, kept)
+            found = found or read_anew(path, file, kept)
     if found != expected:
         raise UserError(f"{named} is not the file that {source} describes: its sha256 is {found[:16]}... and "
                         f"should be {str(expected)[:16]}...; {advice}")
 
 
-def confirmed(path, expected):
+def confirmed(path, expected, kept=None):
     """`expected` where an earlier reading found it and the file has not changed since; else None."""
     now = stamp(path)
     if KNOWN.get(path) == (now, expected):
         return expected
     with suppress(OSError, ValueError, KeyError, TypeError):  # none there, or damaged
-        kept = from_json(memory(path).read_text(encoding="utf-8"))
-        if (kept["stamp"], kept["sha256"]) == (now, expected):
+        last = from_json((kept or memory(path)).read_text(encoding="utf-8"))
+        if (last["stamp"], last["sha256"]) == (now, expected):
             KNOWN[path] = now, expected
             return expected
 
 
-def read_anew(path, file):
-    """The sha256 of an open file, kept for the next time unless it was changed a moment ago."""
+def read_anew(path, file, kept, seen=None):
+    """The sha256 of an open file, kept for the next time in the file `kept` unless it was changed a moment
+    ago; seen: see sha256_of().
+    """
     before, began = stamp(path), time.time_ns()
-    found = sha256_of(file)
+    found = sha256_of(file, seen)
     if min(abs(began - changed) for changed in before[1:]) > SETTLED:  # also a time that lies in the future
         KNOWN[path] = before, found
         with suppress(OSError):  # a folder that is read-only, or full
-            own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            own = kept.with_name(f"{path.name}.{os.getpid()}.tmp")
             try:
                 with opened_anew(own) as out:
                     out.write(json.dumps(dict(stamp=before, sha256=found)).encode())
-                os.replace(own, memory(path))
+                os.replace(own, kept)
             finally:
                 own.unlink(missing_ok=True)
     return found

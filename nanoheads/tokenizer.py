@@ -24,6 +24,7 @@ ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of
 SPACE = "\u2581"  # SentencePiece's
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 ENCODINGS = ("byte", "char", "gpt2", "hf")
+FORMATS = ("plain", "llm.c")  # of shards
 DTYPES = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}  # the symbols that each can tell apart
 
 
@@ -54,6 +55,14 @@ def is_vocabulary(value, meta):
     return value is None
 
 
+def is_shards(value):
+    """Whether a value is the list of a split's shards, as nanoheads/shards.py has them."""
+    return isinstance(value, list) and len(value) > 0 and all(
+        isinstance(each, dict) and is_text(each.get("file")) and each["file"] != ""
+        and is_whole(each.get("tokens"), 1) and is_text(each.get("sha256")) and each.get("format") in FORMATS
+        for each in value)
+
+
 # what meta.json says of a data folder, and a checkpoint of the one that it was trained on. Key -> (what its
 # value must be, whether a value is that, where the keys above it are in order)
 META = {
@@ -79,6 +88,8 @@ META_OF_SPLIT = {
     "chars": ("a whole number, or left out", lambda value: value is None or is_whole(value, 0)),
     "sha256": ("a text", is_text),
     "sizes_sha256": ("a text, or left out", lambda value: value is None or is_text(value)),
+    "shards": (f"a list of files, each with its file, tokens, sha256 and format ({' or '.join(FORMATS)}), or "
+               "left out", lambda value: value is None or is_shards(value)),
 }
 OF_FOLDER = {"dtype", "separator", "splits"}  # a checkpoint out of a Hugging Face folder has none of these
 
@@ -101,6 +112,11 @@ def problem_of_meta(meta, of_folder=True):
                 return f"splits.{split}.{misfit(key, row, words)}"
         if of_folder and meta["encoding"] == "byte" and row["bytes"] != row["tokens"]:
             return f"splits.{split}.{misfit('bytes', row, 'as many as tokens, of which each is a byte')}"
+        shards = row.get("shards") or []
+        if shards and sum(shard["tokens"] for shard in shards) != row["tokens"]:
+            return f"splits.{split}.{misfit('tokens', row, 'as many as its shards have together')}"
+        if any(shard["format"] == "llm.c" for shard in shards) and meta["dtype"] != "uint16":
+            return misfit("dtype", meta, f"uint16, in which the shards of {split} are")
 
 
 def misfit(key, values, words):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, strategies as st
@@ -87,6 +88,40 @@ def write_dataset(folder, splits, encoding="byte", vocab=None):
     with Writer(SimpleNamespace(out=folder, name=folder.name), tokenizer, {"file": "made up"}) as writer:
         for split, text in splits.items():
             writer.add_pieces(split, [text])
+    return folder
+
+
+def in_llm_c(tokens, magic=20240520, version=1, count=None):
+    """A file in llm.c's format, in bytes; count: what its header says there are."""
+    head = [magic, version, len(tokens) if count is None else count] + [0] * 253
+    return np.array(head, "<i4").tobytes() + np.asarray(tokens, "<u2").tobytes()
+
+
+def write_shards(folder, splits, kind="llm.c", files=None):
+    """A data folder whose splits are in shards, from {split: [tokens of each shard]}.
+
+    kind: llm.c, of GPT-2's vocabulary, or plain, of bytes. files: where the shards are to be, beside it.
+    """
+    files = files or folder
+    for each in (folder, files):
+        each.mkdir(parents=True, exist_ok=True)
+    meta = dict(name=folder.name, encoding="gpt2", vocab_size=50257, dtype="uint16", separator=50256,
+                splits={})
+    if kind == "plain":
+        meta.update(encoding="byte", vocab_size=256, dtype="uint8", separator=10)
+    for split, parts in splits.items():
+        shards = []
+        for i, tokens in enumerate(parts):
+            path = files / f"{split}_{i}.bin"
+            path.write_bytes(in_llm_c(tokens) if kind == "llm.c" else np.asarray(tokens, "u1").tobytes())
+            shards.append(dict(file=path.name if files == folder else str(path), tokens=len(tokens),
+                               sha256=hashlib.sha256(path.read_bytes()).hexdigest(), format=kind))
+        sums = [shard["sha256"] for shard in shards]
+        whole = sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+        n = sum(map(len, parts))
+        meta["splits"][split] = dict(tokens=n, bytes=n if kind == "plain" else 3 * n, sha256=whole,
+                                     shards=shards)
+    (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
 

@@ -7,9 +7,9 @@
 question = "Which cheap setting orders mechanisms as the public record does?"
 
 mechanisms = ["short_conv", "short_conv_kv", "short_conv_x", "key_offset", "value_residual",
-              "value_embedding", "query_gain", "fox", "stream_scalars", "diff", "diff_v1", "paired_heads", "head_mix",
-              "depth_attention", "mudd", "xsa", "head_norm", "output_gate", "output_gate_elementwise",
-              "output_gate_narrow", "moh", "sink", "unet_scalar", "window"]
+              "value_embedding", "query_gain", "fox", "stream_scalars", "diff", "diff_v1", "paired_heads",
+              "head_mix", "depth_attention", "mudd", "xsa", "head_norm", "output_gate",
+              "output_gate_elementwise", "output_gate_narrow", "moh", "sink", "unet_scalar", "window"]
 seeds = [1, 2, 3]
 plain_seeds = 8
 budgets = []

@@ -215,12 +215,12 @@ def score_as_planned(model, spec):
     data = check_data(spec)
     if spec["train"].get("task"):
         return score_on_task(model, data, **spec["score"])
-    split = data.dir / f"{spec['score']['split']}.bin"
-    before = stamp(split)
+    split = spec["score"]["split"]
+    before = [stamp(path) for path in data.files(split)]
     found = score_windows(model, data, **spec["score"])
     # what was put in its place and taken away again has left another stamp
-    if stamp(split) != before:
-        raise UserError(f"{split} changed while this run was scored; start the study again")
+    if [stamp(path) for path in data.files(split)] != before:
+        raise UserError(f"{data.name_of(split)} changed while this run was scored; start the study again")
     check_data(spec)
     return found
 

@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 
 from data import from_nanogpt, prepare_text
-from nanoheads import corpus
+from nanoheads import corpus, files
 from nanoheads.common import UserError
 from nanoheads.corpus import File
 from nanoheads.dataset import Dataset
 from nanoheads.files import temporary
 from nanoheads.tokenizer import Tokenizer
 from helpers import ROOT
-from helpers import byte_pairs
+from helpers import byte_pairs, in_llm_c
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 NAMES = ["pystdlib", "shakespeare_char", "shakespeare", "enwik8", "enwik8_char", "wikitext2", "wikitext103",
-         "openwebtext", "enwiki15"]
+         "openwebtext", "enwiki15", "fineweb"]
 SCRIPTS = {name: importlib.import_module(f"data.{name}.prepare") for name in NAMES}
 
 
@@ -909,6 +909,257 @@ def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2_files, monke
     script.main([f"--out={tmp_path / 'out'}"])
     assert "already prepared, verified" in capsys.readouterr().out and len(asked) == 1
     refused(lambda: script.main([f"--out={tmp_path / 'out'}", "--force"]), script.REPO, "no network")
+
+
+# ---- fineweb ----
+
+DOCUMENTS = [f"Document {i}: naïve 日本 " + "and more of it. " * (i * 37 % 11) for i in range(120)]
+DOCUMENTS += ["", "x"]
+
+
+def jsonl(path, documents=DOCUMENTS):
+    path.write_text("".join(json.dumps(dict(text=text, id=5)) + "\n" for text in documents))
+    return path
+
+
+def fineweb(tmp_path, *more, source=None, out="out", tokens=400):
+    """The Dataset that data/fineweb/prepare.py makes of DOCUMENTS."""
+    source = source or jsonl(tmp_path / "documents.jsonl")
+    SCRIPTS["fineweb"].main([f"--source={source}", f"--out={tmp_path / out}", f"--shard_tokens={tokens}",
+                             *more])
+    return Dataset(tmp_path / out)
+
+
+def shards_in(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def test_fineweb_is_laid_out_as_llm_c_has_it(tmp_path, gpt2_files):
+    data, tok = fineweb(tmp_path), Tokenizer("gpt2")
+    stream = np.concatenate([[50256, *tok.encode(text)] for text in DOCUMENTS])
+    parts = [stream[at:at + 400] for at in range(0, len(stream), 400)]
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, len(parts))]
+    found = shards_in(tmp_path / "out")
+    assert found == dict(zip(sorted(names[1:]) + names[:1], map(in_llm_c, parts[1:] + parts[:1])))
+    assert (data.tokens("val")[:] == parts[0]).all()
+    assert (data.tokens("train")[:] == stream[400:]).all()
+    assert len(parts[-1]) < 400 and "test is val over again" in data.meta["note"]
+    for split in ("train", "val"):  # an end-of-text token is no text
+        text = tok.decode_bytes([i for i in data.tokens(split)[:].tolist() if i != 50256])
+        assert data.splits[split]["bytes"] == len(text)
+    assert data.splits["val"]["chars"] + data.splits["train"]["chars"] == sum(map(len, DOCUMENTS))
+
+
+def test_fineweb_in_bytes_has_a_nul_behind_each_document(tmp_path):
+    data, text = fineweb(tmp_path, "--encoding=byte"), "".join(text + "\0" for text in DOCUMENTS).encode()
+    assert data.tokens("val")[:].tobytes() + data.tokens("train")[:].tobytes() == text
+    assert b"".join(shards_in(tmp_path / "out").values()) == text[400:] + text[:400]
+    assert data.meta["dtype"] == "uint8" and data.splits["train"]["bytes"] == len(text) - 400
+    ends = [0, *(i + 1 for i, byte in enumerate(text[400:]) if byte == 0)]
+    assert data.documents("train").tolist() == ends
+
+
+@pytest.mark.parametrize("form", ["jsonl.gz", "jsonl.xz", "parquet", "folder"])
+def test_fineweb_reads_documents_from_any_form(tmp_path, form, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 100)  # lines go on in the next block
+    good = fineweb(tmp_path, "--encoding=byte")
+    source = tmp_path / f"copy.{form}"
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        importlib.import_module("pyarrow.parquet").write_table(
+            pyarrow.table(dict(id=list(range(122)), text=DOCUMENTS)), source, row_group_size=50)
+    elif form == "folder":
+        (source / "b").mkdir(parents=True)
+        jsonl(source / "a.jsonl", DOCUMENTS[:50])
+        jsonl(source / "b/a.jsonl", DOCUMENTS[50:])
+        (source / "README.md").write_text("no documents")
+    else:
+        raw = (tmp_path / "documents.jsonl").read_bytes()
+        source.write_bytes({"gz": gzip, "xz": lzma}[form[6:]].compress(raw))
+    assert fineweb(tmp_path, "--encoding=byte", source=source, out="other").sums == good.sums
+
+
+@pytest.mark.parametrize("moment, encoding, tokens", [
+    ("writing", "byte", 90), ("after writing", "byte", 90), ("describing", "byte", 400),
+    ("writing", "gpt2", 200), ("after writing", "gpt2", 200)])
+def test_fineweb_goes_on_behind_the_last_whole_shard(tmp_path, monkeypatch, capsys, request, encoding, tokens,
+                                                     moment):
+    """Killed again and again, also in a document that is longer than a shard."""
+    source = jsonl(tmp_path / "few.jsonl", DOCUMENTS[:30])
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
+    script, more = SCRIPTS["fineweb"], f"--encoding={encoding}"
+    whole = fineweb(tmp_path, more, out="whole", tokens=tokens, source=source)
+    left = [2]
+
+    def kill(real):
+        def killed(*given, **named):
+            if not left[0]:
+                raise ZeroDivisionError("as if killed")
+            left[0] -= 1
+            return real(*given, **named)
+        return killed
+    name = {"writing": "write_atomic", "after writing": "keep", "describing": "read_once"}[moment]
+    monkeypatch.setattr(script, name, kill(getattr(script, name)))
+    for _ in range(20):
+        try:
+            fineweb(tmp_path, more, tokens=tokens, source=source)
+            break
+        except ZeroDivisionError:
+            assert not (tmp_path / "out/meta.json").exists()
+            left[0] = 99 if moment == "describing" else 4
+    assert "going on behind them" in capsys.readouterr().out or moment == "describing"
+    assert shards_in(tmp_path / "out") == shards_in(tmp_path / "whole")
+    assert Dataset(tmp_path / "out").meta["splits"] == whole.meta["splits"]
+
+
+def test_a_second_run_of_fineweb_verifies_and_stops(tmp_path, capsys):
+    fineweb(tmp_path, "--encoding=byte")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    capsys.readouterr()
+    fineweb(tmp_path, "--encoding=byte")
+    assert "already prepared, verified" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    refused(lambda: fineweb(tmp_path, "--encoding=byte", tokens=300), "holds another text", "--force")
+    again = fineweb(tmp_path, "--encoding=byte", "--force", tokens=3000)
+    assert {*(tmp_path / "out").glob("*.bin")} == {*again.files("train"), *again.files("val")}
+    assert fineweb(tmp_path, "--encoding=byte", "--force", tokens=300).splits["val"]["tokens"] == 300
+    path = tmp_path / "out/fineweb_train_000002.bin"
+    os.truncate(path, 5)
+    refused(lambda: fineweb(tmp_path, "--encoding=byte", tokens=300), f"{path} is cut short")
+    path.unlink()
+    (tmp_path / "out/meta.json").unlink()
+    refused(lambda: fineweb(tmp_path, "--encoding=byte"), "holds shards of", "'shard_tokens': 300", "--force")
+
+
+def test_fineweb_writes_over_no_shards_of_others(tmp_path):
+    (tmp_path / "out").mkdir()
+    theirs = tmp_path / "out/fineweb_train_000001.bin"
+    theirs.write_bytes(in_llm_c([1, 2]))
+    refused(lambda: fineweb(tmp_path, "--encoding=byte"), str(theirs), "--shards", "--force")
+    assert theirs.read_bytes() == in_llm_c([1, 2])
+
+
+def test_shards_that_are_there_are_read_where_they_lie(tmp_path, gpt2_files, monkeypatch, capsys):
+    """They are hashed once, here, and nothing is written beside them."""
+    tok, theirs, script = Tokenizer("gpt2"), tmp_path / "theirs", SCRIPTS["fineweb"]
+    theirs.mkdir()
+    texts = {"fineweb_val_000000": "naïve 日本 " * 30, "fineweb_train_000001": "To be " * 50,
+             "fineweb_train_000010": "or not " * 40, "fineweb_train_000002": "é" * 70}
+    for name, text in texts.items():
+        (theirs / f"{name}.bin").write_bytes(in_llm_c([50256, *tok.encode(text)]))
+        os.utime(theirs / f"{name}.bin", ns=(1, 1))
+    monkeypatch.setattr(files, "SETTLED", -1e18)
+    command = ["--shards", f"{theirs}/*.bin", f"--out={tmp_path / 'mine'}"]
+    script.main(command)
+    data = Dataset(tmp_path / "mine")
+    train = [texts[f"fineweb_train_{i:06d}"] for i in (1, 2, 10)]
+    stream = data.tokens("train")[:]
+    assert stream.tolist() == [i for text in train for i in (50256, *tok.encode(text))]
+    assert data.splits["train"]["bytes"] == len("".join(train).encode())
+    assert data.splits["val"]["chars"] == len(texts["fineweb_val_000000"])
+    assert data.splits["test"] == data.splits["val"] and "test is val over again" in data.meta["note"]
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == sorted(
+        ["meta.json", *(f"{name}.bin.checked" for name in texts)])
+    assert len(list(theirs.iterdir())) == 4
+
+    def never(*given):
+        raise AssertionError("hashed again")
+    monkeypatch.setattr(files, "sha256_of", never)
+    monkeypatch.setattr(files, "KNOWN", {})  # another process
+    Dataset(tmp_path / "mine").tokens("train")
+    capsys.readouterr()
+    script.main(command)
+    assert "already prepared, verified" in capsys.readouterr().out
+    (theirs / "fineweb_train_000002.bin").unlink()
+    refused(lambda: script.main(command), "holds another text")
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("fineweb_train_000002.bin", b"abc", "it is shorter than its header"),
+    ("fineweb_train_000002.bin", in_llm_c([1, 2])[:-1], "is cut short"),
+    ("fineweb_train_000002.bin", in_llm_c([1, 2]) + b"a", "is too long"),
+    ("fineweb_train_000002.bin", in_llm_c([1, 2], magic=20240522), "begins with 20240522"),
+    ("fineweb_train_000002.bin", in_llm_c([1, 2], version=7), "of version 7"),
+    ("fineweb_train_000002.bin", in_llm_c([1, 50257]), "holds the token 50,257, and the gpt2 vocabulary"),
+    ("fineweb_000002.bin", in_llm_c([1, 2]), "its name must have train, val or test in it"),
+    ("trainval.bin", in_llm_c([1, 2]), "its name must have train, val or test in it"),
+])
+def test_a_bad_shard_is_named_before_meta_json_is_written(tmp_path, gpt2_files, name, content, words):
+    for split in ("train", "val"):
+        (tmp_path / f"fineweb_{split}_000000.bin").write_bytes(in_llm_c([1, 2, 3]))
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "mine"
+    refused(lambda: SCRIPTS["fineweb"].main(["--shards", f"{tmp_path}/*.bin", f"--out={out}"]),
+            f"{tmp_path / name}", words)
+    assert not (out / "meta.json").exists()
+
+
+@pytest.mark.parametrize("more, words", [
+    (["--shards", "nothing*.bin"], "no such file"), (["--shards", "a_train.bin"], "no file has 'val' in"),
+    (["--shards", "a_train.bin", "b/a_train.bin"], "two files are called a_train.bin"),
+    (["--shards", "a_train.bin", "--encoding=byte"], "leave --source and"),
+    (["--shard_tokens=0"], "--shard-tokens=0 must be from 1"), (["--shard-tokens=3e9"], "3e9"),
+    (["--source=nowhere"], "no such file"), (["--source=b"], "holds no file of .jsonl"),
+    (["--source=bad.jsonl"], "bad.jsonl: line 2 is no JSON object with a \"text\""),
+    (["--source=bad.parquet"], "bad.parquet: has no column \"text\""),
+    (["--source=few.jsonl", "--encoding=byte"], "fills 1 shard, and the first is val"),
+])
+def test_what_fineweb_cannot_read_is_one_line(tmp_path, gpt2_files, monkeypatch, capsys, more, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("a_train.bin", "b/a_train.bin"):
+        (tmp_path / name).write_bytes(in_llm_c([1]))
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n\n{"content": "bad"}\n')
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    jsonl(tmp_path / "few.jsonl", ["one"])
+    if "3e9" in words:
+        with pytest.raises(SystemExit):
+            SCRIPTS["fineweb"].main(more)
+        assert words in capsys.readouterr().err
+        return
+    refused(lambda: SCRIPTS["fineweb"].main([*more, f"--out={tmp_path / 'out'}"]), words)
+    assert not (tmp_path / "out/meta.json").exists()
+
+
+def test_fineweb_is_streamed_from_the_commit_that_it_began_with(tmp_path, gpt2_files, monkeypatch, capsys):
+    import types
+    script, asked = SCRIPTS["fineweb"], []
+    monkeypatch.setattr(script, "BATCH", 16)
+
+    class Stream(list):
+        def skip(self, n):
+            asked.append(n)
+            return Stream(self[n:])
+
+    def load_dataset(path, **given):
+        asked.append((path, given["name"], given["revision"], given["split"], given["streaming"]))
+        rows = Stream(dict(text=text) for text in DOCUMENTS)
+        return rows if len(asked) > 2 else Broken(rows)
+
+    class Broken(Stream):
+        def skip(self, n):
+            def rows():
+                yield from self[n:100]
+                raise RuntimeError("no network\nwith details")
+            asked.append(n)
+            return rows()
+
+    api = types.SimpleNamespace(dataset_info=lambda repo: types.SimpleNamespace(sha=f"c{len(asked)}"))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
+    command = [f"--out={tmp_path / 'hub'}", "--shard_tokens=400"]
+    refused(lambda: script.main(command), script.REPO, "no network", "run this again")
+    script.main(command)
+    hub = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "c0", "train", True)
+    assert asked[:3] == [hub, 0, hub] and 0 < asked[3] < 100, "the second time behind the documents it has"
+    script.main(command)
+    assert len(asked) == 4 and "already prepared, verified" in capsys.readouterr().out
+    fineweb(tmp_path)
+    assert shards_in(tmp_path / "hub") == shards_in(tmp_path / "out")
+    assert Dataset(tmp_path / "hub").meta["source"]["file"] == "HuggingFaceFW/fineweb-edu@c0, sample-10BT"
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
+    refused(lambda: script.main([*command, "--force"]), "pip install datasets")
 
 
 # ---- nanoGPT's folders ----

@@ -13,11 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from helpers import ANY_CHARACTER, ANYTHING, EDITS, ROOT, damaged, put_meta, put_split
-from nanoheads import corpus, dataset, files
+import train
+from helpers import (ANY_CHARACTER, ANYTHING, EDITS, ROOT, damaged, in_llm_c, put_meta, put_split, same, tiny,
+                     untimed, weights, write_shards)
+from nanoheads import corpus, dataset, files, shards
 from nanoheads.common import UserError
 from nanoheads.dataset import Batches, Dataset
 from nanoheads.files import sha256
+from nanoheads.scoring import score
 
 
 @pytest.fixture
@@ -102,6 +105,7 @@ def test_a_damaged_folder_is_one_line(copy, damage, words):
 
 
 COUNT = "must be a whole number above 0"
+SHARD = dict(file="val.bin", tokens=2000, sha256="00", format="plain")
 BAD_META = [
     *[("vocab_size", value, f"vocab_size={value!r} {COUNT}") for value in (0, -3, "256", 256.0, True, None)],
     ("vocab_size", 255, "vocab_size=255 must be 256, the size of its vocabulary"),
@@ -115,6 +119,11 @@ BAD_META = [
     ("splits.val.sha256", 5, "splits.val.sha256=5 must be a text"),
     ("splits.val", 3, "splits.val=3 must be its tokens, bytes and sha256"),
     ("splits.val.sizes_sha256", 5, "splits.val.sizes_sha256=5 must be a text, or left out"),
+    *[("splits.val.shards", value, "must be a list of files, each with its file, tokens, sha256 and format")
+      for value in ([], {}, [SHARD, 3], *[[{**SHARD, key: bad}] for key, bad in
+                    (("file", ""), ("file", 5), ("tokens", 0), ("sha256", None), ("format", "llama"))])],
+    ("splits.val.shards", [SHARD, SHARD], "splits.val.tokens=2000 must be as many as its shards have"),
+    ("splits.val.shards", [{**SHARD, "format": "llm.c"}], "dtype='uint8' must be uint16, in which"),
     *[("options", value, f"options={value!r} must be what was chosen, by name, its separator a text; or left")
       for value in (["a"], dict(separator=5))],
     ("splits", {}, "splits={} must be the splits by name"), ("splits", ["val"], "splits=['val'] must be"),
@@ -182,7 +191,7 @@ def test_a_damaged_file_is_refused_in_a_line_or_the_text_is_as_it_was(
 
 PLACES = ["name", "encoding", "vocab", "vocab_size", "separator", "dtype", "spelled", "options",
           "options.separator", "splits", "splits.val",
-          *(f"splits.val.{key}" for key in ("tokens", "bytes", "chars", "sha256", "sizes_sha256"))]
+          *(f"splits.val.{key}" for key in ("tokens", "bytes", "chars", "sha256", "sizes_sha256", "shards"))]
 
 
 @pytest.mark.parametrize("encoding", ["bytes_data", "chars_data"])
@@ -221,9 +230,9 @@ def reads(monkeypatch):
     """The names of the files that were hashed, as it happens; this process knows no file at the start."""
     names, hashed = [], files.sha256_of
 
-    def counted(file):
+    def counted(file, seen):
         names.append(Path(file.name).name)
-        return hashed(file)
+        return hashed(file, seen)
     monkeypatch.setattr(files, "sha256_of", counted)
     monkeypatch.setattr(files, "KNOWN", {})
     monkeypatch.setattr(files, "SETTLED", -1e18)  # the files were written a moment ago
@@ -312,7 +321,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from nanoheads import files
 from nanoheads.dataset import Dataset
 hashed, files.SETTLED = files.sha256_of, -1e18
-files.sha256_of = lambda file: print("read", flush=True) or hashed(file)
+files.sha256_of = lambda file, seen: print("read", flush=True) or hashed(file)
 Dataset({str(copy)!r}).tokens("train")
 """
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -426,3 +435,246 @@ print(batches.pieces * 4096, most - before)
     assert done.returncode == 0, done.stderr
     read, grown = map(int, done.stdout.split())
     assert read > 290 << 20 and grown < 100 << 20, f"{grown >> 20} MB more after {read >> 20} MB"
+
+
+# ---- shards ----
+
+CUTS = [[700], [300, 1, 5, 394], [16] * 43 + [12]]  # tokens of each shard; a row has 17
+
+
+def in_parts(tokens, sizes):
+    return np.split(tokens, np.cumsum(sizes)[:-1])
+
+
+def text_of(kind, n, seed=0):
+    return np.random.default_rng(seed).integers(0, 50257 if kind == "llm.c" else 256, n)
+
+
+@pytest.fixture(params=["llm.c", "plain"])
+def sharded(request, tmp_path):
+    """sharded(sizes) -> (a folder whose train split is in shards of these sizes, the tokens, the kind)."""
+    def make(sizes, name="sharded", **more):
+        tokens = text_of(request.param, sum(sizes))
+        splits = dict(train=in_parts(tokens, sizes), val=in_parts(text_of(request.param, 350, 1), [200, 150]))
+        return write_shards(tmp_path / name, splits, request.param, **more), tokens, request.param
+    return make
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+def test_batches_of_shards_are_those_of_their_tokens_in_a_row(sharded, sizes):
+    folder, tokens, kind = sharded(sizes)
+    whole, _, _ = sharded([sum(sizes)], "whole")
+    batches, other = (Batches(Dataset(each), "train", 16, 8, 3) for each in (folder, whole))
+    for step in range(20):
+        ids = batches(step)
+        assert torch.equal(ids, other(step))
+        rows = []  # by hand
+        for start in batches.starts(step):
+            rows.append([int(tokens[start + i]) for i in range(17)])
+        assert ids.tolist() == rows
+
+
+def test_any_slice_of_shards_is_that_of_their_tokens_in_a_row(sharded, monkeypatch):
+    monkeypatch.setattr(shards, "MOST_OPEN", 2)
+    folder, tokens, _ = sharded(CUTS[1])
+    found = Dataset(folder).tokens("train")
+    for start in (None, 0, 1, 299, 300, 301, 306, 699, 700, 800, -1, -500):
+        for stop in (None, 0, 1, 300, 301, 305, 306, 307, 700, 999, -1):
+            part = found[start:stop]
+            assert part.dtype == found.dtype and part.tolist() == tokens[start:stop].tolist()
+            assert len(found.maps) <= 2
+    assert len(found) == 700 and np.array_equal(np.asarray(found), tokens)
+    assert found.tobytes() == tokens.astype(found.dtype).tobytes()
+    for at in (3, slice(0, 9, 2), [1, 2]):
+        with pytest.raises(TypeError):
+            found[at]
+
+
+def test_two_ranks_read_different_rows_of_shards(sharded):
+    batches = Batches(Dataset(sharded(CUTS[2])[0]), "train", 16, 8, 0)
+    for step in range(6):  # into the second pass
+        both = batches(step)
+        for rank in (0, 1):
+            assert torch.equal(batches(step, rank, 2), both[rank::2])
+            assert batches.starts(step, rank, 2) == batches.starts(step)[rank::2]
+        if step < 5:
+            assert not set(batches.starts(step, 0, 2)) & set(batches.starts(step, 1, 2))
+
+
+def test_documents_may_cross_shards(sharded):
+    folder, tokens, kind = sharded(CUTS[1])
+    end, ends = (50256, [50, 300, 301, 500]) if kind == "llm.c" else (0, [50, 300, 301, 500])
+    tokens[tokens == end] = 7
+    tokens[np.array(ends) - 1] = end
+    write_shards(folder, dict(train=in_parts(tokens, CUTS[1])), kind)
+    if kind == "plain":
+        put_meta(folder, options=dict(separator="\0"))
+    assert Dataset(folder).documents("train").tolist() == [0, *ends, 700]
+
+
+def test_each_token_of_shards_is_scored_once(sharded):
+    folder, tokens, kind = sharded(CUTS[1])
+    whole, _, _ = sharded([700], "whole")
+    model = tiny(dict(vocab_size=50257 if kind == "llm.c" else 256, block_size=16)).float()
+    each, other = (score(model, Dataset(data), "train", per_token=True) for data in (folder, whole))
+    assert len(each) == 700 and np.array_equal(each, other)
+
+
+def test_a_run_that_is_killed_in_a_shard_goes_on_as_if_it_was_not(sharded, args, rows, tmp_path, monkeypatch):
+    """Rows reach over the borders of shards; and the run is that on one file with the same tokens."""
+    folder, _, _ = sharded(CUTS[1])
+    whole, _, _ = sharded([700], "whole")
+    keys = dict(save_interval=2, eval_tokens=64, eval_interval=6, dropout=0.1)
+    train.main(args("unbroken", dataset=folder, **keys))
+    train.main(args("one_file", dataset=whole, **keys))
+
+    def killed(run, step):
+        if step == 5:
+            raise ZeroDivisionError("as if killed")
+        return real(run, step)
+    real = train.batch_at
+    monkeypatch.setattr(train, "batch_at", killed)
+    with pytest.raises(ZeroDivisionError):
+        train.main(args("killed", dataset=folder, **keys))
+    monkeypatch.setattr(train, "batch_at", real)
+    train.main([*args("killed", dataset=folder, **keys), "--resume"])
+    for other in ("one_file", "killed"):
+        assert same(weights(tmp_path / "unbroken/ckpt.pt"), weights(tmp_path / other / "ckpt.pt"))
+        assert untimed(rows(tmp_path / "unbroken")[1]) == untimed(rows(tmp_path / other)[1])
+
+
+def test_a_resumed_run_refuses_other_shards(sharded, args, fails):
+    folder, tokens, kind = sharded(CUTS[1])
+    keys = dict(eval_tokens=64, dataset=folder)
+    train.main(args(**keys))
+    val = in_parts(text_of(kind, 350, 1), [200, 150])
+    write_shards(folder, dict(train=in_parts(np.flip(tokens), CUTS[1]), val=val), kind)
+    said, = fails([*args(max_iters=9, **keys), "--resume"])
+    assert f"{folder} holds other data" in said
+
+
+def test_shards_may_move(sharded, args, tmp_path):
+    """Where they lie is not in a checkpoint, and says nothing of a run."""
+    folder, _, _ = sharded(CUTS[1])
+    train.main(args(dataset=folder, eval_tokens=64))
+    assert b"train_2.bin" not in (tmp_path / "run/ckpt.pt").read_bytes()
+    sharded(CUTS[1], files=tmp_path / "elsewhere")
+    for path in folder.glob("*.bin*"):
+        path.unlink()
+    train.main([*args(dataset=folder, eval_tokens=64, max_iters=8), "--resume"])
+
+
+def test_shards_elsewhere_are_read_in_place_and_hashed_once(sharded, reads, tmp_path, monkeypatch):
+    folder, _, _ = sharded(CUTS[1], files=tmp_path / "theirs")
+
+    def start():
+        monkeypatch.setattr(files, "KNOWN", {})  # another process
+        Dataset(folder).tokens("train")
+    start()
+    start()
+    assert reads == [f"train_{i}.bin" for i in range(4)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "meta.json", *(f"train_{i}.bin.checked" for i in range(4))]
+    assert len(list((tmp_path / "theirs").iterdir())) == 6, "nothing is written beside them"
+    os.utime(tmp_path / "theirs/train_2.bin", ns=(1, 1))
+    start()
+    assert reads[4:] == ["train_2.bin"], "and only what changed is hashed again"
+
+
+OTHER = in_llm_c(np.arange(400))
+DAMAGED_SHARDS = [
+    ("missing", None, "is not there"),
+    ("cut short", OTHER[:-2], "is cut short: it has 1,822 bytes where the 400 tokens of its header take"),
+    ("too long", OTHER + b"ab", "is too long: it has 1,826 bytes"),
+    ("magic", in_llm_c(np.arange(400), magic=20240801), "it begins with 20240801, not 20240520"),
+    ("version", in_llm_c(np.arange(400), version=7), "is a shard of version 7; only version 1 is read here"),
+    ("no header", b"abc", "it is shorter than its header of 1,024 bytes"),
+    ("nothing", b"", "it is shorter than its header of 1,024 bytes"),
+    ("no tokens", in_llm_c([]), "is empty: its header says 0 tokens"),
+    ("below 0", in_llm_c([], count=-5), "is empty: its header says -5 tokens"),
+    ("other count", in_llm_c(np.arange(399)), "holds 399 tokens where meta.json says 400"),
+    ("other tokens", OTHER, "is not the file that meta.json describes"),
+]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("damage, content, words", DAMAGED_SHARDS, ids=[each[0] for each in DAMAGED_SHARDS])
+def test_a_damaged_shard_is_one_line_before_anything_starts(
+        tmp_path, args, fails, split, damage, content, words):
+    texts = [text_of("llm.c", n, n) for n in (300, 400)]
+    folder = write_shards(tmp_path / "sharded", dict(train=texts, val=texts))
+    assert len(Dataset(folder).tokens(split)) == 700  # control
+    path = folder / f"{split}_1.bin"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    said, = fails(args(dataset=folder))
+    assert said.startswith(f"{path} ") and words in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_plain_shard_is_one_line(tmp_path):
+    folder = write_shards(tmp_path / "sharded", dict(val=[np.arange(9), np.arange(5)]), "plain")
+    path = folder / "val_1.bin"
+    for content, words in ((b"abc", "is cut short: it has 3 bytes where the 5 tokens of meta.json take 5"),
+                           (b"abcdef", "is too long"), (b"abcde", "is not the file that"),
+                           (None, "is not there")):
+        path.unlink()
+        if content:
+            path.write_bytes(content)
+        assert f"{path} " in (said := line(lambda: Dataset(folder).tokens("val"))) and words in said
+
+
+def test_a_list_of_shards_that_changed_is_refused(tmp_path):
+    """Its tokens would be others, and a run that goes on would not see it."""
+    folder = write_shards(tmp_path / "sharded", dict(val=[[1, 2], [3, 4]]))
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["val"]["shards"].reverse()
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert "the sha256 of val is not that of its shards" in line(lambda: Dataset(folder).tokens("val"))
+
+
+def test_a_token_of_a_shard_outside_the_vocabulary_is_one_line(tmp_path):
+    folder = write_shards(tmp_path / "sharded", dict(train=[[60000] * 50] * 2))
+    said = line(lambda: Batches(Dataset(folder), "train", 16, 4, 0)(0))
+    assert said.startswith(f"{folder / 'train'} (2 shards) holds the token 60000")
+
+
+def test_a_folder_of_shards_without_a_meta_json_names_the_command(tmp_path):
+    folder = write_shards(tmp_path / "sharded", dict(train=[[1]], val=[[1]]))
+    (folder / "meta.json").unlink()
+    assert line(lambda: Dataset(folder)).endswith(f"data/fineweb/prepare.py --shards '{folder}/*.bin'")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="sparse files are Linux's here")
+def test_training_on_8_gb_of_shards_starts_at_once_in_bounded_memory(tmp_path):
+    """Sparse files, with what was found of their checksums: hashing them would take its time."""
+    n = 4 * 10**9
+    folder = write_shards(tmp_path / "large", dict(train=[[1]] * 2, val=[np.zeros(2000)]), "plain")
+    meta = json.loads((folder / "meta.json").read_text())
+    for shard in meta["splits"]["train"]["shards"]:
+        path = folder / shard["file"]
+        os.truncate(path, n)
+        shard["tokens"] = n
+        (folder / f"{path.name}.checked").write_text(json.dumps(dict(stamp=files.stamp(path),
+                                                                     sha256=shard["sha256"])))
+    meta["splits"]["train"].update(tokens=2 * n, bytes=2 * n)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    command = [f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=1",
+               "--n_embd=8", "--block_size=256", "--batch_size=16", "--max_iters=20", "--eval_tokens=2048",
+               "--device=cpu"]
+    code = f"""
+import resource, sys, time
+began = time.monotonic()
+sys.path.insert(0, {str(ROOT)!r})
+import train
+real, first = train.training_step, []
+train.training_step = lambda *given: first.append(time.monotonic()) or real(*given)
+train.main({command!r})
+print("RESULT", first[0] - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seconds, peak = map(float, done.stdout.split("RESULT")[1].split())
+    assert peak < 1.5 and seconds < 30, done.stdout  # a few seconds where nothing else runs
