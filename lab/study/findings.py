@@ -774,7 +774,7 @@ def sentence_together(study, each):
     alone, more, both = (f"{cell.mean:+.4f}" for cell in cells_of(study, each))
     unit = f" {study.kind.unit}" if study.kind.unit else ""
     said = (f"{label_of(study, each.one)} alone {alone}, {label_of(study, each.other)} alone {more}, both "
-            f"{both}{unit} ({better_side(study)}): {INTERIM * is_interim(study)}{each.words}")
+            f"{both}{unit} ({better_side(study)}); {INTERIM * is_interim(study)}{each.words}")
     return " ".join(printable(said).split())
 
 

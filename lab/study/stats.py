@@ -287,8 +287,8 @@ def interaction_in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
     level, unit = f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
     if math.isinf(c.se):
         why = ("do not show the spread of these scores" if min(c.n, c.n_baseline) > 1
-               else "are too few, each of the four needs two or more")
-        return f"undecided: {c.n} seeds of the changes and {c.n_baseline} of the plain GPT {why}"
+               else "are too few, each of the four cells needs two or more")
+        return f"undecided: {c.n} and {plural(c.n_baseline, 'seed')} {why}"
     if c.verdict in ("better", "worse"):  # the word holds the sign
         low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
         return (f"{TOGETHER[c.verdict]} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, "
