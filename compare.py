@@ -12,6 +12,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py report results/all-tiny.json.gz            # a report once more, from its numbers alone
     python compare.py recheck results/all-tiny.json.gz           # every figure of it, computed once more
     python compare.py scores scores.csv --baseline=plain         # verdicts on runs of another program
+    python compare.py scores scores.csv --target=3.28            # and is each mean below a target?
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
     python compare.py --mechanism=mine.py --seeds=1,2,3,4,5,6,7,8 --looks=2    # half the seeds may be enough
@@ -571,7 +572,7 @@ def folder_name(config, name):
 # keys of a study that change none of its figures: how it runs, and what counts as done
 NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options",
              "dry_run", "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck",
-             "tables", "scores", "baseline", "higher_is_better", "json"}
+             "tables", "scores", "baseline", "higher_is_better", "target", "json"}
 
 
 def asked_for(config):
@@ -731,7 +732,7 @@ def compare_scores(config):
     path = Path(config.scores)
     check_places(config)
     study = score_file.study_of(score_file.read(path), path.name, config.baseline, config.alpha,
-                                config.margin, config.higher_is_better)
+                                config.margin, config.higher_is_better, config.target)
     report_of(study, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
 
 

@@ -16,12 +16,12 @@ from dataclasses import fields, replace
 import numpy as np
 from scipy.optimize import brentq
 
-from nanoheads.common import number
+from nanoheads.common import number, plural
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import BLOCK
 from lab.study import stats
-from lab.study.records import (AtCost, Comparison, Figures, Interaction, Interval, Rescored, Reused, Screened,
-                               TextsResults, Worth)
+from lab.study.records import (AgainstTarget, AtCost, Comparison, Figures, Interaction, Interval, Rescored,
+                               Reused, Screened, TextsResults, Worth)
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are not read
 NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
@@ -59,7 +59,7 @@ def figures(study, texts=None):
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
     return Figures(procedure=PROCEDURE, comparisons=rows, screened=screened(study),
                    findable=findable(scores_of(variants), last, len(tested(rows)) + len(interactions), level),
-                   interactions=interactions or None,
+                   interactions=interactions or None, targets=against_target(study),
                    margin_as_compute=as_multiples, levels=levels,
                    taken=best_rates(study.candidates) if study.candidates else None)
 
@@ -244,6 +244,45 @@ def screened(study):
 def tested(rows):
     """The comparisons that have a test, for which verdicts are corrected: not those of identical scores."""
     return [row for row in rows if row.se != 0]
+
+
+def against_target(study):
+    """[records.AgainstTarget] of each variant of a study with a target; None: it has none.
+
+    They are corrected together, and apart from the comparisons: this is another question.
+    """
+    if study.target is None:
+        return None
+    above, rows = study.kind.higher_is_better, []
+    side = "above" if above else "below"
+    scores = {name: [*finished_scores(arm).values()] for name, arm in study.arms.items()}
+    means = [stats.difference([(1, own)], study.alpha) for own in scores.values()]
+    p = [stats.p_beyond(mean, study.target, above) for mean in means]
+    for (name, own), mean, single, corrected in zip(scores.items(), means, p, stats.holm(p).tolist()):
+        failed = sum(f.arm == name for f in study.failures if f.stage == "judge")
+        verdict = side if corrected <= study.alpha and not failed else "not shown" if mean.df else "no test"
+        row = AgainstTarget(variant=name, n=len(own), words="", verdict=verdict,
+                            **{**mean._asdict(), "p": single}, p_corrected=corrected)
+        row.words = target_in_words(row, study.target, side, study.alpha, failed)
+        rows.append(row)
+    return rows
+
+
+def target_in_words(row, target, side, alpha, failed):
+    """The verdict of an AgainstTarget; side: of the target that is hoped for; failed: so many of its runs."""
+    if not row.n:
+        return "no test: no run has a score"
+    if row.verdict == "no test":
+        why = (f"all {row.n} scores are {row.mean:.6g}, which shows no spread" if row.n > 1
+               else "one seed shows no spread")
+        return f"no test: {why}"
+    p = stats.p_in_words(row.p_corrected)
+    seen = f"mean {row.mean:.4f}, {100 * (1 - alpha):g} % interval {row.low:.4f} to {row.high:.4f}, {p}"
+    if row.verdict == side:
+        return f"{side} {target:g}: {seen}"
+    if failed and row.p_corrected <= alpha:
+        return f"not called {side} {target:g}, since {plural(failed, 'run')} of it failed: {seen}"
+    return f"not shown to be {side} {target:g}: {seen}"
 
 
 def corrected_for(study):

@@ -164,7 +164,8 @@ def verdicts(results):
                           looks=as_json(study.looks),
                           **{"bpb" if study.kind.trained_here else "scores": scores}, comparisons=rows,
                           rescored=rescored, follow_up=next_study(study), **elsewhere,
-                          **({"interactions": crossed} if crossed else {}), **looks_for_a_program(study)))
+                          **({"interactions": crossed} if crossed else {}), **looks_for_a_program(study),
+                          **targets_for_a_program(study)))
 
 
 def name_for_a_program(study, name):
@@ -217,6 +218,14 @@ def looks_for_a_program(study):
     if not plan:
         return {}
     return dict(two_looks=dict(spending=plan.spending, look=plan.look, levels=study.levels))
+
+
+def targets_for_a_program(study):
+    """{"target": number, "targets": [{"variant", "verdict", ...}]} of a study with a target, else {}."""
+    if not study.targets:
+        return {}
+    rows = [{**as_json(row), "variant": name_for_a_program(study, row.variant)} for row in study.targets]
+    return dict(target=study.target, targets=rows)
 
 
 def verdict_for_a_program(study, c):
@@ -416,7 +425,8 @@ def headline(study):
     """
     together = [f"{label_of(study, each.one)} and {label_of(study, each.other)}: "
                 f"{verdict_together(study, each)}." for each in study.interactions or ()]
-    return " ".join(filter(None, [cut_in_short(study), verdicts_in_a_sentence(study), *together]))
+    judged = "" if study.targets and not against_plain(study) else verdicts_in_a_sentence(study)
+    return " ".join(filter(None, [cut_in_short(study), judged, *together, target_in_a_sentence(study)]))
 
 
 def verdicts_in_a_sentence(study):
@@ -757,7 +767,7 @@ def remarks(study, over_text="report.html"):
     if any(verdict_so_far(study, c) == "better" and c.equal_flops for c in against_plain(study)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
-    return [*lines, *filter(None, [timed_how(study), rescored_sentence(study)])]
+    return [*lines, *remarks_on_target(study), *filter(None, [timed_how(study), rescored_sentence(study)])]
 
 
 # ---- interactions ----
@@ -795,6 +805,51 @@ def together_table(study, each):
     alone = sum(number(c.mean) for c in cells[:2])
     rows.append(("the sum of each alone", "–", "–", "–", show(alone, "+.4f"), "–"))
     rows.append(("both, less that sum", verdict_together(study, each), "–", "–", interval(each), p_of(each)))
+    return Table(head, rows, (0, 1))
+
+
+# ---- a target ----
+
+def target_in_a_sentence(study):
+    """Which variants' means are shown to lie below the target of a study; "": it has none."""
+    if not study.targets:
+        return ""
+    side = side_of_target(study)
+    shown = [label_of(study, row.variant) for row in study.targets if row.verdict == side]
+    n = len(study.targets)
+    if n == 1:
+        return f"{label_of(study, study.targets[0].variant)}: {study.targets[0].words}."
+    return (f"Shown to be {side} the target of {study.target:g}: "
+            f"{f'{listed(shown)}, {len(shown)} of {n}' if shown else f'none of {n}'}.")
+
+
+def side_of_target(study):
+    return "above" if study.kind.higher_is_better else "below"
+
+
+def remarks_on_target(study):
+    """How means were held against the target of a study, and why a variant has no verdict; []: it has none.
+    """
+    if not study.targets:
+        return []
+    rows, n = study.targets, len(study.targets)
+    corrected = f", corrected for {n} means apart from the comparisons" * (n > 1)
+    why = [f"{label_of(study, row.variant)}: {row.words}." for row in rows
+           if n > 1 and row.words.startswith(("no test", "not called"))]
+    return [f"A mean is {side_of_target(study)} {study.target:g} by a one-sided t test{corrected}.", *why]
+
+
+def target_table(study):
+    """Each variant's mean with its interval, and whether it lies below the target of a study."""
+    side = side_of_target(study)
+    head = ("variant", f"{side} {study.target:g}?", "seeds", f"mean [{level(study)}]", "p, one-sided",
+            "corrected p")
+    rows = []
+    for row in study.targets or ():
+        p, corrected = ("<0.00001" if number(each) < 1e-5 else show(each, ".5f")
+                        for each in (row.p, row.p_corrected))
+        rows.append((label_of(study, row.variant), row.verdict, str(row.n), interval(row, ".4f"), p,
+                     corrected))
     return Table(head, rows, (0, 1))
 
 

@@ -259,6 +259,25 @@ class Interaction(Record):
 
 
 @dataclass(kw_only=True)
+class AgainstTarget(Record):
+    """Whether a variant's mean lies below a target, or above it where higher is better, see effects.py.
+
+    low, high: the interval of the mean, two-sided; p: one-sided; verdict: below, above, not shown, no test.
+    """
+    variant: str
+    n: int
+    mean: Optional[float]
+    low: Optional[float]
+    high: Optional[float]
+    se: Optional[float]
+    df: Optional[float]
+    p: Optional[float]
+    p_corrected: Optional[float]
+    verdict: str
+    words: str
+
+
+@dataclass(kw_only=True)
 class Screened(Record):
     """A variant of the first stage: its mean on validation, and its difference to the plain GPT."""
     variant: str
@@ -275,6 +294,7 @@ class Figures(Record):
     procedure: str
     comparisons: list[Comparison]
     interactions: Optional[list[Interaction]] = sometimes()
+    targets: Optional[list[AgainstTarget]] = sometimes()
     screened: Optional[list[Screened]] = None
     findable: Optional[float] = None
     margin_as_compute: Optional[list[Optional[float]]] = None
@@ -483,6 +503,7 @@ class StudyResults(Figures):
     left_out: Optional[list[LeftOut]] = None
     looks: Optional[list[Look]] = None
     measure: str = sometimes("bits/byte")
+    target: Optional[float] = sometimes()
     texts: Optional[dict] = in_memory()
     alone: Optional[dict] = field(default_factory=dict, metadata=dict(in_memory=True))
 

@@ -24,8 +24,8 @@ from lab.study.findings import (BUT, INTERIM, MEANING, MEANING_TOGETHER, Table, 
                                 limited_verdict, mean_alone, mean_of, measured, next_study, notices, others,
                                 others_table, part_of, plain_rates_table, question_of, remarks,
                                 screened_table, sentence_of, sentence_together, settings_of, show, standing,
-                                steps_table, texts_table, together_table, tuned_table, verdict_of,
-                                verdicts_table, without)
+                                steps_table, target_table, texts_table, together_table, tuned_table,
+                                verdict_of, verdicts_table, without)
 from lab.study.records import LadderResults, StudyResults, TextsResults, studies_in
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
@@ -57,7 +57,7 @@ def in_text(results, width=120):
                  for title, cell in zip(main.head, row)] for row in main.rows]
         tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words),
                   without(others_table(study), "the other's"), *together_tables(study),
-                  *dynamic_tables(study)]
+                  *([target_table(study)] if study.targets else []), *dynamic_tables(study)]
     tables, left_out = zip(*map(measured, tables))
     lines = [in_terminal(above, tables, [" ".join(filter(None, [*left_out, *below]))], width)]
     for size, more in following.items():
@@ -146,6 +146,7 @@ def page(study, drawn=None):
         together=[(f"{label_of(study, each.one)} and {label_of(study, each.other)}",
                    sentence_together(study, each), table)
                   for each, table in zip(study.interactions or (), together_tables(study))],
+        target=target_table(study) if study.targets else None,
         plain_rates=plain_rates_table(study), screened=screened_table(study), steps=steps_table(study),
         costs=costs_table(study), tuned=tuned_table(study), candidates=candidates_table(study),
         dynamic=dynamic_tables(study), runs=runs_tables(study), over_text=over_text_table(study, every),

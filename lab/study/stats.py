@@ -95,6 +95,17 @@ def p_same(difference, margin):
     return float(stdtr(df, (abs(mean) - margin) / se))
 
 
+def p_beyond(mean, target, above=False):
+    """p of a true mean that is not below a target, or not above it: a one-sided t test.
+
+    mean: the Difference of one part of weight 1; nan: it has no spread.
+    """
+    if not mean.df:
+        return math.nan
+    t = (mean.mean - target) / mean.se
+    return float(stdtr(mean.df, -t if above else t))
+
+
 # ---- all of a study ----
 
 def is_identical(c):

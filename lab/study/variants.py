@@ -21,6 +21,7 @@ from nanoheads.optim import block_matrices, of_mechanisms
 from nanoheads.tasks import TASKS, TaskConfig
 from nanoheads.teacher import is_function
 from lab.study import effects
+from lab.study.records import LARGEST, is_finite
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
@@ -144,6 +145,8 @@ class StudyConfig:
         section="from a file of scores that another program made (docs/scores.md)")
     baseline: Optional[str] = flag(None, "the variant that the others are compared with; None: the first")
     higher_is_better: bool = flag(False, "of these scores; False: lower is, as for a loss")
+    target: Optional[float] = flag(
+        None, "is the mean of each variant below it, or above it where higher is better?")
 
     alpha: float = flag(
         0.05, "false verdicts of the whole study; intervals are 1 - alpha", section="statistics")
@@ -176,6 +179,7 @@ class StudyConfig:
     def problems_of_variants(self):
         bad = []
         given = [key for key in ("baseline", "higher_is_better") if getattr(self, key)]
+        given += ["target"] * (self.target is not None)
         if given and not self.scores:
             bad.append(f"{', '.join(given)}: these go with --scores=FILE alone")
         for pattern in self.mechanisms:
@@ -317,6 +321,8 @@ class StudyConfig:
         given = [key for key in ("dry_run", "recheck", "tables") if getattr(self, key)]
         if self.json and given:
             bad.append(f"json={self.json!r} has nothing to hold: {given[0]} judges nothing")
+        if self.target is not None and not is_finite(self.target):
+            bad.append(f"target={self.target} must be a finite number, up to {LARGEST:g}")
         if not 0 < self.alpha < 1 or not self.margin > 0:
             bad.append(f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive")
         if self.base and self.scale != "tiny":
