@@ -304,7 +304,8 @@ def interaction_in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
         low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
         return (f"{TOGETHER[c.verdict]} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, "
                 f"{p_in_words(c.p_corrected)})")
-    seen = f"{c.mean:+.4f}{unit} beside the sum of each alone ({level} {c.low:+.4f} to {c.high:+.4f}"
+    seen = (f"both differ from the sum of each alone by {c.mean:+.4f}{unit} ({level} {c.low:+.4f} to "
+            f"{c.high:+.4f}")
     if c.verdict == "same":
         return f"they add up within {margin:g}{unit}: {seen}, {p_in_words(c.p_same)} of more)"
     return (f"undecided: {seen}, {p_in_words(c.p_corrected)}); {more_in_words(c)} seeds of each, now {c.n}, "
