@@ -352,6 +352,17 @@ def test_an_interaction_over_two_texts_is_the_mean_of_those_on_each(plain, here,
     assert of_each[0] != of_each[1] and pooled.crossed == own.crossed
 
 
+def test_what_is_judged_on_other_texts_has_the_same_cells(plain):
+    """Also at rates of their own, which differ between the cells."""
+    study = study_of(plain, mechanisms=[], interactions=[("xsa", {"optimizer": "adamw"})])
+    study.run(None)
+    for i, name in enumerate(study.crossed[0]):
+        study.compared[name].flags["adamw_lr"] = 0.001 * (i + 1)
+    config = compare.config_of_what_was_judged(study, study.config)
+    assert config.problems() == [] and compare.crossed_of(config) == study.crossed
+    assert variants_of(config) == {name: study.compared[name].flags for name in study.crossed[0]}
+
+
 def test_cells_are_judged_wherever_they_stand_on_validation(plain):
     study = study_of(plain, **{**GATE_AND_XSA, "mechanisms": ["fox", "sink", "head_norm"]}, screen=True,
                      best=1, worst=1)
