@@ -12,6 +12,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py report results/all-tiny.json.gz            # a report once more, from its numbers alone
     python compare.py recheck results/all-tiny.json.gz           # every figure of it, computed once more
     python compare.py scores scores.csv --baseline=plain         # verdicts on runs of another program
+    python compare.py scores scores.csv --target=3.28            # and is each mean below a target?
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
     python compare.py --mechanism=mine.py --seeds=1,2,3,4,5,6,7,8 --looks=2    # half the seeds may be enough
@@ -51,7 +52,7 @@ try:
     from lab.study import scores as score_file
     from lab.study.records import Candidate, LadderResults, Screen, TwoLooks, Untuned, as_read
     from lab.study.runs import Reuse, Runs, agreement
-    from lab.study.variants import StudyConfig, VariantBuilder, variants_of
+    from lab.study.variants import StudyConfig, VariantBuilder, crossed_of, variants_of
 except ModuleNotFoundError as e:
     sys.exit(f"compare: {without_lab(e, 'a study')}")
 
@@ -110,6 +111,7 @@ class Study:
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.runs = Runs(config, self.builder.data, trials, reuse)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
+        self.crossed = crossed_of(config)  # (one change, another, both together)
         # {variant: MLP width of the plain GPT of its parameters, None: not made yet} of those that are
         # compared with one even if they do not seem better here, since they do on another text
         self.wider = {}
@@ -149,7 +151,8 @@ class Study:
     def named(self):
         """The variants that are judged wherever they stand on validation, in order."""
         c = self.config
-        named = [*c.always, *(name for pair in c.contrasts for name in pair if name != PLAIN)]
+        named = [*c.always, *(name for names in (*c.contrasts, *self.crossed) for name in names
+                              if name != PLAIN)]
         return dict.fromkeys(named)
 
     def choose(self):
@@ -555,7 +558,8 @@ def name_of(config, files):
     if config.mechanism and not files:
         return joined(config.mechanism.split(","), "challenge", longest)
     names = [Path(file).stem for file in files]
-    for name in [] if files else [*config.mechanisms, *config.variants]:
+    crossed = [re.sub(r"\W+", "-", "-x-".join(cells[:2])) for cells in crossed_of(config)]
+    for name in [] if files else [*config.mechanisms, *config.variants, *crossed]:
         names.append(re.sub(r"_?\*", "-all", name).lstrip("-"))
     return joined(names or [PLAIN], longest=longest)
 
@@ -568,7 +572,7 @@ def folder_name(config, name):
 # keys of a study that change none of its figures: how it runs, and what counts as done
 NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options",
              "dry_run", "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck",
-             "tables", "scores", "baseline", "higher_is_better", "json"}
+             "tables", "scores", "baseline", "higher_is_better", "target", "json"}
 
 
 def asked_for(config):
@@ -642,6 +646,7 @@ def config_of_what_was_judged(study, config):
     """The config for other texts: what the study on the first one judged, at the rates that it found."""
     variants = {each.name: each.flags for each in study.compared.values() if each.kind == "variant"}
     return replace(config, settings=study.builder.settings, variants=variants, mechanisms=[], always=[],
+                   interactions=[cells[:2] for cells in study.crossed],
                    mechanism=None, screen=False, tune_lr=False)
 
 
@@ -727,7 +732,7 @@ def compare_scores(config):
     path = Path(config.scores)
     check_places(config)
     study = score_file.study_of(score_file.read(path), path.name, config.baseline, config.alpha,
-                                config.margin, config.higher_is_better)
+                                config.margin, config.higher_is_better, config.target)
     report_of(study, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
 
 

@@ -16,7 +16,7 @@ from lab.study.variants import StudyConfig
 RESULTS = (".json", ".json.gz")  # how a results file's name ends
 # keys that say what is done, or belong to one subcommand alone: those of a study are the others
 MODES = ("dry_run", "report_only", "from_results", "recheck", "tables", "scores", "baseline",
-         "higher_is_better")
+         "higher_is_better", "target")
 OF_STUDY = tuple(key for key in configurator.keys_of((StudyConfig,)) if key not in MODES)
 
 
@@ -39,7 +39,7 @@ COMMANDS = {
     "scores": Command("FILE.csv [--key=value ...]",
                       "judge the runs of another program; its columns: variant, seed, score, and where they "
                       "are known tokens, bytes, cost",
-                      ("baseline", "higher_is_better", "alpha", "margin", "json", "out_dir")),
+                      ("baseline", "higher_is_better", "target", "alpha", "margin", "json", "out_dir")),
 }
 
 

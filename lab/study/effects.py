@@ -16,12 +16,12 @@ from dataclasses import fields, replace
 import numpy as np
 from scipy.optimize import brentq
 
-from nanoheads.common import number
+from nanoheads.common import number, plural
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import BLOCK
 from lab.study import stats
-from lab.study.records import (AtCost, Comparison, Figures, Interval, Rescored, Reused, Screened,
-                               TextsResults, Worth)
+from lab.study.records import (AgainstTarget, AtCost, Comparison, Figures, Interaction, Interval, Rescored,
+                               Reused, Screened, TextsResults, Worth)
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are not read
 NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
@@ -36,12 +36,13 @@ def figures(study, texts=None):
     variants, alpha, margin = study.arms, study.alpha, study.margin
     studies = texts or [study]
     scores, plan, levels = [scores_of(each.arms) for each in studies], study.two_looks, None
-    kind = study.kind
+    kind, interactions = study.kind, []
     if plan:
         rows, levels = planned_looks(scores[0], study.pairs, plan, alpha, margin, study.failures)
     else:
         by_text = scores if kind.same_seeds else [apart(each) for each in scores]
-        rows = comparisons(by_text, study.pairs, alpha, margin, kind.higher_is_better, kind.unit)
+        rows, interactions = judged_together(by_text, study.pairs, study.crossed or [], alpha, margin,
+                                             kind.higher_is_better, kind.unit)
     curve = curve_of(studies)
     for row in rows:
         own = scores_of(variants)
@@ -51,11 +52,14 @@ def figures(study, texts=None):
             set_as_compute(row, curve, scores, variants, alpha)
         if not plan:
             withhold_where_runs_failed(row, study.failures)
+    for each in interactions:
+        withhold_where_a_cell_failed(each, study.failures)
     last = rows_of_last_look(study, rows)
     level = levels[plan.look - 1] if plan else alpha
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
     return Figures(procedure=PROCEDURE, comparisons=rows, screened=screened(study),
-                   findable=findable(scores_of(variants), last, len(tested(rows)), level),
+                   findable=findable(scores_of(variants), last, len(tested(rows)) + len(interactions), level),
+                   interactions=interactions or None, targets=against_target(study),
                    margin_as_compute=as_multiples, levels=levels,
                    taken=best_rates(study.candidates) if study.candidates else None)
 
@@ -85,8 +89,14 @@ def apart(scores):
 
 def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte",
                 level=None, decided=None):
-    """A records.Comparison for each pair (variant, baseline, what is equal beside the hyperparameters), all
-    judged together.
+    """A records.Comparison for each pair, see judged_together()."""
+    return judged_together(by_text, pairs, [], alpha, margin, higher_is_better, unit, level, decided)[0]
+
+
+def judged_together(by_text, pairs, crossed, alpha=0.05, margin=0.01, higher_is_better=False,
+                    unit="bits/byte", level=None, decided=None):
+    """([records.Comparison] of each pair (variant, baseline, what is equal beside the hyperparameters),
+    [records.Interaction] of each of `crossed`, (one, other, both)), all corrected together.
 
     by_text: {variant: {seed: score}} of each text. level: what corrected p are held against, None: alpha.
     decided: {pair_of(): row} of comparisons that count as they were at an earlier look. ValueError: a score
@@ -103,12 +113,34 @@ def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False,
             sizes.append([row.n, row.n_baseline])
         else:
             differences.append(compared(by_text, *pair[:2], alpha))
-            sizes.append([min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]])
+            sizes.append([seeds_of(by_text, name) for name in pair[:2]])
+    for cells in crossed:
+        differences.append(interaction_of(by_text, *cells, alpha))
+        sizes.append([min(seeds_of(by_text, name) for name in cells), seeds_of(by_text, "plain")])
     judged = stats.judge(differences, sizes, level or alpha, margin, higher_is_better)
-    return [Comparison(variant=variant, baseline=baseline, equal=equal, **each._asdict(), differences=[],
+    rows = [Comparison(variant=variant, baseline=baseline, equal=equal, **each._asdict(), differences=[],
                        words=stats.in_words(each, alpha, margin, unit,
                                             "the plain GPT" if baseline == "plain" else baseline))
             for (variant, baseline, equal), each in zip(pairs, judged)]
+    return rows, [Interaction(one=one, other=other, both=both,
+                              words=stats.interaction_in_words(each, alpha, margin, unit),
+                              **{**each._asdict(), "verdict": stats.TOGETHER[each.verdict]})
+                  for (one, other, both), each in zip(crossed, judged[len(pairs):])]
+
+
+def seeds_of(by_text, name):
+    """How many seeds a variant has on every text."""
+    return min(len(scores.get(name, ())) for scores in by_text)
+
+
+def interaction_of(by_text, one, other, both, alpha):
+    """The Difference of what two changes give together and the sum of what each gives alone, in a mean over
+    texts: both - one - other + plain.
+    """
+    parts = []
+    for name, weight in ((both, 1), (one, -1), (other, -1), ("plain", 1)):
+        parts += parts_of([scores.get(name, {}) for scores in by_text], weight)
+    return stats.difference(parts, alpha)
 
 
 def compared(by_text, variant, baseline, alpha):
@@ -165,6 +197,16 @@ def withhold_where_runs_failed(row, failures):
         row.verdict = "undecided"
 
 
+def withhold_where_a_cell_failed(interaction, failures):
+    """Call an interaction undecided where runs failed of one of its four cells: those might change it."""
+    cells = (interaction.one, interaction.other, interaction.both, "plain")
+    failed = sum(f.arm in cells for f in failures if f.stage == "judge")
+    if failed and interaction.verdict != "undecided":
+        interaction.words = (f"not called {interaction.verdict!r}, since {failed} runs of its cells failed; "
+                             f"else {interaction.words}")
+        interaction.verdict = "undecided"
+
+
 def failed_runs(failures):
     """How many runs failed: one may stand under several names, such as a rate times 1 in each group."""
     return len({row.log for row in failures})
@@ -202,6 +244,50 @@ def screened(study):
 def tested(rows):
     """The comparisons that have a test, for which verdicts are corrected: not those of identical scores."""
     return [row for row in rows if row.se != 0]
+
+
+def against_target(study):
+    """[records.AgainstTarget] of each variant of a study with a target; None: it has none.
+
+    They are corrected together, and apart from the comparisons: this is another question.
+    """
+    if study.target is None:
+        return None
+    above, rows = study.kind.higher_is_better, []
+    side = "above" if above else "below"
+    scores = {name: [*finished_scores(arm).values()] for name, arm in study.arms.items()}
+    means = [stats.difference([(1, own)], study.alpha) for own in scores.values()]
+    p = [stats.p_beyond(mean, study.target, above) for mean in means]
+    for (name, own), mean, single, corrected in zip(scores.items(), means, p, stats.holm(p).tolist()):
+        failed = sum(f.arm == name for f in study.failures if f.stage == "judge")
+        verdict = side if corrected <= study.alpha and not failed else "not shown" if mean.df else "no test"
+        row = AgainstTarget(variant=name, n=len(own), words="", verdict=verdict,
+                            **{**mean._asdict(), "p": single}, p_corrected=corrected)
+        row.words = target_in_words(row, study.target, side, study.alpha, failed)
+        rows.append(row)
+    return rows
+
+
+def target_in_words(row, target, side, alpha, failed):
+    """The verdict of an AgainstTarget; side: of the target that is hoped for; failed: so many of its runs."""
+    if not row.n:
+        return "no test: no run has a score"
+    if row.verdict == "no test":
+        why = (f"all {row.n} scores are {row.mean:.6g}, which shows no spread" if row.n > 1
+               else "one seed shows no spread")
+        return f"no test: {why}"
+    p = stats.p_in_words(row.p_corrected)
+    seen = f"mean {row.mean:.4f}, {100 * (1 - alpha):g} % interval {row.low:.4f} to {row.high:.4f}, {p}"
+    if row.verdict == side:
+        return f"{side} {target:g}: {seen}"
+    if failed and row.p_corrected <= alpha:
+        return f"not called {side} {target:g}, since {plural(failed, 'run')} of it failed: {seen}"
+    return f"not shown to be {side} {target:g}: {seen}"
+
+
+def corrected_for(study):
+    """How many comparisons and interactions the verdicts of a study are corrected for."""
+    return len(tested(study.comparisons)) + len(study.interactions or ())
 
 
 def findable(scores, rows, m, alpha):
@@ -498,7 +584,9 @@ def over_texts(texts):
     studies, first = list(texts.values()), next(iter(texts.values()))
     names = [name for name in first.arms if all(name in study.arms for study in studies)]
     variants = {name: over_runs([study.arms[name] for study in studies]) for name in names}
-    pairs = [pair for pair in first.pairs if all(pair in study.pairs for study in studies)]
+    pairs, crossed = ([each for each in getattr(first, key) or ()
+                       if all(each in (getattr(study, key) or ()) for study in studies)]
+                      for key in ("pairs", "crossed"))
     failures = [failure for study in studies for failure in study.failures]
     reused, rescored = reused_in(studies), rescored_in(studies)
     left_out, looks = ([replace(row, text=text) for text, study in texts.items()
@@ -508,8 +596,8 @@ def over_texts(texts):
     data = replace(first.data, **size, dataset=BOTH.join(texts), sha256=None, note=None)
     settings = {key: value for key, value in (first.settings or {}).items() if key != "dataset"}
     return replace(first, **progress(*studies), settings=settings, arms=variants, pairs=pairs,
-                   failures=failures, reused=reused, rescored=rescored, runs={}, data=data,
-                   left_out=left_out, looks=looks)
+                   crossed=crossed or None, failures=failures, reused=reused, rescored=rescored, runs={},
+                   data=data, left_out=left_out, looks=looks)
 
 
 def reused_in(studies):

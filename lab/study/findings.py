@@ -31,6 +31,13 @@ MEANING = {
     "identical": "nothing acted: the scores are those of the other side on every shared seed, and no finding",
     "undecided": "better, worse or the same: these seeds cannot tell, a new study with more would",
 }
+# those on interactions, what two changes give together beside the sum of what each gives alone
+MEANING_TOGETHER = {
+    "more together than apart": "both together are better than the sum of what each gives alone says",
+    "less together than apart": "both together are worse than that sum says, though each may still help",
+    "they add up": "both together give that sum, to less than the margin",
+    "undecided": "more, less or the sum: these seeds cannot tell, a new study with more would",
+}
 
 
 NOT_MEASURED = "not measured"
@@ -142,6 +149,10 @@ def verdicts(results):
                  **{f"{key}_ratio": ratio(study, key, c.variant, c.baseline) for key in amounts},
                  words=sentence_of(study, c), record=outside.words_on(c.variant, study.arms[c.variant].flags))
             for c in [*against_plain(study), *others(study)]]
+    keys = ("mean", "low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
+    crossed = [dict(one=each.one, other=each.other, both=each.both, **together_for_a_program(study, each),
+                    **{key: as_json(getattr(each, key)) for key in keys},
+                    words=sentence_together(study, each)) for each in study.interactions or ()]
     scores = {name_for_a_program(study, name): mean_of(arm.bpb) for name, arm in study.arms.items()}
     again = study.rescored
     rescored = again and dict(runs=len(again.runs), without=again.without)
@@ -154,7 +165,8 @@ def verdicts(results):
                           looks=as_json(study.looks),
                           **{"bpb" if study.kind.trained_here else "scores": scores}, comparisons=rows,
                           rescored=rescored, follow_up=next_study(study), **elsewhere,
-                          **looks_for_a_program(study)))
+                          **({"interactions": crossed} if crossed else {}), **looks_for_a_program(study),
+                          **targets_for_a_program(study)))
 
 
 def name_for_a_program(study, name):
@@ -176,8 +188,9 @@ def next_study(study):
     """
     if is_interim(study) or not (more := follow_up(study)):
         return None
-    near = [open_in_words(study, row) for row in more["undecided"] if is_near(row)]
-    far = [f"{open_in_words(study, row)} ({row['seeds'] or 'more than 1000'})" for row in more["undecided"]
+    rows = [*more["undecided"], *more.get("interactions", ())]
+    near = [open_in_words(study, row) for row in rows if is_near(row)]
+    far = [f"{open_in_words(study, row)} ({row['seeds'] or 'more than 1000'})" for row in rows
            if not is_near(row)]
     lines = []
     if near:
@@ -191,7 +204,11 @@ def next_study(study):
 
 
 def open_in_words(study, row):
-    """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is."""
+    """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is; or an
+    undecided interaction.
+    """
+    if "both" in row:
+        return f"how {label_of(study, row['one'])} and {label_of(study, row['other'])} act together"
     of, against = (label_of(study, row[side]) for side in ("variant", "baseline"))
     return of if row["baseline"] == "plain" else f"{of} against {against}"
 
@@ -204,12 +221,26 @@ def looks_for_a_program(study):
     return dict(two_looks=dict(spending=plan.spending, look=plan.look, levels=study.levels))
 
 
+def targets_for_a_program(study):
+    """{"target": number, "targets": [{"variant", "verdict", ...}]} of a study with a target, else {}."""
+    if not study.targets:
+        return {}
+    rows = [{**as_json(row), "variant": name_for_a_program(study, row.variant)} for row in study.targets]
+    return dict(target=study.target, targets=rows)
+
+
 def verdict_for_a_program(study, c):
     """{"verdict", "interim_verdict"}: what asks for "better" must not find it in an unfinished study."""
     so_far = verdict_so_far(study, c)
     if is_interim(study):
         return dict(verdict="unfinished", interim_verdict=so_far)
     return dict(verdict=so_far, interim_verdict=None)
+
+
+def together_for_a_program(study, each):
+    """verdict_for_a_program() of an interaction."""
+    verdict, word = ("unfinished", each.verdict) if is_interim(study) else (each.verdict, None)
+    return dict(verdict=verdict, interim_verdict=word)
 
 
 def against_plain(study, only=None):
@@ -316,7 +347,7 @@ def in_full(study, c):
     if re.search(r"[+-]\d", c.words):
         parts.append(better_side(study))
     if c.verdict == "undecided" and leaves_out_0(c) and c.p_corrected > study.alpha:
-        n = len(effects.tested(study.comparisons))
+        n = effects.corrected_for(study)
         parts.append(f"the interval, which is not corrected, leaves out 0, and p, which is corrected for "
                      f"{plural(n, 'comparison')}, is above {study.alpha:g}")
     return "; ".join(parts)
@@ -390,8 +421,13 @@ def cut_in_words(study):
 
 
 def headline(study):
-    """The study in one sentence; before it one that says how it was cut, if it was."""
-    return " ".join(filter(None, [cut_in_short(study), verdicts_in_a_sentence(study)]))
+    """The study in one sentence; before it one that says how it was cut, if it was, behind it its
+    interactions.
+    """
+    together = [f"{label_of(study, each.one)} and {label_of(study, each.other)}: "
+                f"{verdict_together(study, each)}." for each in study.interactions or ()]
+    judged = "" if study.targets and not against_plain(study) else verdicts_in_a_sentence(study)
+    return " ".join(filter(None, [cut_in_short(study), judged, *together, target_in_a_sentence(study)]))
 
 
 def verdicts_in_a_sentence(study):
@@ -710,8 +746,9 @@ def rescored_sentence(study):
 
 def remarks(study, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
-    n, size = len(effects.tested(study.comparisons)), study.findable
-    lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
+    n, size, crossed = effects.corrected_for(study), study.findable, len(study.interactions or ())
+    too = f", {plural(crossed, 'interaction')} among them" * bool(crossed)
+    lines = [f"Verdicts are corrected for {n} comparisons{too}."] if n > 1 else [
         "One comparison: no correction."] if n else []
     if known(size):
         last = effects.tested(effects.rows_of_last_look(study, study.comparisons))
@@ -731,7 +768,90 @@ def remarks(study, over_text="report.html"):
     if any(verdict_so_far(study, c) == "better" and c.equal_flops for c in against_plain(study)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
-    return [*lines, *filter(None, [timed_how(study), rescored_sentence(study)])]
+    return [*lines, *remarks_on_target(study), *filter(None, [timed_how(study), rescored_sentence(study)])]
+
+
+# ---- interactions ----
+
+def verdict_together(study, each):
+    """The verdict on an interaction as it is shown; without all four cells, that there are no runs yet."""
+    return INTERIM * is_interim(study) + each.verdict if known(each.mean) else "no runs yet"
+
+
+def sentence_together(study, each):
+    """What two changes give alone and together, and the verdict on the difference of these."""
+    if not known(each.mean):
+        return verdict_together(study, each)
+    alone, more, both = (f"{cell.mean:+.4f}" for cell in cells_of(study, each))
+    unit = f" {study.kind.unit}" if study.kind.unit else ""
+    said = (f"{label_of(study, each.one)} alone {alone}, {label_of(study, each.other)} alone {more}, both "
+            f"{both}{unit} ({better_side(study)}); {INTERIM * is_interim(study)}{each.words}")
+    return " ".join(printable(said).split())
+
+
+def cells_of(study, each):
+    """The comparisons with the plain GPT of the three other cells of an interaction."""
+    return against_plain(study, [each.one, each.other, each.both])
+
+
+def together_table(study, each):
+    """The four cells of an interaction, the sum of each alone, and both less that sum."""
+    head = ("cell", "verdict", study.kind.name, "seeds", head_of_difference(study), "corrected p")
+    label, _, *seeds_and_score = label_and_figures(study, "plain")
+    rows = [(label, "–", *seeds_and_score[::-1], own_interval(study), "–")]
+    cells = cells_of(study, each)
+    for c in cells:
+        label, _, *seeds_and_score = label_and_figures(study, c.variant)
+        rows.append((label, verdict_of(study, c), *seeds_and_score[::-1], interval(c), p_of(c)))
+    alone = sum(number(c.mean) for c in cells[:2])
+    rows.append(("the sum of each alone", "–", "–", "–", show(alone, "+.4f"), "–"))
+    rows.append(("both, less that sum", verdict_together(study, each), "–", "–", interval(each), p_of(each)))
+    return Table(head, rows, (0, 1))
+
+
+# ---- a target ----
+
+def target_in_a_sentence(study):
+    """Which variants' means are shown to lie below the target of a study; "": it has none."""
+    if not study.targets:
+        return ""
+    side = side_of_target(study)
+    shown = [label_of(study, row.variant) for row in study.targets if row.verdict == side]
+    n = len(study.targets)
+    if n == 1:
+        return f"{label_of(study, study.targets[0].variant)}: {study.targets[0].words}."
+    return (f"Shown to be {side} the target of {study.target:g}: "
+            f"{f'{listed(shown)}, {len(shown)} of {n}' if shown else f'none of {n}'}.")
+
+
+def side_of_target(study):
+    return "above" if study.kind.higher_is_better else "below"
+
+
+def remarks_on_target(study):
+    """How means were held against the target of a study, and why a variant has no verdict; []: it has none.
+    """
+    if not study.targets:
+        return []
+    rows, n = study.targets, len(study.targets)
+    corrected = f", corrected for {n} means apart from the comparisons" * (n > 1)
+    why = [f"{label_of(study, row.variant)}: {row.words}." for row in rows
+           if n > 1 and row.words.startswith(("no test", "not called"))]
+    return [f"A mean is {side_of_target(study)} {study.target:g} by a one-sided t test{corrected}.", *why]
+
+
+def target_table(study):
+    """Each variant's mean with its interval, and whether it lies below the target of a study."""
+    side = side_of_target(study)
+    head = ("variant", f"{side} {study.target:g}?", "seeds", f"mean [{level(study)}]", "p, one-sided",
+            "corrected p")
+    rows = []
+    for row in study.targets or ():
+        p, corrected = ("<0.00001" if number(each) < 1e-5 else show(each, ".5f")
+                        for each in (row.p, row.p_corrected))
+        rows.append((label_of(study, row.variant), row.verdict, str(row.n), interval(row, ".4f"), p,
+                     corrected))
+    return Table(head, rows, (0, 1))
 
 
 # ---- the public record ----

@@ -233,6 +233,51 @@ class Comparison(Record):
 
 
 @dataclass(kw_only=True)
+class Interaction(Record):
+    """What two changes give together, less the sum of what each gives alone, and the verdict on it.
+
+    one, other, both: the variants; mean: both - one - other + plain; n: seeds of that of the three which has
+    the fewest, n_baseline: of the plain GPT; verdict: one of stats.TOGETHER. The rest is as a Comparison's,
+    which it is corrected together with.
+    """
+    one: str
+    other: str
+    both: str
+    n: int
+    n_baseline: int
+    mean: Optional[float]
+    low: Optional[float]
+    high: Optional[float]
+    se: Optional[float]
+    df: Optional[float]
+    p: Optional[float]
+    p_corrected: Optional[float]
+    p_same: Optional[float]
+    verdict: str
+    more_seeds: Optional[float]
+    words: str
+
+
+@dataclass(kw_only=True)
+class AgainstTarget(Record):
+    """Whether a variant's mean lies below a target, or above it where higher is better, see effects.py.
+
+    low, high: the interval of the mean, two-sided; p: one-sided; verdict: below, above, not shown, no test.
+    """
+    variant: str
+    n: int
+    mean: Optional[float]
+    low: Optional[float]
+    high: Optional[float]
+    se: Optional[float]
+    df: Optional[float]
+    p: Optional[float]
+    p_corrected: Optional[float]
+    verdict: str
+    words: str
+
+
+@dataclass(kw_only=True)
 class Screened(Record):
     """A variant of the first stage: its mean on validation, and its difference to the plain GPT."""
     variant: str
@@ -248,6 +293,8 @@ class Figures(Record):
     """What follows from the scores of a study, or of several texts together, see effects.figures()."""
     procedure: str
     comparisons: list[Comparison]
+    interactions: Optional[list[Interaction]] = sometimes()
+    targets: Optional[list[AgainstTarget]] = sometimes()
     screened: Optional[list[Screened]] = None
     findable: Optional[float] = None
     margin_as_compute: Optional[list[Optional[float]]] = None
@@ -411,9 +458,10 @@ class StudyResults(Figures):
     """All that a study of one size on one text found; its figures follow from the rest.
 
     runs: {name of a trial's folder: Run}; arms: the runs of each variant; pairs: (variant, baseline, what is
-    equal beside the hyperparameters); lives: dynamic heads, see dynamic.py. In memory alone: `texts`, of
-    several texts together the study on each; `alone`, the keys that make one size of a ladder a study of its
-    own, {} for what is one already, None where no command makes it one.
+    equal beside the hyperparameters); crossed: (one change, another, both together), the variants of each
+    interaction; lives: dynamic heads, see dynamic.py. In memory alone: `texts`, of several texts together the
+    study on each; `alone`, the keys that make one size of a ladder a study of its own, {} for what is one
+    already, None where no command makes it one.
     """
     name: str
     scale: Optional[str] = None
@@ -434,6 +482,7 @@ class StudyResults(Figures):
     margin: float
     seeds: list[int]
     pairs: list[list]
+    crossed: Optional[list[list[str]]] = sometimes()
     two_looks: Optional[TwoLooks] = sometimes()
     screen: Optional[Screen] = None
     tuned: Optional[dict[str, Scores]] = None
@@ -454,6 +503,7 @@ class StudyResults(Figures):
     left_out: Optional[list[LeftOut]] = None
     looks: Optional[list[Look]] = None
     measure: str = sometimes("bits/byte")
+    target: Optional[float] = sometimes()
     texts: Optional[dict] = in_memory()
     alone: Optional[dict] = field(default_factory=dict, metadata=dict(in_memory=True))
 
@@ -470,7 +520,7 @@ class StudyResults(Figures):
             return f"{said}arms has no plain, the plain GPT"
         if not 0 < self.alpha < 1 or not self.margin > 0:
             return f"{said}alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive"
-        if words := self.fault_of_pairs() or self.fault_of_looks():
+        if words := self.fault_of_pairs() or self.fault_of_crossed() or self.fault_of_looks():
             return said + words
         for i, c in enumerate(self.comparisons):
             if unknown := [name for name in (c.variant, c.baseline) if name not in self.arms]:
@@ -483,6 +533,16 @@ class StudyResults(Figures):
                 return f"pairs: {shown(pair)} is not a variant, a baseline and what is equal"
             if unknown := [name for name in pair[:2] if name not in self.arms]:
                 return f"pairs: {unknown[0]!r} is not one of its arms"
+
+    def fault_of_crossed(self):
+        for cells in self.crossed or ():
+            if len(cells) != 3:
+                return f"crossed: {shown(cells)} is not a variant, another, and both together"
+            if unknown := [name for name in cells if name not in self.arms]:
+                return f"crossed: {unknown[0]!r} is not one of its arms"
+        on_file = [[each.one, each.other, each.both] for each in self.interactions or ()]
+        if on_file and on_file != self.crossed:
+            return "interactions are not of those that are crossed"
 
     def fault_of_looks(self):
         plan = self.two_looks

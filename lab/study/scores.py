@@ -114,17 +114,19 @@ def finite(text):
 
 # ---- the study ----
 
-def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_better=False):
+def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_better=False, target=None):
     """The StudyResults of these rows: the baseline is its "plain".
 
-    baseline: None: the first variant of the file. UserError: there is no such variant, or no other one.
+    baseline: None: the first variant of the file. target: what each mean is to lie below, or above where
+    higher is better; None: nothing. UserError: there is no such variant, or no other one and no target.
     """
     names = list(dict.fromkeys(row["variant"] for row in rows))
     baseline = baseline or names[0]
     if baseline not in names:
         raise UserError(f"--baseline={baseline} is not a variant of {name}; it has {', '.join(names)}")
-    if len(names) < 2:
-        raise UserError(f"{name} has one variant, {names[0]}: nothing to compare it with")
+    if len(names) < 2 and target is None:
+        raise UserError(f"{name} has one variant, {names[0]}: nothing to compare it with; --target=NUMBER "
+                        "asks whether its mean lies below a number")
     arms, failures = {}, []
     for variant in names:
         own = [row for row in rows if row["variant"] == variant]
@@ -137,7 +139,8 @@ def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_bette
         name=name, question=f"{name}: against {baseline}", alpha=alpha, margin=margin, arms=arms, runs={},
         measure="score, higher is better" if higher_is_better else "score",
         pairs=[(key, "plain", []) for key in arms if key != "plain"], failures=failures, planned=len(rows),
-        done=len(rows) - len(failures), procedure=effects.PROCEDURE, comparisons=[], **unknown)
+        done=len(rows) - len(failures), procedure=effects.PROCEDURE, comparisons=[],
+        target=target, **unknown)
     return effects.with_figures(study)
 
 

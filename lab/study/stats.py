@@ -95,6 +95,17 @@ def p_same(difference, margin):
     return float(stdtr(df, (abs(mean) - margin) / se))
 
 
+def p_beyond(mean, target, above=False):
+    """p of a true mean that is not below a target, or not above it: a one-sided t test.
+
+    mean: the Difference of one part of weight 1; nan: it has no spread.
+    """
+    if not mean.df:
+        return math.nan
+    t = (mean.mean - target) / mean.se
+    return float(stdtr(mean.df, -t if above else t))
+
+
 # ---- all of a study ----
 
 def is_identical(c):
@@ -207,23 +218,40 @@ def seeds_wanted(seen, n, alpha, margin, m, power=0.8, most=1000):
     return wanted if wanted <= most else None
 
 
-def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8):
+def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8, cells=1):
     """The smallest true difference that n seeds show with this power, at Holm's first of m steps.
 
-    groups: scores over seeds of each variant. The spread is their median one, at its upper 90 % bound; nan:
-    none shows a spread.
+    groups: scores over seeds of each variant, see spread_and_df(). cells: how many variants of n seeds each
+    meet the baseline: 1, or 3 in an interaction.
+    """
+    se, df = spread_and_df(groups, n, n_baseline, cells)
+    return float(se * (stdtrit(df, 1 - alpha / m / 2) + stdtrit(df, power))) if df else math.nan
+
+
+def half_width(groups, n, n_baseline, alpha=0.05, cells=1):
+    """Half the interval, not corrected, that a difference of so many seeds would have, as findable() has it.
+    """
+    se, df = spread_and_df(groups, n, n_baseline, cells)
+    return float(se * stdtrit(df, 1 - alpha / 2)) if df else math.nan
+
+
+def spread_and_df(groups, n, n_baseline, cells=1):
+    """(standard error of a difference of so many seeds, its degrees of freedom); nan and 0: not known.
+
+    The spread is the median one of the groups, at its upper 90 % bound.
     """
     shown = [(float(np.var(each, ddof=1)), len(each) - 1.0) for each in groups if len(each) > 1]
     shown = [each for each in shown if each[0] > 0]
     if not shown or min(n, n_baseline) < 2:
-        return math.nan
+        return math.nan, 0
     variances, dfs = np.transpose(shown)
     typical = np.median(variances * dfs / chdtri(dfs, 0.5))
     bound = typical * dfs.sum() / chdtri(dfs.sum(), 0.9)
+    sizes = [n] * cells + [n_baseline]
+    squares = [1 / size for size in sizes]
     # Welch's lie between those of the smaller side and those of equal spreads
-    df = (min(n, n_baseline) - 1 + satterthwaite([1 / n, 1 / n_baseline], [n, n_baseline])) / 2
-    needed = stdtrit(df, 1 - alpha / m / 2) + stdtrit(df, power)
-    return float(math.sqrt(bound * (1 / n + 1 / n_baseline)) * needed)
+    df = (min(sizes) - 1 + satterthwaite(squares, sizes)) / 2
+    return math.sqrt(bound * sum(squares)), df
 
 
 def seeds_to_find(size, groups, baseline_per_seed, m, alpha=0.05, power=0.8, most=1000):
@@ -250,13 +278,43 @@ def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte", baseline="the other s
         return f"undecided: {seeds} are too few, each side needs two or more"
     if is_identical(c):
         return f"identical: nothing acted, the scores are those of {baseline} on every shared seed"
-    p = "corrected p < 0.0001" if c.p_corrected < 1e-4 else f"corrected p = {c.p_corrected:.3g}"
+    p = p_in_words(c.p_corrected)
     if c.verdict in ("better", "worse"):  # the word holds the sign
         low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
         return f"{c.verdict} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, {p})"
     seen = f"{c.mean:+.4f}{unit} ({level} {c.low:+.4f} to {c.high:+.4f}"
     if c.verdict == "same":
-        same = "corrected p < 0.0001" if c.p_same < 1e-4 else f"corrected p = {c.p_same:.3g}"
-        return f"the same within {margin:g}{unit}: {seen}, {same} of more)"
-    more = f"about {c.more_seeds}" if c.more_seeds else "more than 1000"
-    return f"undecided: {seen}, {p}); {more} seeds, now {c.n}, would probably decide"
+        return f"the same within {margin:g}{unit}: {seen}, {p_in_words(c.p_same)} of more)"
+    return f"undecided: {seen}, {p}); {more_in_words(c)} seeds, now {c.n}, would probably decide"
+
+
+# what an interaction is called by the verdict on its difference
+TOGETHER = {"better": "more together than apart", "worse": "less together than apart",
+            "same": "they add up", "undecided": "undecided"}
+
+
+def interaction_in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
+    """The verdict of a Comparison of what two changes give together with the sum of both alone."""
+    level, unit = f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
+    if math.isinf(c.se):
+        why = ("do not show the spread of these scores" if min(c.n, c.n_baseline) > 1
+               else "are too few, each of the four cells needs two or more")
+        return f"undecided: {c.n} and {plural(c.n_baseline, 'seed')} {why}"
+    if c.verdict in ("better", "worse"):  # the word holds the sign
+        low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
+        return (f"{TOGETHER[c.verdict]} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, "
+                f"{p_in_words(c.p_corrected)})")
+    seen = (f"both differ from the sum of each alone by {c.mean:+.4f}{unit} ({level} {c.low:+.4f} to "
+            f"{c.high:+.4f}")
+    if c.verdict == "same":
+        return f"they add up within {margin:g}{unit}: {seen}, {p_in_words(c.p_same)} of more)"
+    return (f"undecided: {seen}, {p_in_words(c.p_corrected)}); {more_in_words(c)} seeds of each, now {c.n}, "
+            "would probably decide")
+
+
+def p_in_words(p):
+    return "corrected p < 0.0001" if p < 1e-4 else f"corrected p = {p:.3g}"
+
+
+def more_in_words(c):
+    return f"about {c.more_seeds}" if c.more_seeds else "more than 1000"

@@ -283,6 +283,110 @@ def test_the_plain_gpt_has_more_seeds_and_other_budgets(plain, here):
     assert (row["n"], row["n_baseline"]) == (2, 4) and {"worth", "equal_flops", "equal_time"} <= set(row)
 
 
+# ---- interactions ----
+
+GATE_AND_XSA = dict(mechanisms=[], interactions=[["xsa", "output_gate"]], match_parameters=False)
+
+
+def crossed(interactions, **variants):
+    """variants_of() a study of interactions."""
+    config = StudyConfig(interactions=interactions, variants=variants)
+    assert config.problems() == []
+    return variants_of(config)
+
+
+def test_the_cells_of_an_interaction_are_both_changes_and_the_two_together():
+    assert crossed([("xsa", "output_gate")]) == {
+        "xsa": dict(xsa=True), "output_gate": dict(output_gate="headwise"),
+        "xsa + output_gate": dict(xsa=True, output_gate="headwise")}
+    # a recipe, an optimizer, any flags; a variant by its name
+    own = {"AdamW": dict(optimizer="adamw", adamw_lr=8e-3)}
+    assert crossed([("output_gate", "AdamW")], **own)["output_gate + AdamW"] == dict(
+        output_gate="headwise", optimizer="adamw", adamw_lr=8e-3)
+    assert crossed([["xsa", {"optimizer": "adamw", "beta2": 0.9}]]) == {
+        "xsa": dict(xsa=True), "optimizer=adamw, beta2=0.9": dict(optimizer="adamw", beta2=0.9),
+        "xsa + optimizer=adamw, beta2=0.9": dict(xsa=True, optimizer="adamw", beta2=0.9)}
+    # two of one change share its cell, and a cell that is given stays
+    assert len(crossed([("xsa", "sink"), ("xsa", "fox")])) == 5
+    given = {"unet_add + unet_concat": dict(unet="scalar")}
+    assert crossed([("unet_add", "unet_concat")], **given)["unet_add + unet_concat"] == dict(unet="scalar")
+
+
+def test_an_interaction_is_planned_trained_judged_reported_and_rechecked(plain, here, tmp_path):
+    study = study_of(plain, **GATE_AND_XSA)
+    study.run(here)
+    seeds = {name: [*own] for name, own in study.runs.scores("judge").items()}
+    cells = ["xsa", "output_gate", "xsa + output_gate"]
+    assert seeds == {name: [1, 2] for name in ("plain", *cells)}
+    models = {name: study.compared[name].model for name in seeds}
+    assert {name: (model.xsa, model.output_gate) for name, model in models.items()} == {
+        "plain": (False, None), "xsa": (True, None), "output_gate": (False, "headwise"),
+        "xsa + output_gate": (True, "headwise")}
+    found = results.collect(study, "test")
+    each, = found.interactions
+    mean = {name: np.mean(found.arms[name].bpb) for name in seeds}
+    assert each.mean == pytest.approx(mean[cells[2]] - mean["xsa"] - mean["output_gate"] + mean["plain"])
+    assert found.crossed == [cells] and effects.corrected_for(found) == 4
+    results.write(found, tmp_path)
+    path = tmp_path / "results.json.gz"
+    assert "all of them the same" in results.recheck(path)
+    forged = replace(each, mean=each.mean + 0.001, p_corrected=0.01, verdict="more together than apart")
+    results.write(replace(found, interactions=[forged]), tmp_path)
+    with pytest.raises(UserError, match="3 of .* figures are not what its runs give"):
+        results.recheck(path)
+    results.write(replace(found, crossed=[[*cells[:2], "fox"]]), tmp_path)
+    with pytest.raises(UserError, match="crossed: 'fox' is not one of its arms"):
+        results.read(path)
+
+
+def test_an_interaction_over_two_texts_is_the_mean_of_those_on_each(plain, here, bytes_data, monkeypatch):
+    study = study_of(plain, **GATE_AND_XSA)
+    study.run(here)
+    own = results.collect(study, "test")
+    shifted = {name: replace(arm, bpb=[bpb + i * j / 100 for j, bpb in enumerate(arm.bpb)])
+               for i, (name, arm) in enumerate(own.arms.items())}
+    texts = dict(a=own, b=replace(own, arms=shifted))
+    pooled = effects.pooled(effects.together(texts, "test", "test"))
+    of_each = [effects.figures(each).interactions[0].mean for each in texts.values()]
+    assert pooled.interactions[0].mean == pytest.approx(np.mean(of_each))
+    assert of_each[0] != of_each[1] and pooled.crossed == own.crossed
+
+
+def test_what_is_judged_on_other_texts_has_the_same_cells(plain):
+    """Also at rates of their own, which differ between the cells."""
+    study = study_of(plain, mechanisms=[], interactions=[("xsa", {"optimizer": "adamw"})])
+    study.run(None)
+    for i, name in enumerate(study.crossed[0]):
+        study.compared[name].flags["adamw_lr"] = 0.001 * (i + 1)
+    config = compare.config_of_what_was_judged(study, study.config)
+    assert config.problems() == [] and compare.crossed_of(config) == study.crossed
+    assert variants_of(config) == {name: study.compared[name].flags for name in study.crossed[0]}
+
+
+def test_cells_are_judged_wherever_they_stand_on_validation(plain):
+    study = study_of(plain, **{**GATE_AND_XSA, "mechanisms": ["fox", "sink", "head_norm"]}, screen=True,
+                     best=1, worst=1)
+    assert [*study.named()] == ["xsa", "output_gate", "xsa + output_gate"]
+    study.run(None)
+    assert {"xsa", "output_gate", "xsa + output_gate"} < {*study.screened.chosen}
+
+
+def test_where_a_run_of_a_cell_failed_no_interaction_is_shown(plain, here):
+    study = study_of(plain, **GATE_AND_XSA)
+    study.run(here)
+    found = results.collect(study, "test")
+    base = found.arms["plain"].bpb
+    moved = {"plain": 0.0, "xsa": -0.1, "output_gate": -0.1, "xsa + output_gate": -0.5}
+    arms = {name: replace(arm, seeds=[1, 2, 3], runs=["", "", ""],
+                          bpb=[base[0] + moved[name] + d for d in (-0.001, 0, 0.001)])
+            for name, arm in found.arms.items()}
+    failure = records.Failure(arm="xsa", seed=4, stage="judge", why="diverged", log="x")
+    whole, less = (effects.figures(replace(found, arms=arms, failures=own)).interactions[0]
+                   for own in ([], [failure]))
+    assert whole.verdict == "more together than apart" and less.verdict == "undecided"
+    assert "not called 'more together than apart', since 1 runs of its cells failed" in less.words
+
+
 @pytest.mark.slow
 def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_test(plain, here):
     names = ["output_gate", "xsa", "sink", "key_offset", "head_norm"]

@@ -111,6 +111,112 @@ def test_verdicts_are_those_of_a_study(tmp_path):
     assert [c.variant for c in findings.against_plain(found)] == ["lone", "good", "same", "bad"]
 
 
+# ---- a target ----
+
+# final losses of a public speed record, see results/README.md: a baseline, and the record itself
+BEFORE = [3.2798, 3.2794, 3.2774, 3.2787, 3.2788, 3.2791, 3.2778]
+GATES = [3.2772, 3.2783, 3.2783, 3.2784, 3.2756, 3.2772, 3.2771]
+
+
+def rows_against(tmp_path, target, higher_is_better=False, alpha=0.05, margin=0.01, **variants):
+    found = found_in(tmp_path, csv_of(**variants), target=target, alpha=alpha, margin=margin,
+                     higher_is_better=higher_is_better)
+    return {findings.label_of(found, row.variant): row for row in found.targets}, found
+
+
+@pytest.mark.parametrize("higher", [False, True])
+def test_against_a_target_a_mean_has_scipys_one_sided_t_test(tmp_path, higher):
+    r = np.random.default_rng(3)
+    made = {name: r.normal(mean, 0.001, n).round(4).tolist()
+            for name, mean, n in (("a", 3.2785, 7), ("b", 3.2792, 10), ("c", 3.2815, 5), ("d", 3.2799, 2))}
+    rows, _ = rows_against(tmp_path, 3.28, higher, **made)
+    side = dict(alternative="greater" if higher else "less")
+    p = {name: scipy_stats.ttest_1samp(own, 3.28, **side).pvalue for name, own in made.items()}
+    for name, own in made.items():
+        interval = scipy_stats.ttest_1samp(own, 3.28).confidence_interval(0.95)
+        assert (rows[name].p, rows[name].mean, rows[name].low, rows[name].high) == pytest.approx(
+            (p[name], np.mean(own), *interval), rel=1e-9)
+    # Holm by hand, over the rows
+    running = 0
+    for left, name in zip((4, 3, 2, 1), sorted(p, key=p.get)):
+        running = max(running, min(1, left * p[name]))
+        assert rows[name].p_corrected == pytest.approx(running)
+        word = "above" if higher else "below"
+        assert rows[name].verdict == (word if running <= 0.05 else "not shown")
+    # negative control: the other side
+    other, _ = rows_against(tmp_path, 3.28, not higher, **made)
+    assert other["a"].p == pytest.approx(1 - p["a"]) and other["a"].verdict != rows["a"].verdict
+
+
+def test_a_record_is_below_its_target_and_its_difference_is_another_question(tmp_path):
+    rows, found = rows_against(tmp_path, 3.28, alpha=0.01, margin=0.001, before=BEFORE, gates=GATES)
+    assert rows["gates"].p == pytest.approx(0.00026, abs=5e-6) and rows["gates"].verdict == "below"
+    assert rows["before"].p == pytest.approx(0.00361, abs=5e-6) and rows["before"].verdict == "below"
+    c, = found.comparisons
+    assert (c.mean, c.p) == pytest.approx((-0.00127, 0.0256), abs=5e-5) and c.verdict == "undecided"
+    # the comparisons are those of a file without a target
+    without = found_in(tmp_path, csv_of(before=BEFORE, gates=GATES), alpha=0.01, margin=0.001)
+    assert without.comparisons == found.comparisons and without.targets is None
+    assert "target" not in findings.verdicts(without)
+    assert findings.headline(found).endswith(
+        "Shown to be below the target of 3.28: before and gates, 2 of 2.")
+
+
+def test_one_seed_equal_scores_and_failed_runs_have_an_honest_word(tmp_path):
+    text = csv_of(plain=GATES, lone=[3.1], flat=[3.27, 3.27, 3.27]) + "".join(
+        f"lost,{seed},{score}\n" for seed, score in enumerate([*GATES, "failed"])) + "none,1,failed\n"
+    found = found_in(tmp_path, text, target=3.28)
+    rows = {row.variant: row for row in found.targets}
+    assert {name: row.verdict for name, row in rows.items()} == dict(
+        plain="below", lone="no test", flat="no test", lost="not shown", none="no test")
+    assert rows["lone"].words == "no test: one seed shows no spread"
+    assert rows["flat"].words == "no test: all 3 scores are 3.27, which shows no spread"
+    assert rows["none"].words == "no test: no run has a score"
+    assert rows["lost"].words.startswith("not called below 3.28, since 1 run of it failed: mean 3.2774")
+    # what has no test counts in Holm's m all the same
+    assert rows["plain"].p_corrected == pytest.approx(5 * rows["plain"].p)
+    said = report.in_text(found).replace("\n", " ")
+    assert "lone: no test: one seed shows no spread." in said and "lost: not called below" in said
+    assert "A mean is below 3.28 by a one-sided t test, corrected for 5 means apart from" in said
+
+
+def test_a_lone_variant_may_be_held_against_a_target(tmp_path, capsys):
+    path = file(tmp_path, csv_of(gates=GATES))
+    main(["scores", str(path), "--target=3.28", f"--out_dir={tmp_path / 'report'}",
+          f"--json={tmp_path / 'told.json'}"])
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "gates: below 3.28: mean 3.2774, 95 % interval 3.2765 to 3.2784" in said
+    assert "compared" not in said
+    told = json.loads((tmp_path / "told.json").read_text())
+    row, = told["targets"]
+    assert (told["target"], row["variant"], row["verdict"]) == (3.28, "gates", "below")
+    assert told["comparisons"] == []
+    page = (tmp_path / "report/report.html").read_text()
+    assert "Against the target of 3.28" in page and "<td class=w>below</td>" in page
+    with pytest.raises(SystemExit, match="one variant, gates: nothing to compare it with; --target=NUMBER"):
+        main(["scores", str(path)])
+
+
+@pytest.mark.parametrize("name, variant, p, difference, p_of_difference", [
+    ("gates", "gates", 0.00026, -0.00127, 0.0256), ("gates", "gates20", 0.00314, 0.00021, 0.6505),
+    ("mudd", "v1", 0.00401, -0.00042, 0.5015), ("mudd", "v2", 0.00012, -0.00066, 0.1918),
+    ("mudd", "v3", 0.00004, -0.00070, 0.1465), ("bigram", "pr299", 0.00236, -0.00020, 0.701),
+    ("recursive", "this", 0.00780, 0.00043, 0.477), ("fp8", "fp8", 0.00067, 0.00012, 0.859)])
+def test_the_records_on_file_are_as_the_page_says(name, variant, p, difference, p_of_difference):
+    path = ROOT / "results" / "records" / f"{name}.csv"
+    found = scores.study_of(scores.read(path), path.name, target=3.28)
+    row = next(row for row in found.targets if row.variant == variant)
+    c = next(c for c in found.comparisons if c.variant == variant)
+    assert (row.p, c.mean) == pytest.approx((p, difference), abs=5.1e-6)
+    assert c.p == pytest.approx(p_of_difference, abs=5e-4)  # gates20: scipy's is 0.6500
+    page = (ROOT / "docs" / "scores.md").read_text(encoding="utf-8")
+    line = next(line for line in page.splitlines() if line.startswith(f"| `{name}`: {variant}"))
+    ratio = findings.ratio(found, "cost", variant)
+    for figure in (f"| {row.mean:.4f} |", findings.interval(c).replace("[", "\\[").replace("]", "\\]"),
+                   f"| {c.p:.3f} |", f"| {ratio:.3f} |"):
+        assert figure in line
+
+
 def test_of_scores_where_higher_is_better_all_verdicts_turn(tmp_path):
     text = csv_of(plain=PLAIN, good=GOOD, bad=[2.2, 2.21, 2.19])
     lower, higher = (found_in(tmp_path, text, higher_is_better=each) for each in (False, True))
