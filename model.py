@@ -49,9 +49,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, attend_in_rows, attend_selected, block_mask,
-                                 blocks_reached, columns_of, has_flex_attention, in_turn, logits_of,
-                                 random_cells)
+from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, attend_in_rows, attend_selected,
+                                 block_mask, blocks_reached, columns_of, has_flex_attention, in_turn,
+                                 logits_of, random_cells)
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
                                heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
                                rope_tables, sum_so_far)
@@ -175,7 +175,7 @@ class ForwardPass:
     positions: Optional[torch.Tensor] = None  # tokens of its text before each token, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
-    begins: Optional[torch.Tensor] = None     # column at which its document begins, [B, T]; None: a row is one
+    begins: Optional[torch.Tensor] = None     # column where its document begins, [B, T]; None: a row is one
     tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
     inputs: dict = field(default_factory=dict)  # name -> what GPT.forward() was given for a mechanism
     shared: dict = field(default_factory=dict)  # name -> what earlier layers have left for later ones
@@ -652,8 +652,8 @@ class GPT(HeadControl, nn.Module):
 
         logits: return them together with a loss, too; without targets they are always returned. traces: True,
         or "maps" for attention maps too. positions [B, T]: tokens of its document before each token, where
-        rows hold several documents, of which none sees another; None: a row is one text. inputs: what a mechanism takes by name, see `takes` of its class;
-        None: not given.
+        rows hold several documents, of which none sees another; None: a row is one text. inputs: what a
+        mechanism takes by name, see `takes` of its class; None: not given.
         """
         x, results = self.run_blocks(idx, inputs=inputs, wants_losses=targets is not None,
                                      wants_traces=traces, positions=positions)
@@ -1821,7 +1821,8 @@ class ConstraintHeads(Mechanism):
         """[B, T, heads] (T is 1 for a hint)."""
         if (hint := heads.inputs.get("router_hint")) is not None:
             if heads.begins is not None:
-                raise ValueError("router_hint has one entry for a row, and positions tell of several documents")
+                raise ValueError("router_hint has one entry for a row, and by positions a row holds several "
+                                 "documents")
             read = hint[:, None].to(x.dtype)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -1841,9 +1842,11 @@ class ConstraintHeads(Mechanism):
         if not self.hard:
             gates = logits.sigmoid()
         else:
-            noise = torch.rand_like(logits if begins is not None else logits[:, :1]) if self.training else None
-            if noise is not None and begins is not None:  # all tokens of a document have that of its first
-                noise = noise.gather(1, begins[..., None].expand_as(noise))
+            noise = None
+            if self.training and begins is None:
+                noise = torch.rand_like(logits[:, :1])
+            elif self.training:  # all tokens of a document have that of its first
+                noise = torch.rand_like(logits).gather(1, begins[..., None].expand_as(logits))
             gates = Sentinel.hard_concrete(logits, noise)
         return gates if self.training or not self.skip else gates * (gates >= self.skip)
 

@@ -13,8 +13,8 @@ elsewhere it is made for some queries at a time. Portions hold the logits of som
 training the backward pass computes them again. So nothing of size T x T is kept on any path. One query, as
 when decoding, is one portion.
 
-Rows may hold several documents, of which none sees another. On a GPU, and in a compiled graph, their mask is a
-BlockMask of each row. Elsewhere attend() is given Documents: it takes them apart, so that each is a row by
+Rows may hold several documents, of which none sees another. On a GPU, and in a compiled graph, each row has a
+BlockMask of its own. Elsewhere attend() is given Documents: it takes them apart, so that each is a row by
 itself for the kernels above, and costs no more than its own length.
 
 A score function has the signature of FlexAttention's score_mod: (score, b, h, t, s) -> score, where score is
@@ -52,11 +52,11 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
            dropout=0.0):
     """(y [B, H, T, D], RowStats or None): causal attention of q [B, H, T, D] over k, v [B, H or fewer, S, D].
 
-    The last T of the S keys are the queries' own tokens. mask: who sees whom, a bool tensor [1 or B, 1, T, S],
-    a BlockMask or Documents; None: causal. score_mod: see above. stats: "lse" or "shape", which is the entropy and
-    log_p2 too. spread: that of each row too. n_keys: how many keys each row sees, [T] or [B, 1, T], for these
-    statistics. detach: no gradient goes into the statistics, which costs less. dropout: on the weights; the
-    statistics are those of the weights before it.
+    The last T of the S keys are the queries' own tokens. mask: who sees whom, a bool tensor [1 or B, 1, T,
+    S], a BlockMask or Documents; None: causal. score_mod: see above. stats: "lse" or "shape", which is the
+    entropy and log_p2 too. spread: that of each row too. n_keys: how many keys each row sees, [T] or [B, 1,
+    T], for these statistics. detach: no gradient goes into the statistics, which costs less. dropout: on the
+    weights; the statistics are those of the weights before it.
     """
     stats = stats or ("lse" if spread else None)
     if isinstance(mask, Documents):
@@ -337,9 +337,10 @@ def seen_by(mask, queries, S):
     keys = torch.arange(S, device=queries.device)
     if mask is None:
         return keys <= queries
-    first = torch.zeros_like(queries[0, 0])  # a BlockMask is that of every head, and of every row if it has one
-    rows = first if mask.shape[0] == 1 else torch.arange(mask.shape[0], device=keys.device)[:, None, None, None]
-    return mask.mask_mod(rows, first, queries, keys)
+    row = head = torch.zeros_like(queries[0, 0])  # a BlockMask is that of every head, and of every row
+    if mask.shape[0] > 1:  # or each row has its own
+        row = torch.arange(mask.shape[0], device=keys.device)[:, None, None, None]
+    return mask.mask_mod(row, head, queries, keys)
 
 
 # ---- several documents in a row ----
