@@ -289,7 +289,7 @@ COMMANDS = [
         ("--documents=8 --documents_packed=cut --attn_dropout=0.1",
          "documents_packed has no fused kernel with dropout"),
         ("--documents_packed=cut", "documents_packed='cut' means nothing without documents"),
-        ("--documents=8 --documents_packed=half", "documents_packed='half' must be one of whole, cut"),
+        ("--documents=8 --documents_packed=half", "documents_packed='half' is not whole, cut or None"),
         ("--documents=8 --constraint_names=\"['a']\" --constraint_entropy_coef=0.1 --init_anyway",
          "constraint_entropy_coef=0.1")),
     *under(OVER, ("--freeze_trunk --xsa", "init_from"), ("--unet_ramp=3", "unet_ramp=3")),
