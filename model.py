@@ -49,12 +49,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.attention import (SKIP_FROM, RowStats, attend, attend_in_rows, attend_selected, block_mask,
-                                 blocks_reached, columns_of, has_flex_attention, in_turn, logits_of,
-                                 random_cells)
+from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, attend_in_rows, attend_selected,
+                                 block_mask, blocks_reached, columns_of, has_flex_attention, in_turn,
+                                 logits_of, random_cells)
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
                                heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
-                               rope_tables)
+                               rope_tables, sum_so_far)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_features, distance_to_teacher,
                               label_losses, logit, penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Outcome, Uniform, choices,
@@ -171,10 +171,11 @@ class ForwardPass:
 
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
     cache: Optional["KVCache"] = None
-    mask: object = None                       # who sees whom: bool [1 or B, 1, T, S], BlockMask, None: causal
-    positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
+    mask: object = None                       # who sees whom, as for attend(); None: causal
+    positions: Optional[torch.Tensor] = None  # tokens of its text before each token, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
+    begins: Optional[torch.Tensor] = None     # column where its document begins, [B, T]; None: a row is one
     tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
     inputs: dict = field(default_factory=dict)  # name -> what GPT.forward() was given for a mechanism
     shared: dict = field(default_factory=dict)  # name -> what earlier layers have left for later ones
@@ -220,6 +221,7 @@ class Heads:
     rope, cache, mask = of_pass("rope"), of_pass("cache"), of_pass("mask")
     positions, positions_per_head = of_pass("positions"), of_pass("positions_per_head")
     n_keys, valid, tokens = of_pass("n_keys"), of_pass("valid"), of_pass("tokens")
+    begins = of_pass("begins")
     inputs, shared = of_pass("inputs"), of_pass("shared")
     wants_losses, wants_predictions = of_pass("wants_losses"), of_pass("wants_predictions")
     wants_traces = of_pass("wants_traces")
@@ -645,32 +647,34 @@ class GPT(HeadControl, nn.Module):
 
     # ---- forward ----
 
-    def forward(self, idx, targets=None, traces=False, logits=False, **inputs):
+    def forward(self, idx, targets=None, traces=False, logits=False, positions=None, **inputs):
         """idx, targets [B, T] -> Output. Targets of -1 are not scored; without targets there is no loss.
 
         logits: return them together with a loss, too; without targets they are always returned. traces: True,
-        or "maps" for attention maps too. inputs: what a mechanism takes by name, see `takes` of its class;
-        None: not given.
+        or "maps" for attention maps too. positions [B, T]: tokens of its document before each token, where
+        rows hold several documents, of which none sees another; None: a row is one text. inputs: what a
+        mechanism takes by name, see `takes` of its class; None: not given.
         """
         x, results = self.run_blocks(idx, inputs=inputs, wants_losses=targets is not None,
-                                     wants_traces=traces)
+                                     wants_traces=traces, positions=positions)
         aux, traced = results["losses"], results["traces"] if traces else None
         out = self.head(x) if logits or targets is None else None
         loss = nats = None
         if targets is not None:
             loss, nats = self.cross_entropy(x, targets, out, each=self.needs_nats)
-        outcome = Outcome(x, results["predictions"], inputs, targets, nats, traced)
+        outcome = Outcome(x, results["predictions"], inputs, positions, targets, nats, traced)
         for cls in MECHANISM_CLASSES:
             aux.update(cls.model_losses(self, outcome))
         return Output(out, loss, aux, traced)
 
     def run_blocks(self, idx, cache=None, pad=None, inputs=None, wants_losses=False, wants_predictions=False,
-                   wants_traces=False):
+                   wants_traces=False, positions=None):
         """(final hidden states [B, T, C], Heads.results() of all blocks) of idx [B, T].
 
         Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
         cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
         inputs: {name: value} for mechanisms; None: not given. TypeError: no mechanism takes one of the name.
+        positions: see forward(). ValueError: they do not go with what else is asked.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
@@ -681,15 +685,19 @@ class GPT(HeadControl, nn.Module):
             # TransformerLens asks every model for its attention weights, which are not stored here
             if name not in (*self.takes, "output_attentions"):
                 raise TypeError(f"{name} is no argument of a GPT: no mechanism takes it")
-        if pad is None:
+        begins = None
+        if positions is not None:
+            self.check_documents(idx, positions, cache, pad)
+            begins = torch.arange(T, device=idx.device) - positions
+        elif pad is None:
             positions = slice(past, past + T)
         else:
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
         masks = [self.mask_of(i) for i in range(N)]
         shared = {}  # what layers leave for later layers
-        common = dict(tokens=idx, shared=shared, wants_losses=wants_losses, wants_traces=wants_traces,
-                      wants_predictions=wants_predictions,
+        common = dict(tokens=idx, shared=shared, begins=begins, wants_losses=wants_losses,
+                      wants_traces=wants_traces, wants_predictions=wants_predictions,
                       inputs={name: value for name, value in (inputs or {}).items() if value is not None})
         passes = {mask: self.make_forward_pass(mask, positions, past, T, cache, pad, idx.device, **common)
                   for mask in dict.fromkeys(masks)}
@@ -720,6 +728,16 @@ class GPT(HeadControl, nn.Module):
             cache.length += T
         return self.transformer.ln_f(x), dict(losses=losses, predictions=predictions, traces=traces)
 
+    def check_documents(self, idx, positions, cache, pad):
+        """ValueError where rows of several documents do not go with what else is asked."""
+        if positions.shape != idx.shape:
+            raise ValueError(f"positions are {[*positions.shape]}; there must be one for each token of "
+                             f"{[*idx.shape]}")
+        if cache is not None or pad is not None:
+            raise ValueError("positions of several documents in a row go with no cache and no padding before")
+        for problem in no_dropout(self.config, "positions") if self.training else ():
+            raise ValueError(problem)
+
     def before_block(self, x, layer, outputs, shared):
         """What block `layer` reads, or, at n_layer, the last norm; x is the last of the outputs so far."""
         for name in self.between:
@@ -729,25 +747,26 @@ class GPT(HeadControl, nn.Module):
     def make_forward_pass(self, mask, positions, past, T, cache, pad, device, **common):
         """The ForwardPass of the blocks that have this CausalMask.
 
-        positions: a slice, or [B, T] where rows are padded. common: its fields that no mask changes. A field
-        that no mechanism needs is None.
+        positions: a slice, or [B, T] where rows are padded or hold several documents. common: its fields that
+        no mask changes. A field that no mechanism needs is None.
         """
         # by_flex: on a GPU FlexAttention is needed, for statistics of the rows or for a score function
         traces = common.get("wants_traces", False)
         counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
         by_flex = counted or self.changes_scores
-        seen = mask.make(past, T, pad, device, cache is not None, by_flex, traces == "maps")
+        seen = mask.make(past, T, pad, device, cache is not None, by_flex, traces == "maps",
+                         common.get("begins"))
         if self.config.pos == "rope":
             rope = {size: tuple(getattr(self, f"{name}{size}")[positions] for name in ("cos", "sin"))
                     for size in self.head_sizes}
         if isinstance(positions, slice):
             known = counted or self.needs_positions
             positions = torch.arange(past, past + T, device=device) if known else None
-        elif self.needs_positions:
+        elif self.needs_positions and pad is not None:
             valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
         if counted or self.needs_positions:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
-            n_keys = mask.n_keys(positions if pad is None else positions[:, None]).to(dtype)
+            n_keys = mask.n_keys(positions if positions.dim() == 1 else positions[:, None]).to(dtype)
         return ForwardPass(rope, cache, seen, positions, n_keys, valid, **common)
 
     def mask_of(self, layer):
@@ -758,9 +777,9 @@ class GPT(HeadControl, nn.Module):
         """Whether a block has the mask of a mechanism, if one is on that has a mask."""
         return all(cls.on(self.config, layer) for cls in MASKS if cls.is_on(self.config))
 
-    def hidden(self, idx, cache=None, pad=None, **inputs):
+    def hidden(self, idx, cache=None, pad=None, positions=None, **inputs):
         """run_blocks()' final hidden states [B, T, C] alone."""
-        return self.run_blocks(idx, cache, pad, inputs)[0]
+        return self.run_blocks(idx, cache, pad, inputs, positions=positions)[0]
 
     @torch.no_grad()
     def predictions(self, idx):
@@ -982,13 +1001,20 @@ class CausalMask(nn.Module):
         """The block_size of a plain GPT whose tokens see as many keys, on average."""
         return self.block_size
 
-    def make(self, past, T, pad, device, cached, by_flex, maps):
+    def make(self, past, T, pad, device, cached, by_flex, maps, begins=None):
         """What attend() needs for T tokens after `past` others.
 
-        That is a BlockMask, a bool tensor [1 or B, 1, T, past + T], or None, which means causal. cached: is
-        there a KVCache? by_flex: does a GPU need FlexAttention for another reason than a window? maps: are
-        attention maps traced?
+        That is a BlockMask, a bool tensor [1 or B, 1, T, past + T], None, which means causal, or Documents.
+        cached: is there a KVCache? by_flex: does a GPU need FlexAttention for another reason than a window?
+        maps: are attention maps traced? begins: see ForwardPass.
         """
+        if begins is not None and maps:
+            return self.dense(0, T, begins, device)
+        if begins is not None:
+            # how many documents there are depends on the data, which a compiled graph cannot
+            if has_flex_attention(device) or torch.compiler.is_compiling():
+                return self.block_mask(T, device, begins)
+            return Documents(begins, lambda length: self.make(0, length, None, device, False, False, False))
         if not cached and pad is None and not maps:
             if has_flex_attention(device):
                 return self.block_mask(T, device) if self.windowed or by_flex else None
@@ -999,18 +1025,22 @@ class CausalMask(nn.Module):
         return None
 
     def dense(self, past, T, pad, device):
-        """Who sees whom, True for yes, [1 or B, 1, T, past + T]; no row sees its padding."""
+        """Who sees whom, True for yes, [1 or B, 1, T, past + T]; no row sees its padding.
+
+        pad: the column at which the text of each row [B], or of each token [B, T], begins; None: the first.
+        """
         query = torch.arange(past, past + T, device=device)[:, None]
         key = torch.arange(past + T, device=device)
         if pad is None:
             return self.mask_mod(query, key)[None, None]
-        query, key = query - pad[:, None, None], key - pad[:, None, None]
+        first = pad[:, None, None] if pad.dim() == 1 else pad[..., None]
+        query, key = query - first, key - first
         # a query that is padding sees itself, since a softmax needs something
         return (self.mask_mod(query, key) & (key >= 0) | (key == query))[:, None]
 
-    def block_mask(self, T, device):
-        """The same for FlexAttention, by blocks of tokens: nothing is T x T."""
-        return block_mask(T, device, self.mask_mod)
+    def block_mask(self, T, device, begins=None):
+        """The same for FlexAttention, by blocks of tokens: nothing is T x T. begins: see ForwardPass."""
+        return block_mask(T, device, self.mask_mod, begins=begins)
 
 
 # ---- the mechanisms of a layer ----
@@ -1422,7 +1452,7 @@ class A2C(Mechanism):
         if outcome.targets is None or not cls.learns(model.config):
             return {}
         return model.value.losses(outcome.x, outcome.nats.detach(), outcome.targets != -1,
-                                  outcome.predictions, outcome.traces)
+                                  outcome.predictions, outcome.traces, outcome.positions)
 
     def initial_values(self):
         linear = Uniform(self.critic.in_features ** -0.5)  # nn.Linear's own
@@ -1470,13 +1500,13 @@ class A2CValue(nn.Linear):
         self.gamma = config.a2c_gamma
         self.value_coef, self.advantage_coef = config.a2c_value_coef, config.a2c_advantage_coef
 
-    def losses(self, x, nats, scored, predictions, traces=None):
+    def losses(self, x, nats, scored, predictions, traces=None, positions=None):
         """{name: weighted loss} of the value and of the advantages that blocks have predicted.
 
         x [B, T, C]: the last hidden state. nats, scored [B, T]: each token's loss, and whether it counts.
-        traces: a dict that gets return, value and advantage, [B, T].
+        traces: a dict that gets return, value and advantage, [B, T]. positions: see GPT.forward().
         """
-        G = discounted_return(-nats, scored, self.gamma)
+        G = discounted_return(-nats, scored, self.gamma, positions)
         V = float32_linear(self, x.detach()).squeeze(-1)
         advantage = (G - V).detach()
         predicted = {key: a for key, a in predictions.items()
@@ -1706,7 +1736,7 @@ class ConstraintHeads(Mechanism):
         heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
         x = heads.x.detach() if self.stopped else heads.x
         logits = self.router_logits(x, heads, attn.layer)
-        gates = self.router_gates(logits)
+        gates = self.router_gates(logits, heads.begins)
         if heads.wants_losses:
             self.penalties(heads, logits, gates)
         if heads.wants_traces:
@@ -1747,7 +1777,8 @@ class ConstraintHeads(Mechanism):
     def open_rows(self, attn, heads, gates):
         """For each head the rows in which it has a gate above 0; None where no row may be skipped."""
         if self.training or not self.skip or self.wants_scores(heads) or heads.wants_traces \
-                or heads.used is not None or attn.needs_row_stats or isinstance(heads.mask, BlockMask):
+                or heads.used is not None or attn.needs_row_stats or heads.begins is not None \
+                or isinstance(heads.mask, BlockMask):
             return None
         return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
 
@@ -1789,11 +1820,15 @@ class ConstraintHeads(Mechanism):
     def router_logits(self, x, heads, layer):
         """[B, T, heads] (T is 1 for a hint)."""
         if (hint := heads.inputs.get("router_hint")) is not None:
+            if heads.begins is not None:
+                raise ValueError("router_hint has one entry for a row, and by positions a row holds several "
+                                 "documents")
             read = hint[:, None].to(x.dtype)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             x = x if heads.valid is None else x * heads.valid
-            read = (x * (heads.positions == 0)[..., None] if self.of_first else x).cumsum(1)
+            x = x * (heads.positions == 0)[..., None] if self.of_first else x
+            read = sum_so_far(x, heads.begins)
             if heads.cache is not None:
                 before = heads.cache.values.get((layer, "sum"))
                 read = read if before is None else read + before
@@ -1802,12 +1837,16 @@ class ConstraintHeads(Mechanism):
                 read = read / (heads.positions + 1)[..., None]
         return float32_linear(self.out, F.relu(self.fc(read.to(self.fc.weight.dtype))))
 
-    def router_gates(self, logits):
-        """Gates in [0, 1] of logits [B, T, heads]; hard_concrete: one draw of noise a sequence and head."""
+    def router_gates(self, logits, begins=None):
+        """Gates in [0, 1] of logits [B, T, heads]; hard_concrete: one draw of noise a text and head."""
         if not self.hard:
             gates = logits.sigmoid()
         else:
-            noise = torch.rand_like(logits[:, :1]) if self.training else None
+            noise = None
+            if self.training and begins is None:
+                noise = torch.rand_like(logits[:, :1])
+            elif self.training:  # all tokens of a document have that of its first
+                noise = torch.rand_like(logits).gather(1, begins[..., None].expand_as(logits))
             gates = Sentinel.hard_concrete(logits, noise)
         return gates if self.training or not self.skip else gates * (gates >= self.skip)
 
@@ -2157,9 +2196,9 @@ class Window(CausalMask, Mechanism):
             near = near | self.random_cells[row, column]
         return (key <= query) & near
 
-    def block_mask(self, T, device):
+    def block_mask(self, T, device, begins=None):
         random_blocks = self.random_blocks.to(device) if self.n_random else None
-        return block_mask(T, device, self.mask_mod, self.window, self.n_global, random_blocks)
+        return block_mask(T, device, self.mask_mod, self.window, self.n_global, random_blocks, begins)
 
 
 # ---- all of them ----

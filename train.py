@@ -40,7 +40,7 @@ from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, f
                               say, writable, write_json)
 from nanoheads.config import (TrainConfig, check_model, conflicts, data_of, flags_by_name,
                               note_on_dropout, note_on_warmup, trained_with)
-from nanoheads.dataset import Batches, Dataset, DocumentBatches
+from nanoheads.dataset import Batches, Dataset, DocumentBatches, PackedBatches
 from nanoheads.files import only_writer
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, read_rows, write_config
@@ -54,19 +54,23 @@ from nanoheads.timing import mfu
 
 # ---- a training step, and the loop around it ----
 
-def forward_backward(run, x, y, targets=None, scored=None):
+def forward_backward(run, x, y, targets=None, scored=None, positions=None):
     """Forward and backward on this rank's rows x, y [B, T], a portion of them at a time.
 
     targets: {name: [B, T]} of constraint heads, -1 where unknown. scored: how many tokens of this step have a
     target, over all portions and ranks, where rows differ in that; None: all portions weigh the same.
+    positions [B, T]: those of the tokens in their documents, where rows hold several; else None.
     Returns {name: 0-dim tensor}, the loss first, then the mechanisms' own terms: means over these rows.
     """
     means = {}
     for i, (x_part, y_part) in enumerate(zip(x.chunk(run.portions), y.chunk(run.portions))):
         if run.replays_graphs:
             torch.compiler.cudagraph_mark_step_begin()
+        more = for_constraint_heads(run, x_part, targets, i)
+        if positions is not None:
+            more["positions"] = positions.chunk(run.portions)[i]
         with run.autocast:
-            out = run.forward(x_part, y_part, **for_constraint_heads(run, x_part, targets, i))
+            out = run.forward(x_part, y_part, **more)
         aux = run.model.aux_at_step(out.aux, run.step)
         terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in aux.items()}}
         # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch: so
@@ -78,7 +82,7 @@ def forward_backward(run, x, y, targets=None, scored=None):
     return means
 
 
-def training_step(run, x, y, targets=None, scored=None):
+def training_step(run, x, y, targets=None, scored=None, positions=None):
     """One update of the weights; the arguments and what is returned are those of forward_backward().
 
     Nothing here waits for a GPU, except that float16 has to see whether its gradients overflowed.
@@ -97,7 +101,7 @@ def training_step(run, x, y, targets=None, scored=None):
         freeze_or_thaw(run)
 
     # forward and backward, then the mean of the gradients over ranks
-    means = forward_backward(run, x, y, targets, scored)
+    means = forward_backward(run, x, y, targets, scored, positions)
     run.process.average_gradients(model.parameters())
 
     # clip; float16 needs the norm without clipping too, since it shows an overflow
@@ -265,23 +269,26 @@ def end_stopped(run, name):
 
 
 def batch_at(run, step):
-    """(x, y, targets, scored) of the batch at `step`, as training_step() takes them.
+    """(x, y, targets, scored, positions) of the batch at `step`, as training_step() takes them.
 
     x and y [B, T] are this rank's rows, on their way to the device; targets are those of its constraint
     heads, {name: [B, T]} for the tokens of x, or None; scored is None unless rows differ in their number of
-    tokens with an answer (documents, tasks).
+    tokens with an answer (documents, tasks); positions is None unless rows hold several documents.
     """
     batches, process = run.batches, run.process
     if run.config.task:
         x, y = (send(t, process) for t in batches(step, process.rank, process.world))
-        return x, y, None, batches.scored(step)
+        return x, y, None, batches.scored(step), None
+    if run.config.documents_packed:
+        x, y, positions = (send(t, process) for t in batches(step, process.rank, process.world))
+        return x, y, None, batches.scored(step), positions
     ids, targets = send(batches(step, process.rank, process.world), process), None
     if run.targets:
         starts = batches.starts(step, process.rank, process.world)
         targets = run.targets.rows("train", starts, batches.block_size)
         targets = {name: send(t, process) for name, t in targets.items()}
     x = ids[:, :-1]  # documents are padded with -1, for which there is no embedding
-    return x.clamp_min(0) if run.config.documents else x, ids[:, 1:], targets, batches.scored(step)
+    return x.clamp_min(0) if run.config.documents else x, ids[:, 1:], targets, batches.scored(step), None
 
 
 def send(t, process):
@@ -485,7 +492,7 @@ class Run:
     scaler: Optional[torch.amp.GradScaler] = None  # scales the loss in float16; else it changes nothing
     portions: int = 1                # forward passes of this rank in a step
     # of this launch
-    batches: Optional[Batches | DocumentBatches | tasks.TaskBatches] = None
+    batches: Optional[Batches | DocumentBatches | PackedBatches | tasks.TaskBatches] = None
     controller: Optional[Any] = None  # a Controller, where heads are measured or moved
     profile: Optional[Any] = None    # a Profile, on the first rank, until its steps are recorded
     log: Optional[Log] = None        # on the first rank
@@ -545,7 +552,8 @@ def set_up(run):
     if run.compiled:
         allow_graphs()
         mode = None if config.compile_mode == "default" else config.compile_mode
-        run.forward = torch.compile(model, dynamic=False if config.documents else None, mode=mode)
+        several_widths = config.documents and not config.documents_packed
+        run.forward = torch.compile(model, dynamic=False if several_widths else None, mode=mode)
     if config.freeze_trunk:
         freeze_or_thaw(run)
     clear_gradients(run)
@@ -852,6 +860,8 @@ def batches_of(run):
     run.dataset.tokens("val")  # what is wrong with it is said now, not at an evaluation hours from here
     if not config.documents:
         return Batches(*which)
+    if config.documents_packed:
+        return PackedBatches(*which, config.documents, config.documents_packed == "cut")
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process.kind))
 
 

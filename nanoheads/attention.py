@@ -13,6 +13,10 @@ elsewhere it is made for some queries at a time. Portions hold the logits of som
 training the backward pass computes them again. So nothing of size T x T is kept on any path. One query, as
 when decoding, is one portion.
 
+Rows may hold several documents, of which none sees another. On a GPU, and in a compiled graph, each row has a
+BlockMask of its own. Elsewhere attend() is given Documents: it takes them apart, so that each is a row by
+itself for the kernels above, and costs no more than its own length.
+
 A score function has the signature of FlexAttention's score_mod: (score, b, h, t, s) -> score, where score is
 the scaled logit of query t for key s in row b and head h. The numbers b, h, t and s are integer tensors that
 broadcast against it, or scalars inside FlexAttention, so a function indexes with them and computes with them,
@@ -48,13 +52,16 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
            dropout=0.0):
     """(y [B, H, T, D], RowStats or None): causal attention of q [B, H, T, D] over k, v [B, H or fewer, S, D].
 
-    The last T of the S keys are the queries' own tokens. mask: who sees whom, a bool tensor [1 or B, 1, T, S]
-    or a BlockMask; None: causal. score_mod: see above. stats: "lse" or "shape", which is the entropy and
-    log_p2 too. spread: that of each row too. n_keys: how many keys each row sees, [T] or [B, 1, T], for these
-    statistics. detach: no gradient goes into the statistics, which costs less. dropout: on the weights; the
-    statistics are those of the weights before it.
+    The last T of the S keys are the queries' own tokens. mask: who sees whom, a bool tensor [1 or B, 1, T,
+    S], a BlockMask or Documents; None: causal. score_mod: see above. stats: "lse" or "shape", which is the
+    entropy and log_p2 too. spread: that of each row too. n_keys: how many keys each row sees, [T] or [B, 1,
+    T], for these statistics. detach: no gradient goes into the statistics, which costs less. dropout: on the
+    weights; the statistics are those of the weights before it.
     """
     stats = stats or ("lse" if spread else None)
+    if isinstance(mask, Documents):
+        return in_documents(q, k, v, mask, n_keys, score_mod, scale=scale, stats=stats, spread=spread,
+                            detach=detach, dropout=dropout)
     if mask is None and 1 < q.size(2) < k.size(2):  # kernels would take the first keys for the queries' own
         mask = seen_by(None, columns_of(q, k), k.size(2))[None, None]
     if not q.numel():  # torch 2.11 divides by the number of heads
@@ -253,17 +260,26 @@ def flex_tiles(width, itemsize, roomy):
 KERNEL_BLOCK = 128  # tokens in a block of FlexAttention's masks
 
 
-def block_mask(T, device, mask_mod, window=None, n_global=0, random_blocks=None):
+def block_mask(T, device, mask_mod, window=None, n_global=0, random_blocks=None, begins=None):
     """BlockMask of T tokens: which blocks of keys each block of queries sees in part, and which whole.
 
     mask_mod(query, key): whether the one sees the other. window: tokens seen, beside the first n_global and
-    random_blocks [blocks, blocks]; None: all before. Nothing is T x T.
+    random_blocks [blocks, blocks]; None: all before. begins [B, T]: the column at which each token's document
+    begins, from which mask_mod counts; then each row has a mask of its own. Nothing is T x T.
     """
     size, n = KERNEL_BLOCK, -(-T // KERNEL_BLOCK)
     i = torch.arange(n, device=device)[:, None]
     j = i.T
     partial_blocks, full_blocks = i >= j, i > j
-    if window:
+    if begins is not None:  # the first tokens of a document, and its cells, may be in any of its blocks
+        lowest, highest = begins[:, ::size, None], begins[:, (i.flatten() * size + size - 1).clamp_max(T - 1)]
+        partial_blocks = partial_blocks & (j * size + size > lowest)
+        full_blocks = full_blocks & (j * size >= highest[..., None])
+        if window:
+            near = (i - j) * size - (size - 1) < window
+            partial_blocks = partial_blocks & (near | (n_global > 0 or random_blocks is not None))
+            full_blocks = full_blocks & ((i - j) * size + size - 1 < window)
+    elif window:
         near = ((i - j) * size - (size - 1) < window) | (j * size < n_global)
         if random_blocks is not None:
             near = near | random_blocks[:n, :n]
@@ -273,11 +289,17 @@ def block_mask(T, device, mask_mod, window=None, n_global=0, random_blocks=None)
     def listed(table):
         """How many blocks each row of a table has, and which, in the form of BlockMask."""
         order = table.int().argsort(dim=-1, descending=True, stable=True)
-        return table.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+        n, order = table.sum(-1, dtype=torch.int32), order.int()
+        return (n[None, None], order[None, None]) if begins is None else (n[:, None], order[:, None])
+
+    def in_row(b, h, query, key):
+        if begins is None:
+            return mask_mod(query, key)
+        first = begins[b, query]
+        return (key >= first) & mask_mod(query - first, key - first)
 
     return BlockMask.from_kv_blocks(*listed(partial_blocks & ~full_blocks), *listed(full_blocks),
-                                    BLOCK_SIZE=size, seq_lengths=(T, T),
-                                    mask_mod=lambda b, h, query, key: mask_mod(query, key))
+                                    BLOCK_SIZE=size, seq_lengths=(T, T), mask_mod=in_row)
 
 
 def random_cells(T, cell, window, n_random):
@@ -306,7 +328,7 @@ def blocks_reached(cells, cell, T):
 
 
 def seen_by(mask, queries, S):
-    """Who of the queries, by their columns [T, 1], sees whom of S keys: bool, broadcasting over [B, 1, T, S].
+    """Who of the queries, by their columns [T, 1], sees whom of S keys: bool, [T, S] or [B, 1, T, S].
 
     mask: as for attend(), and if it is stored, of these queries alone.
     """
@@ -315,8 +337,80 @@ def seen_by(mask, queries, S):
     keys = torch.arange(S, device=queries.device)
     if mask is None:
         return keys <= queries
-    first = torch.zeros_like(queries[0, 0])  # a BlockMask is that of every sequence and every head
-    return mask.mask_mod(first, first, queries, keys)
+    row = head = torch.zeros_like(queries[0, 0])  # a BlockMask is that of every head, and of every row
+    if mask.shape[0] > 1:  # or each row has its own
+        row = torch.arange(mask.shape[0], device=keys.device)[:, None, None, None]
+    return mask.mask_mod(row, head, queries, keys)
+
+
+# ---- several documents in a row ----
+
+class Group(NamedTuple):
+    """Documents of similar length, each a row by itself. Behind a short one its last token is repeated, which
+    no token of it sees.
+    """
+
+    places: torch.Tensor  # [n, L]: of each token among all B * T
+    mask: object          # who sees whom among L tokens, as for attend()
+
+
+class Documents:
+    """Who sees whom in B rows of T tokens that hold several documents.
+
+    begins [B, T]: the column at which each token's document begins. make_mask(L): the mask of a row that is
+    one document of L tokens.
+    """
+
+    def __init__(self, begins, make_mask):
+        self.shape, device = begins.shape, begins.device
+        T, n = begins.size(1), begins.numel()
+        first = (begins == torch.arange(T, device=device)).flatten().nonzero().flatten()
+        length = first.diff(append=first.new_tensor([n]))
+        # two groups an octave: a document is at most half as long again as the shortest in its group
+        octave = (2 * length.double().log2()).floor()
+        self.groups, found, count = [], torch.empty(n, dtype=torch.long, device=device), 0
+        for each in octave.unique():
+            starts, lengths = first[octave == each, None], length[octave == each, None]
+            behind = torch.arange(int(lengths.max()), device=device)
+            places, own = starts + behind.minimum(lengths - 1), behind < lengths
+            self.groups.append(Group(places, make_mask(places.size(1))))
+            found[places[own]] = count + own.flatten().nonzero().flatten()
+            count += places.numel()
+        self.found = found  # [B * T]: the place of each token among those of all groups
+
+
+def in_documents(q, k, v, documents, n_keys, score_mod, **how):
+    """attend() of each of the Documents by itself."""
+    def apart(x):
+        """x [B, H, T, ...] -> [n, H, L, ...]"""
+        flat = x.transpose(1, 2).flatten(0, 1).index_select(0, places.flatten())  # faster than flat[places]
+        return flat.unflatten(0, places.shape).transpose(1, 2)
+
+    def together(parts):
+        """Of all groups [n, H, L, ...] -> [B, H, T, ...]"""
+        flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])
+        return flat.index_select(0, documents.found).unflatten(0, documents.shape).transpose(1, 2)
+
+    found = []
+    for places, mask in documents.groups:
+        moved = score_mod and in_columns(score_mod, places, documents.shape[1])
+        found.append(attend(apart(q), apart(k), apart(v), mask=mask, score_mod=moved,
+                            n_keys=None if n_keys is None else apart(n_keys), **how))
+    y, rows = zip(*found)
+    if rows[0] is None:
+        return together(y), None
+    return together(y), RowStats(*(None if each[0] is None else together(each) for each in zip(*rows)))
+
+
+def in_columns(score_mod, places, T):
+    """A score function of documents that are rows by themselves, from one of the rows of T that they are in.
+    """
+    row, column = places[:, 0] // T, places % T
+
+    def of_documents(score, b, h, t, s):
+        return score_mod(score, row[b], h, column[b, t], column[b, s])
+    of_documents.functions = getattr(score_mod, "functions", [score_mod])
+    return of_documents
 
 
 # ---- some queries at a time ----
@@ -368,7 +462,8 @@ def columns_of(q, k):
 
 def from_flash(q, k, v, n_keys, queries, mask, scale, stats, spread, detach, dropout):
     """A portion by PyTorch's kernel, for a mask that would be T x T."""
-    seen = seen_by(mask, queries, k.size(2))[None, None]
+    seen = seen_by(mask, queries, k.size(2))
+    seen = seen if seen.dim() == 4 else seen[None, None]
     if not stats:
         return fused(q, k, v, scale, seen, dropout), None
     return row_statistics(q, k, v, scale, seen, n_keys, stats, spread, detach, dropout)

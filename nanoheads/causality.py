@@ -11,6 +11,10 @@ differ in what they ask, in the positions that they change, and in what may diff
 rows    the other rows of a batch become others: what is computed of a row stays
 causal  token p becomes another, alone and with all behind it, a position to a row: what is before p stays
 
+and of a run whose rows hold several documents (documents_packed):
+
+documents  the first half of each row, which is a document, becomes another: the other half stays
+
 A GPT's batches have the run's block_size; in training mode its batch_size, in evaluation mode as many rows as
 are scored at once; the run's dtype, and float32, in which is scored. What is compared are the final hidden
 states, of which each token's logits are a function. All is asked twice to know the noise. Computed in the
@@ -153,10 +157,13 @@ class Mode(NamedTuple):
 # ---- asking ----
 
 class HiddenStates:
-    """A copy of a GPT that is asked in one Mode, each time with the same noise and the same buffers."""
+    """A copy of a GPT that is asked in one Mode, each time with the same noise and the same buffers.
 
-    def __init__(self, model, mode):
-        self.model, self.mode = model, mode
+    positions [B, T]: those of rows that hold several documents; None: a row is one text.
+    """
+
+    def __init__(self, model, mode, positions=None):
+        self.model, self.mode, self.positions = model, mode, positions
         self.kind = next(model.parameters()).device.type
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -171,7 +178,8 @@ class HiddenStates:
         # in training as where gradients are made: elsewhere other kernels are used, and a mechanism may ask
         with torch.set_grad_enabled(mode.training), precision(mode.dtype, self.kind)[1]:
             scores = mode.training and mode.scores
-            x = model.run_blocks(ids, wants_losses=mode.training, wants_predictions=scores)[0]
+            x = model.run_blocks(ids, wants_losses=mode.training, wants_predictions=scores,
+                                 positions=self.positions)[0]
         return x.detach().float()
 
 
@@ -195,10 +203,13 @@ def positions_of(T, rows, generator):
     return sorted(named + others[:batches * rows - len(named)])
 
 
-def perturbation_of(model, mode):
-    """(the Perturbation of a model in one Mode, on random tokens; the positions to change). UserError."""
+def perturbation_of(model, mode, of_documents=None):
+    """(the Perturbation of a model in one Mode, on random tokens; the positions to change). UserError.
+
+    of_documents [B, T]: positions of documents in rows, for HiddenStates.
+    """
     c, device = model.config, next(model.parameters()).device
-    ask, generator = HiddenStates(model, mode), torch.Generator().manual_seed(1)
+    ask, generator = HiddenStates(model, mode, of_documents), torch.Generator().manual_seed(1)
     ids, other = two_texts(c.vocab_size, (mode.rows, c.block_size), generator)
     positions = positions_of(c.block_size, mode.rows, generator)
     perturbation = Perturbation(ask, ids.to(device), other.to(device))
@@ -220,6 +231,18 @@ def wrong_in(perturbation, positions):
     batches = [batch + [T] * (rows - len(batch)) for batch in batches]
     found = next(perturbation.ahead(batches), None)
     return found and f"it looks ahead: {found}"
+
+
+def crossing(model, mode):
+    """A sentence about a document that another one in its row changes; None."""
+    device, T = next(model.parameters()).device, model.config.block_size
+    column = torch.arange(T, device=device)
+    positions = torch.where(column < T // 2, column, column - T // 2).expand(mode.rows, -1)
+    perturbation, _ = perturbation_of(model, mode, positions)
+    ids = torch.where(column < T // 2, perturbation.other, perturbation.ids)
+    if perturbation.changed(ids, (column >= T // 2).expand_as(ids)).any():
+        return (f"a document changes with the one before it in its row ({mode}; leave documents_packed out, "
+                "or see heads.begins in docs/add-a-mechanism.md)")
 
 
 # ---- a model ----
@@ -263,11 +286,12 @@ def modes_of(model, batch_size, dtype="float32", scores=False):
             for training in (True, False) for each in dtypes]
 
 
-def leak_in(model, modes, step=None):
+def leak_in(model, modes, step=None, of_documents=False):
     """(what is wrong, in a sentence, or None; how many positions were changed in each of the modes).
 
-    step: the number of the training step whose settings hold in training; None: as they are. The model, its
-    mode, its gradients and PyTorch's generators stay as they are. UserError: it cannot be asked.
+    step: the number of the training step whose settings hold in training; None: as they are. of_documents:
+    rows hold several documents in training. The model, its mode, its gradients and PyTorch's generators stay
+    as they are. UserError: it cannot be asked.
     """
     counts, device = [], next(model.parameters()).device
     # generators are seeded within, and then are as before: PyTorch's on the CPU, and on this CUDA device
@@ -279,6 +303,8 @@ def leak_in(model, modes, step=None):
             perturbation, positions = perturbation_of(asked, mode)
             if wrong := wrong_in(perturbation, positions):
                 return f"{wrong} ({mode}, a block of {model.config.block_size})", counts
+            if of_documents and mode.training and (wrong := crossing(asked, mode)):
+                return wrong, counts
             counts.append(len(positions))
     return None, counts
 
@@ -289,7 +315,7 @@ def refuse(model, config, when, step=None):
     config: the run's TrainConfig. when: before or after training, for the message. step: see leak_in().
     """
     modes = modes_of(model, config.batch_size, config.dtype, bool(config.labels or config.teacher))
-    wrong, counts = leak_in(model, modes, step)
+    wrong, counts = leak_in(model, modes, step, bool(config.documents_packed))
     if wrong:
         raise UserError(f"{when} {wrong}: its score would mean nothing")
     return described(model, modes, counts)

@@ -8,7 +8,7 @@ from model import ALL_ON, BETWEEN_BLOCKS, MECHANISM_CLASSES, MECHANISMS, GPTConf
 from nanoheads.common import UserError, from_lab
 from nanoheads.configurator import text_problems, typed
 from nanoheads.dataset import Dataset
-from nanoheads.mechanism import flag, range_problems
+from nanoheads.mechanism import flag, no_dropout, range_problems
 from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
 from nanoheads.tasks import TaskConfig, TaskData
 
@@ -124,6 +124,9 @@ class TrainConfig(ControllerConfig, TaskConfig):
     documents: Optional[int] = flag(
         None, "rows are documents, each by itself, of so many tokens at least, block_size at most; None: "
               "block_size tokens from anywhere", at_least=1)
+    documents_packed: Optional[Literal["whole", "cut"]] = flag(
+        None, "documents: rows are full of them, and none sees another; whole: one that fits into a row is "
+              "not cut; cut: the last in a row goes on in another one; None: one in a row, and padding")
 
     optimizer: Optional[Literal["adamw", "muon"]] = flag(
         None, "muon: for the blocks' matrices, AdamW for the rest; None: muon for recipe=modern, else adamw",
@@ -232,7 +235,10 @@ class TrainConfig(ControllerConfig, TaskConfig):
             bad.append(f"profile={self.profile} is of training steps, and eval_only makes none")
         if self.compile is False and self.compile_mode != "default":
             bad.append(f"compile_mode={self.compile_mode!r} means nothing with compile=False")
-        if self.documents and self.compile_mode in CUDA_GRAPHS:
+        if self.documents_packed and not self.documents:
+            bad.append(f"documents_packed={self.documents_packed!r} means nothing without documents, the "
+                       "fewest tokens of one: 1 for all")
+        if self.documents and not self.documents_packed and self.compile_mode in CUDA_GRAPHS:
             bad.append(f"compile_mode={self.compile_mode!r} replays CUDA graphs of one shape, and documents="
                        f"{self.documents} has rows of several widths")
         if self.documents and (self.labels or self.teacher):
@@ -404,12 +410,16 @@ def check_model(model, config):
         bad.append("prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, where "
                    f"{c.unit} go together")
     if config.documents:
-        if 2 * config.documents > c.block_size:
+        if 2 * config.documents > c.block_size and config.documents_packed != "cut":
             bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
                        "since longer documents are cut into even parts")
         averages = [key for cls in MECHANISM_CLASSES if cls.is_on(c) for key in cls.averages]
+        if config.documents_packed == "cut":
+            averages = []  # there is no padding
         bad += [f"documents={config.documents}: {key}={getattr(c, key)} would count padding; set {key}=0"
                 for key in averages if getattr(c, key)]
+    if config.documents_packed:
+        bad += no_dropout(c, "documents_packed")
     if bad:
         raise UserError("\n".join(bad))
 

@@ -338,16 +338,20 @@ class DocumentBatches(Reader):
         size = np.diff(cuts)
         self.n_documents = len(size)
         self.first, self.size = cuts[:-1][size >= shortest], size[size >= shortest]
-        fewest = int((-(-self.size // block_size)).sum())
+        fewest = self.fewest_rows()
         if fewest < rows:
             raise UserError(f"{dataset.name_of(split)} has {fewest:,} rows of documents of at least "
                             f"{shortest} tokens: fewer than the {rows:,} of a batch")
         self.ends = []  # of each pass so far, the steps and the tokens to its end
         self.one_pass = lru_cache(maxsize=2)(self.one_pass)
 
-    def one_pass(self, number):
-        """(first token, length) of each row in pass `number`, int64 [steps, rows] each."""
-        rng, T = np.random.default_rng([self.seed, number]), self.block_size
+    def fewest_rows(self):
+        """How many rows a pass has at least."""
+        return int((-(-self.size // self.block_size)).sum())
+
+    def even_parts(self, rng):
+        """(first token, length) of documents, and of the parts of those that are longer than a row, [n]."""
+        T = self.block_size
         low, high = math.log(2 * self.shortest), math.log(T)  # even parts may be half as long
         target = np.exp(low + (high - low) * rng.random(len(self.size)))
         parts = np.where(self.size > T, np.ceil(self.size / target), 1).astype(np.int64)
@@ -355,10 +359,14 @@ class DocumentBatches(Reader):
         part = np.arange(len(document)) - np.repeat(parts.cumsum() - parts, parts)
         size, parts = self.size[document], parts[document]
         start, end = size * part // parts, size * (part + 1) // parts
-        first, length = self.first[document] + start, end - start
+        return self.first[document] + start, end - start
 
-        steps = len(document) // self.rows
-        order = rng.permutation(len(document))[:steps * self.rows]
+    def one_pass(self, number):
+        """(first token, length) of each row in pass `number`, int64 [steps, rows] each."""
+        rng = np.random.default_rng([self.seed, number])
+        first, length = self.even_parts(rng)
+        steps = len(first) // self.rows
+        order = rng.permutation(len(first))[:steps * self.rows]
         pool = np.arange(len(order)) // (self.POOL * self.rows)
         order = order[np.lexsort((length[order], pool))].reshape(steps, self.rows)
         order = order[rng.permutation(steps)]
@@ -384,12 +392,18 @@ class DocumentBatches(Reader):
         width = self.width(length)
         first, length = first[rank::world], length[rank::world]
         ids = np.full((len(first), 1 + width), -1)
-        pieces = self.cut(np.maximum(first - 1, 0).tolist(), (first + length).tolist())
-        for row, n, piece in zip(ids, length, pieces):
-            row[1 + n - len(piece):1 + n] = piece
-        begins = self.first[np.searchsorted(self.first, first, "right") - 1] == first
-        ids[begins, 0] = self.dataset.separator
+        for row, n, piece in zip(ids, length, self.with_token_before(first, length)):
+            row[:1 + n] = piece
         return torch.from_numpy(self.checked(ids))
+
+    def with_token_before(self, first, length):
+        """The tokens of each part of a document [n], after the one before them: in a document's first part
+        that is the separator.
+        """
+        pieces = self.cut(np.maximum(first - 1, 0).tolist(), (first + length).tolist())
+        begins = self.first[np.searchsorted(self.first, first, "right") - 1] == first
+        for piece, n, is_first in zip(pieces, length, begins):
+            yield np.append(self.dataset.separator, piece[-n:].astype(np.int64)) if is_first else piece
 
     def scored(self, step):
         """Tokens of the batch at `step` that are scored, over all ranks."""
@@ -410,3 +424,118 @@ class DocumentBatches(Reader):
                 f"{share:.1%} of {self.split}; a pass is {len(length):,} steps, its rows have "
                 f"{length.min():,} to {length.max():,} tokens, {length.mean():,.0f} in the mean, "
                 f"and {1 - length.sum() / padded:.1%} of it is padding")
+
+
+class PackedBatches(DocumentBatches):
+    """Training batches whose rows are full of documents, a function of (seed, step) alone.
+
+    Each document, or part of one, is as in a row of DocumentBatches: the model reads the separator or the
+    token before it first, and its positions begin at 0. A pass has an order of its own.
+
+    cut: documents follow one another, in random order, and a row ends after block_size tokens. A document
+    that does not fit goes on in another row, and there is no padding. Without it documents of up to
+    block_size tokens stay whole, and longer ones are cut as in DocumentBatches. Each goes, the longest first,
+    into the fullest row that has room for it, and what a row lacks at its end is padding.
+    """
+
+    def __init__(self, dataset, split, block_size, rows, seed, shortest, cut):
+        self.cuts = cut
+        super().__init__(dataset, split, block_size, rows, seed, shortest)
+        self.parts = lru_cache(maxsize=1)(self.parts)
+
+    def fewest_rows(self):
+        return int(self.size.sum()) // self.block_size
+
+    def cut_anywhere(self, rng):
+        """(first token, length, row) of the parts of documents, in the order in which rows hold them, [n]."""
+        T, order = self.block_size, rng.permutation(len(self.size))
+        end = self.size[order].cumsum()  # of each document, as if all of them were one text
+        whole = int(end[-1]) // T * T
+        cuts = np.union1d(np.append(0, end[end < whole]), np.arange(0, whole + 1, T))
+        start = cuts[:-1]
+        document = np.searchsorted(end, start, "right")
+        first = self.first[order][document] + start - (end - self.size[order])[document]
+        return first, np.diff(cuts), start // T
+
+    def uncut(self, rng):
+        """The same of documents that stay whole where a row has room for them."""
+        first, length = self.even_parts(rng)
+        order = rng.permutation(len(first))
+        order = order[np.argsort(-length[order], kind="stable")]
+        row = best_fit(length[order].tolist(), self.block_size)
+        by_row = np.argsort(row, kind="stable")
+        return first[order][by_row], length[order][by_row], row[by_row]
+
+    def parts(self, number):
+        """(first token, length) of the parts of documents in pass `number`, [n] each, row by row; which of
+        them is the first of each row, and n, [rows + 1].
+        """
+        rng = np.random.default_rng([self.seed, number])
+        first, length, row = self.cut_anywhere(rng) if self.cuts else self.uncut(rng)
+        return first, length, np.searchsorted(row, np.arange(row[-1] + 2))
+
+    def one_pass(self, number):
+        """(number of each row, how many tokens it has) in pass `number`, int64 [steps, rows] each."""
+        _, length, bounds = self.parts(number)
+        size = np.add.reduceat(length, bounds[:-1])
+        steps = len(size) // self.rows
+        order = np.random.default_rng([self.seed, number, 1]).permutation(len(size))[:steps * self.rows]
+        order = order.reshape(steps, self.rows)
+        return order, size[order]
+
+    def __call__(self, step, rank=0, world=1):
+        """This rank's rows of the batch at `step`: (inputs, targets, positions), int64 [rows / world, T].
+
+        A target is -1, and not scored, where a row has no more documents.
+        """
+        number, at = self.place(step)
+        first, length, bounds = self.parts(number)
+        rows = self.one_pass(number)[0][at][rank::world]
+        x, y, positions = np.zeros((3, len(rows), self.block_size), np.int64)
+        y[:] = -1
+        for i, row in enumerate(rows):
+            here, column = slice(bounds[row], bounds[row + 1]), 0
+            for piece in self.with_token_before(first[here], length[here]):
+                columns = slice(column, column + len(piece) - 1)
+                x[i, columns], y[i, columns] = piece[:-1], piece[1:]
+                positions[i, columns] = np.arange(len(piece) - 1)
+                column = columns.stop
+            positions[i, column:] = np.arange(self.block_size - column)
+        self.checked(np.maximum(x, y))
+        return tuple(torch.from_numpy(each) for each in (x, y, positions))
+
+    def scored(self, step):
+        """Tokens of the batch at `step` that are scored, over all ranks; None: all, in each of its rows."""
+        return None if self.cuts else super().scored(step)
+
+    def __str__(self):
+        """What there is of it, and how full its rows are, in a line."""
+        _, size = self.one_pass(0)
+        first, _, bounds = self.parts(0)
+        long, share, in_row = len(self.size), self.size.sum() / len(self.data), len(first) / (len(bounds) - 1)
+        return (f"documents: {long:,} of {self.n_documents:,} have at least {self.shortest} tokens, "
+                f"{share:.1%} of {self.split}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} "
+                f"documents or parts of them in the mean, and {1 - size.mean() / self.block_size:.1%} of it "
+                "is padding")
+
+
+def best_fit(lengths, T):
+    """The number of the row of T tokens that each of these lengths goes into, int64 [n]: the fullest row that
+    has room for it, or else a new one. lengths: from the longest to the shortest.
+    """
+    rows, count = np.empty(len(lengths), np.int64), 0
+    with_room = [[] for _ in range(T + 1)]  # the rows that have room for so many tokens
+    some = 0  # a bit for each room that some row has
+    for i, length in enumerate(lengths):
+        fitting = some >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                some &= ~(1 << room)
+        else:
+            row, room, count = count, T, count + 1
+        rows[i] = row
+        with_room[room - length].append(row)
+        some |= 1 << room - length
+    return rows

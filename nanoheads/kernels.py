@@ -103,17 +103,28 @@ def normed_and_rotated(x, normed, rope, eps=1e-6, scale=None):
     return rotate(x, *rope) if rope else x
 
 
-def short_convolution(x, weight, bias, first=0):
+def sum_so_far(x, begins=None):
+    """The sum of x [B, T, C] over the tokens up to each one; begins [B, T]: from that column on alone."""
+    total = x.cumsum(1)
+    if begins is None:
+        return total
+    before = F.pad(total, (0, 0, 1, 0)).gather(1, begins[..., None].expand_as(x))  # over columns before it
+    return total - before
+
+
+def short_convolution(x, weight, bias, first=0, positions=None):
     """x [B, T, C] of whose channels some, from `first`, become x_t + bias + sum_i weight_i x_{t-i}.
 
-    weight [width, channels], bias [1, channels]; zeros before the first token. Shifted products, since conv1d
-    has a slow backward pass on CPUs.
+    weight [width, channels], bias [1, channels]; zeros before the first token. positions [B, T]: tokens of
+    its document before each token, where a row has several documents. Shifted products, since conv1d has a
+    slow backward pass on CPUs.
     """
     n = weight.size(1)
     read = y = x.narrow(2, first, n)
     y = y * (1 + weight[0]) + bias
     for i in range(1, min(len(weight), x.size(1))):
-        y = y + F.pad(read[:, :-i] * weight[i], (0, 0, i, 0))
+        earlier = F.pad(read[:, :-i] * weight[i], (0, 0, i, 0))
+        y = y + (earlier if positions is None else earlier * (positions >= i)[..., None])
     return y if n == x.size(2) else torch.cat((x[..., :first], y, x[..., first + n:]), 2)
 
 

@@ -24,15 +24,19 @@ def portions(chunks, x, vocab_size):
     return max(1, math.ceil(tokens * vocab_size * product_dtype(x).itemsize / AT_ONCE))
 
 
-def discounted_return(r, scored, gamma):
+def discounted_return(r, scored, gamma, positions=None):
     """G_t = sum_k gamma^k r_(t+k) / sum_k gamma^k over the `scored` tokens that are left, [B, T].
 
     That is (1 - gamma) sum_k gamma^k r_(t+k), the weights beyond the text's end shared out among the rest.
-    The sums are made by doubling steps: log2(T) passes and no T x T matrix.
+    positions [B, T]: tokens of its document before each token, where a row has several documents; a return
+    ends with its own. The sums are made by doubling steps: log2(T) passes and no T x T matrix.
     """
     both, step = torch.stack((r * scored, scored.to(r.dtype))), 1
     while step < r.size(1):
-        both = both + gamma**step * F.pad(both[..., step:], (0, step))
+        later = both[..., step:]
+        if positions is not None:
+            later = later * (positions[:, step:] >= step)  # `step` tokens on it is another document
+        both = both + gamma**step * F.pad(later, (0, step))
         step *= 2
     return both[0] / both[1].clamp_min(1e-12)
 

@@ -129,6 +129,7 @@ class Outcome(NamedTuple):
     x: torch.Tensor                   # the final hidden states, [B, T, C]
     predictions: dict                 # "blocks.<i>.<name>" -> what hooks put into heads.predictions
     inputs: dict                      # name -> what GPT.forward() was given for a mechanism, or None
+    positions: Optional[torch.Tensor]  # [B, T], what GPT.forward() was given; None: a row is one text
     targets: Optional[torch.Tensor]   # [B, T], -1 where a token is not scored; None: there is no loss
     nats: Optional[torch.Tensor]      # loss of each token, [B, T], where a mechanism has needs_nats
     traces: Optional[dict]            # gets traces of the whole model; None: none are wanted

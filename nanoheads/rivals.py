@@ -85,7 +85,9 @@ class ShortConv(Mechanism):
             before = heads.cache.swap(attn.layer, self.name, None)
             both = x if before is None else torch.cat((before, x), 1)
             heads.cache.swap(attn.layer, self.name, both[:, -reach:])
-        return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first)[:, -T:]
+        positions = None if heads.begins is None else heads.positions
+        y = short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first, positions)
+        return y[:, -T:]
 
 
 class ValueResidual(Mechanism):
@@ -382,7 +384,8 @@ class FoX(Mechanism):
             heads.traces["log_forget"] = log_f
         if heads.cache is not None:
             log_f = heads.cache.extend(attn.layer, self.name, log_f)
-        c = log_f.cumsum(1).transpose(1, 2)  # (B, H, S), one for each key
+        # (B, H, S), one for each key. In c_t - c_s nothing is left of documents before the one of both
+        c = log_f.cumsum(1).transpose(1, 2)
         minus_c = -c  # FlexAttention has no gradient of a tensor that is indexed twice
         return lambda score, b, h, t, s: score + (c[b, h, t] + minus_c[b, h, s])
 

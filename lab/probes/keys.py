@@ -49,7 +49,7 @@ class MaskWithout(nn.Module):
         super().__init__()
         self.mask, self.removed, self.mask_mod = mask, removed, mask.mask_mod
 
-    def make(self, past, T, pad, device, cached, counted, maps):
+    def make(self, past, T, pad, device, cached, counted, maps, begins=None):
         itself = torch.eye(T, dtype=torch.bool, device=device)
         self.seen = self.mask.dense(past, T, pad, device) & ~self.removed[:, None, None] | itself
         return self.seen

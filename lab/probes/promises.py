@@ -8,7 +8,8 @@ causal    changing a token changes no logit before it      rows     ... nor one 
 cache     token by token as all at once                    padding  ... as without padding before a row
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
 grouped   heads that share keys are heads with copies      dtypes   float32 as float64; bfloat16 is finite
-neutral   where it says so, the logits of the plain GPT
+neutral   where it says so, the logits of the plain GPT    documents a document behind another in its row
+                                                                    is as alone
 
 --check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
 scale, as nanoheads/causality.py does. compare.py tries all of them before a study of a mechanism of one's
@@ -104,6 +105,24 @@ def padding(model, plain):
     got = model.hidden(idx, pad=torch.tensor([4]))[:, 4:]
     if (off := far(got, want)) > 1e-9:
         return f"after 4 tokens of padding the hidden states are off by {off:.1e}"
+
+
+@torch.no_grad()
+def documents(model, plain):
+    """Behind any other one in its row."""
+    idx = tokens(1, 2, T - 5)
+    want, first = model.hidden(idx), tokens(2, 2, 5)
+    positions = torch.cat((torch.arange(5), torch.arange(T - 5))).expand(2, -1)
+    found = [model.hidden(torch.cat((before, idx), 1), positions=positions)[:, 5:]
+             for before in (first, (first + 5) % SIZES["vocab_size"])]
+    if (off := far(*found)) > 1e-9:
+        return f"a document changes with the one before it in its row, its hidden states by {off:.1e}{BEGINS}"
+    if (off := far(found[0], want)) > 1e-9:
+        return f"behind another document in its row the hidden states of one are off by {off:.1e}{BEGINS}"
+
+
+BEGINS = ("; where a row holds several documents heads.begins [B, T] is the column at which each token's own "
+          "begins, else None, and heads.positions counts from there")
 
 
 @torch.no_grad()
@@ -241,7 +260,7 @@ def acts(model, plain):
             "plain GPT, in training and when evaluated")
 
 
-PROMISES = (causal, rows, cache, padding, pruned, learns, dtypes)
+PROMISES = (causal, rows, cache, padding, documents, pruned, learns, dtypes)
 
 
 def check(name, flags):

@@ -21,8 +21,8 @@ from nanoheads.config import ControllerConfig
 from nanoheads.tasks import TaskConfig
 
 # keys of training that change nothing where they are not set
-OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr",
-                  "own_mechanism", "patience"}
+OFF_UNLESS_SET = {"labels", "teacher", "documents", "documents_packed", "freeze_trunk", "thaw_from",
+                  "skip_lr", "own_mechanism", "patience"}
 
 
 # ---- flags ----

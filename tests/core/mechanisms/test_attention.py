@@ -123,6 +123,21 @@ LONG = [dict(fox=True), dict(roles=["local"]), dict(relative_bias=True), dict(wi
         dict(window=8, window_global=1, window_random=1), dict(window=8, sink=True)]
 
 
+@pytest.mark.parametrize("flags", [{}, *LONG], ids=lambda flags: "+".join(flags) or "plain")
+@pytest.mark.parametrize("by_blocks", [False, True], ids=["apart", "by blocks"])
+def test_nor_where_rows_hold_several_documents(flags, by_blocks, monkeypatch):
+    """In both forms of their mask, also where one document is most of the row."""
+    monkeypatch.setattr("model.DENSE_UP_TO", 64)
+    monkeypatch.setattr("model.has_flex_attention", lambda device: by_blocks)
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**14)
+    T = 512
+    model = GPT(GPTConfig(block_size=T, vocab_size=37, n_layer=1, n_head=2, n_embd=32, **flags))
+    positions = torch.cat([torch.arange(n) for n in (400, 100, 12)])[None]
+    with Largest() as largest:
+        model(tokens(1, T), tokens(1, T), positions=positions).loss.backward()
+    assert largest.size < T * T / 3
+
+
 @pytest.mark.parametrize("flags", LONG, ids=lambda flags: "+".join(flags))
 def test_nothing_of_t_by_t_is_stored_in_training(flags, monkeypatch):
     monkeypatch.setattr("model.DENSE_UP_TO", 64)

@@ -18,7 +18,7 @@ from helpers import pass_of
 from helpers import TINY_GPT
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C, Agency, ConstraintHeads,
                    GPTConfig, Roles, KVCache, Heads, Sentinel, Window)
-from nanoheads import optim
+from nanoheads import attention, optim
 from nanoheads.attention import attend, attend_lse, attend_selected, flex
 from nanoheads.config import TrainConfig
 from nanoheads.logits import discounted_return, label_losses
@@ -306,6 +306,38 @@ WINDOWS = [dict(), dict(window=70), dict(window=1), dict(window=200),
            dict(window=70, window_global=3), dict(window=20, window_global=140)]
 WINDOWS += [dict(window=30, window_global=5, window_random=2, window_block=size)
             for size in (7, 16, 48, 128, 150, 299)]
+
+
+BEGINS = torch.tensor([[0] * 128 + [128] * 40 + [168] * 132, [0] * 10 + [10] * 250 + [260] * 40, [0] * 300])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", WINDOWS, ids=lambda f: "-".join(map(str, f.values())) or "causal")
+def test_the_block_mask_of_documents_in_rows_is_their_dense_mask(flags, monkeypatch):
+    """Also by blocks of 16. FlexAttention computes the blocks that are listed, and masks none of the full."""
+    T, cpu = 300, torch.device("cpu")
+    model = GPT(GPTConfig(block_size=T, vocab_size=5, n_layer=1, n_head=1, n_embd=16, **flags))
+    want = model.mask.dense(0, T, BEGINS, cpu)
+    for row, begins in enumerate(BEGINS):  # each document is as a text by itself
+        for first in begins.unique().tolist():
+            n = int((begins == first).sum())
+            own, last = model.mask.dense(0, n, None, cpu), first + n
+            assert torch.equal(want[row, 0, first:last, first:last], own[0, 0])
+        assert not (want[row, 0] & (torch.arange(T) < begins[:, None])).any()
+    for size in (128, 16):
+        monkeypatch.setattr(attention, "KERNEL_BLOCK", size)
+        mask = model.mask.block_mask(T, cpu, BEGINS)
+        listed = mask.to_dense()[:, 0].bool()
+        for b, i, j in itertools.product(range(3), *[range(-(-T // size))] * 2):
+            tile = want[b, 0, i * size:(i + 1) * size, j * size:(j + 1) * size]
+            assert listed[b, i, j] or not tile.any(), "nothing that is seen is left out"
+            if not flags:
+                assert listed[b, i, j] == tile.any(), "and nothing is computed in vain"
+            if j in mask.full_kv_indices[b, 0, i, :mask.full_kv_num_blocks[b, 0, i]].tolist():
+                assert tile.all()
+        q, k, v = (normal(3, 1, T, 16, seed=s).float() for s in (1, 2, 3))
+        with torch.no_grad():
+            close(attend_lse(q, k, 0.3, mask, v)[1], attend_lse(q, k, 0.3, want, v)[1], 1e-5)
 
 
 @pytest.mark.slow

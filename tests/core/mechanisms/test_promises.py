@@ -21,15 +21,15 @@ from hypothesis import given, settings, strategies as st
 import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
-                   ConstraintHeads, ForwardPass, GPTConfig, Heads, Routing, KVCache, Sentinel)
-from nanoheads import checkpoint
+                   CausalMask, ConstraintHeads, ForwardPass, GPTConfig, Heads, Routing, KVCache, Sentinel)
+from nanoheads import checkpoint, rivals
 from nanoheads.configurator import check, choices, keys_of
 from nanoheads.neutral import make_neutral, mode_of
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import pack, prune_heads
 from helpers import ROOT
 from helpers import TINY_GPT, alive, portions, small_models, tiny
-from oracle import plain, tokens
+from oracle import agree, plain, tokens
 from test_model import FLAGS
 
 # tokens; no other dimension has this size
@@ -526,6 +526,161 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
         assert bool(calls) != dense or name == "routing_zero", other
 
 
+# ---- 7b. documents in a row ----
+
+IN_ROWS = [4, 1, 8], [7, 6]  # tokens of the documents in each row of T
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in IN_ROWS])
+
+
+def alone(x):
+    """The documents in rows x [2, T, ...], each as a row by itself."""
+    return [piece[None] for row, sizes in zip(x, IN_ROWS) for piece in row.split(sizes)]
+
+
+def crossing(model, idx, tol=1e-9):
+    """By which of the two forms of their mask documents in rows are not what each of them is alone, hidden
+    states and gradients; nothing, where none sees another. The one form is what a GPU and a compiled graph
+    take.
+    """
+    want, found = torch.cat([model.hidden(each)[0] for each in alone(idx)]), []
+    scale = max(1.0, want.detach().abs().max().item())
+    for form, flex in (("apart", False), ("by blocks", True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model_py, "has_flex_attention", lambda device: flex)
+            got = model.hidden(idx, positions=POSITIONS).flatten(0, 1)
+        try:
+            agree([got / scale], [want / scale], list(model.parameters()), tol)
+        except AssertionError:
+            found.append(form)
+    return found
+
+
+@with_details
+def test_documents_in_rows_are_what_each_is_alone(cases):
+    for name, flags in cases:
+        assert crossing(tiny(flags), tokens(2, T)) == [], name
+
+
+@settings(max_examples=20)
+@given(small_models())
+def test_of_mixtures_too_documents_in_rows_are_what_each_is_alone(flags):
+    model, idx = tiny(flags), tokens(2, T)
+    assert crossing(model, idx, 1e-8) == []
+
+
+def without_begins(monkeypatch):
+    """Attention that crosses documents."""
+    make = CausalMask.make
+    monkeypatch.setattr(CausalMask, "make", lambda self, *a: make(self, *a[:7]))
+
+
+def as_one_text(*names):
+    """A mistake: rivals.py or model.py calls functions of these names without what divides a row."""
+    def mistake(monkeypatch):
+        for module in (model_py, rivals):
+            for name in set(names) & set(vars(module)):
+                function = getattr(module, name)
+                count = {"sum_so_far": 1, "short_convolution": 4}[name]
+                monkeypatch.setattr(module, name, lambda *a, f=function, n=count: f(*a[:n]))
+    return mistake
+
+
+def in_columns_of_the_row(monkeypatch):
+    """Positions that do not begin anew, of which the mask knows nothing."""
+    make = GPT.make_forward_pass
+
+    def wrong(self, mask, positions, *a, **how):
+        if torch.is_tensor(positions):
+            positions = torch.arange(T).expand_as(positions)
+        return make(self, mask, positions, *a, **how)
+    monkeypatch.setattr(GPT, "make_forward_pass", wrong)
+
+
+CROSSING = {"plain": ({}, without_begins), "fox": (MECHANISMS["fox"], without_begins),
+            "window": (dict(window=3, window_global=1), without_begins),
+            "short_conv": (MECHANISMS["short_conv"], as_one_text("short_convolution")),
+            "short_conv_x": (MECHANISMS["short_conv_x"], as_one_text("short_convolution")),
+            "router's mean": (MECHANISMS["constraint_a"], as_one_text("sum_so_far")),
+            "router's first": (dict(constraint_names=["a"], constraint_router_input="first"),
+                               as_one_text("sum_so_far")),
+            **{name: (MECHANISMS[name], in_columns_of_the_row) for name in ("key_offset", "ssmax", "acag")}}
+
+
+@pytest.mark.parametrize("flags, mistake", CROSSING.values(), ids=CROSSING)
+def test_the_test_of_documents_catches(flags, mistake, monkeypatch):
+    mistake(monkeypatch)
+    assert crossing(tiny(flags), tokens(2, T)) == ["apart", "by blocks"]
+
+
+def summed(outs, counts):
+    """The loss over all tokens of some batches with so many each, and what the critic's losses add to it."""
+    return sum(n * sum((t for key, t in out.aux.items() if key.startswith("a2c")), out.loss)
+               for out, n in zip(outs, counts))
+
+
+LEARNS_FROM_RETURNS = ["a2c_temperature", "a2c_key_bias"]
+
+
+@pytest.mark.parametrize("name", ["plain", "all_on", "acag", *LEARNS_FROM_RETURNS])
+def test_losses_of_documents_in_rows_are_those_of_rows_with_padding(name):
+    """Summed over tokens, and their gradients: logits and losses are float32."""
+    flags = dict(plain={}, all_on=ALL_ON).get(name, MECHANISMS.get(name))
+    model, idx, targets = tiny(flags), tokens(2, T), tokens(2, T, seed=2)
+    targets[1, 9:] = -1  # padding at the end of a row
+
+    def padded(rows, fill):
+        x = torch.full((5, 8), fill)
+        for to, each in zip(x, alone(rows)):
+            to[:each.size(1)] = each[0]
+        return x
+    count = (targets != -1).sum()
+    want = summed([model(padded(idx, 0), padded(targets, -1))], [count])
+    got = summed([model(idx, targets, positions=POSITIONS)], [count])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    agree([got / count], [want / count], parameters, 1e-6)
+
+
+@pytest.mark.parametrize("name", LEARNS_FROM_RETURNS)
+def test_a_return_that_runs_over_the_end_of_a_document_is_caught(name, monkeypatch):
+    model, idx, targets = tiny(MECHANISMS[name]), tokens(2, T), tokens(2, T, seed=2)
+    found = []
+    for wrong in (False, True):
+        if wrong:
+            returned = model_py.discounted_return
+            monkeypatch.setattr(model_py, "discounted_return", lambda *a: returned(*a[:3]))
+        found.append(summed([model(idx, targets, positions=POSITIONS)], [1]))
+    assert not near(*found, 1e-4)
+
+
+def test_attention_maps_of_documents_in_rows_are_theirs():
+    model, idx = tiny({**MECHANISMS["sink"], **MECHANISMS["paired_heads"]}), tokens(2, T)
+    with torch.no_grad():
+        found = model(idx, traces="maps", positions=POSITIONS).traces["blocks.1.map"]
+        maps = [model(each, traces="maps").traces["blocks.1.map"][0] for each in alone(idx)]
+    want = [torch.stack([torch.block_diag(*(each[head] for each in some)) for head in range(6)])
+            for some in (maps[:3], maps[3:])]
+    assert near(found, torch.stack(want), 1e-6)
+
+
+def test_each_document_has_its_own_noise():
+    model = tiny(constraint_names=["a", "b"], **ROUTED["hard router"]).train()
+    router = next(block.attn.constraint for block in model.transformer.h if block.attn.constraint)
+    gates = router.router_gates(torch.zeros(2, T, 2, dtype=torch.float64), torch.arange(T) - POSITIONS)
+    of_each = [each[0] for each in alone(gates)]
+    assert all((each == each[0]).all() for each in of_each)
+    assert len({each[0, 0].item() for each in of_each}) > 2
+
+
+@pytest.mark.parametrize("flags, given, words", [
+    ({}, dict(positions=POSITIONS[:, 1:]), r"positions are \[2, 12\]; there must be one for each token"),
+    (dict(attn_dropout=0.1), dict(positions=POSITIONS), "positions has no fused kernel with dropout"),
+    (dict(constraint_names=["a"]), dict(positions=POSITIONS, router_hint=torch.zeros(2, 48)), "router_hint")])
+def test_documents_in_rows_refuse_what_they_do_not_go_with(flags, given, words):
+    model = tiny(flags).train()
+    with pytest.raises(ValueError, match=words):
+        model(tokens(2, T), tokens(2, T), **given)
+
+
 # ---- 8. compiled: one graph, and no other when a head's state moves ----
 
 AT_ONCE = {"ALL_ON": ALL_ON}  # and then every mechanism, as many together as go
@@ -558,6 +713,20 @@ def compiles_like_eager(flags, name, **options):
 @pytest.mark.parametrize("flags", AT_ONCE.values(), ids=AT_ONCE)
 def test_compiles_in_one_graph_and_trains_the_same(flags):
     compiles_like_eager(flags, "", backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "window+fox+short_conv", "a2c_temperature+constraint_a+acag"])
+def test_documents_in_rows_compile_in_one_graph(name):
+    """On a CPU too by the mask that a GPU takes: how many documents there are depends on the data."""
+    flags = {key: value for each in name.split("+") for key, value in MECHANISMS.get(each, {}).items()}
+    torch._dynamo.reset()
+    model = open_noisy_gates(tiny(small(flags))).float()
+    fast, idx, targets = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(2, T), tokens(2, T)
+    want = model(idx, targets, positions=POSITIONS)
+    got = fast(idx, targets, positions=POSITIONS)
+    assert near(got.loss, want.loss, 1e-5)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("flags", [{}, ALL_ON], ids=["plain", "ALL_ON"])

@@ -848,8 +848,9 @@ def test_what_conflicts_is_refused_by_name(argv, named, bytes_data):
 def test_every_key_has_a_value_once_the_recipe_is_known(optimizer):
     c = TrainConfig(optimizer=optimizer).for_recipe("gpt2")
     may_be_none = {"init_from", "compile", "lr_decay_iters", "wandb_run_name", "wandb_mode", "wandb_tags",
-                   "controller", "grow_from", "policy_rules", "labels", "teacher", "documents", "thaw_from",
-                   "skip_lr", "own_mechanism", "json", "patience", "profile",
+                   "controller", "grow_from", "policy_rules", "labels", "teacher", "documents",
+                   "documents_packed", "thaw_from", "skip_lr", "own_mechanism", "json", "patience",
+                   "profile",
                    *(name for name in TaskConfig.__dataclass_fields__ if name != "task_rows")}
     assert {f.name for f in fields(c) if getattr(c, f.name) is None} <= may_be_none
     assert not c.problems()

@@ -16,7 +16,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNet
 from nanoheads import checkpoint, dataset
 from nanoheads.common import ROOT
 from nanoheads.config import TrainConfig
-from nanoheads.dataset import Dataset, DocumentBatches
+from nanoheads.dataset import Dataset, DocumentBatches, PackedBatches
 from nanoheads.optim import make_optimizers, of_mechanisms
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
@@ -187,11 +187,13 @@ def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thaw_from", [8, 12], ids=["thawed", "frozen"])
-def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, tuned, rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("thaw_from,more", [(8, {}), (12, {}), (12, dict(documents_packed="whole",
+                                                                         attn_dropout=0.0))],
+                         ids=["thawed", "frozen", "packed"])
+def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, more, tuned, rows, tmp_path, monkeypatch):
     """Stopped after ten steps: skips half there, the trunk as the id says, between documents."""
     keys = dict(SKIPS, unet_from=6, unet_ramp=9, freeze_trunk=True, thaw_from=thaw_from, dropout=0.2,
-                documents=8, grad_accum=2, eval_interval=5, max_iters=20)
+                documents=8, grad_accum=2, eval_interval=5, max_iters=20, **more)
     main(tuned("once", **keys))
     forward_backward = train.forward_backward
 
@@ -212,9 +214,10 @@ def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, tuned, rows, 
 
 
 @pytest.mark.slow
-def test_two_ranks_thaw_and_read_documents_as_one_process_does(tuned, rows, tmp_path):
+@pytest.mark.parametrize("more", [{}, dict(documents_packed="whole")], ids=["padded", "packed"])
+def test_two_ranks_thaw_and_read_documents_as_one_process_does(more, tuned, rows, tmp_path):
     keys = dict(SKIPS, unet_from=1, unet_ramp=2, freeze_trunk=True, thaw_from=3, documents=8, batch_size=3,
-                grad_accum=4)
+                grad_accum=4, **more)
     main(tuned("one", **keys))
     done = torchrun(tuned("two", **keys), 2)
     assert done.returncode == 0, done.stderr
@@ -360,6 +363,98 @@ def test_rows_of_similar_length_come_together(wiki):
     assert 1 - length.sum() / (8 * shuffled.max(1)).sum() > 0.4, "negative control: in any order"
 
 
+# ---- rows full of documents ----
+
+def packed(data, T=64, rows=3, seed=5, shortest=8, cut=False):
+    return PackedBatches(data, "train", T, rows, seed, shortest, cut)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("T,shortest", [(64, 8), (512, 1), (512, 200)])
+def test_packed_rows_hold_each_token_once_behind_the_one_before_it(wiki, T, shortest, cut):
+    data = Dataset(wiki)
+    batches = packed(data, T, shortest=shortest, cut=cut)
+    tokens, cuts = np.asarray(data.tokens("train")), data.documents("train")
+    wanted = [(a, b) for a, b in zip(cuts, cuts[1:]) if b - a >= shortest]
+    first, length, bounds = batches.parts(0)
+    steps = len(batches.one_pass(0)[0])
+    seen, uncut, found = np.zeros(len(tokens), int), 0, []
+    for step in range(steps):
+        x, y, positions = (each.numpy() for each in batches(step))
+        assert x.shape == y.shape == positions.shape == (3, T)
+        for i, row in enumerate(batches.one_pass(0)[0][step]):
+            column = 0
+            for start, n in zip(first[bounds[row]:bounds[row + 1]], length[bounds[row]:bounds[row + 1]]):
+                a, b = next((a, b) for a, b in wanted if a <= start < b)
+                assert start + n <= b, "within its document"
+                here, column = slice(column, column + n), column + n
+                before = data.separator if start == a else tokens[start - 1]
+                assert y[i, here].tolist() == tokens[start:start + n].tolist()
+                assert x[i, here].tolist() == [before, *tokens[start:start + n - 1]]
+                assert positions[i, here].tolist() == [*range(n)]
+                seen[start:start + n] += 1
+                uncut += n == b - a
+            assert set(y[i, column:]) <= {-1} and positions[i, column:].tolist() == [*range(T - column)]
+            assert not (cut and column < T), "a row is full"
+            found.append(column)
+    left_out = sum(b - a for a, b in wanted) - seen.sum()
+    assert set(seen) <= {0, 1} and 0 <= left_out < 4 * T
+    fit = sum(b - a <= T for a, b in wanted)
+    assert uncut < 0.9 * fit if cut else fit - 3 * T / shortest <= uncut <= fit
+    full = np.mean(found) / T
+    assert full == 1 if cut else full > 0.9 or shortest == 200
+    assert f"{1 - full:.1%} of it is padding" in str(batches)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_a_packed_batch_is_a_function_of_seed_and_step_alone(wiki, cut):
+    data = Dataset(wiki)
+    a, b = packed(data, rows=4, cut=cut), packed(data, rows=4, cut=cut)
+    last = len(a.one_pass(0)[0]) + 5
+    forward = [a(step) for step in range(last)]
+    assert [a.place(step) for step in (0, last - 1)] == [(0, 0), (1, 4)]
+    for step in reversed(range(last)):
+        assert all(torch.equal(*each) for each in zip(b(step), forward[step]))
+    for step in (0, last - 1):
+        shares = [torch.stack([b(step, rank, 2)[i] for rank in (0, 1)], 1).flatten(0, 1) for i in range(3)]
+        assert all(torch.equal(*each) for each in zip(shares, forward[step]))
+    assert not torch.equal(packed(data, rows=4, seed=6, cut=cut)(3)[0], forward[3][0])
+    counts = [int((y != -1).sum()) for _, y, _ in forward]
+    assert [b.scored(step) for step in range(last)] == ([None] * last if cut else counts)
+    assert [b.tokens(step) for step in range(last)] == [sum(counts[:step]) for step in range(last)]
+
+
+def test_the_fullest_row_with_room_takes_the_next_document():
+    assert dataset.best_fit([7, 6, 4, 3, 3, 2, 1], 10).tolist() == [0, 1, 1, 0, 2, 2, 2]
+    assert dataset.best_fit([10, 10, 5], 10).tolist() == [0, 1, 2]
+
+
+def test_losses_over_packed_rows_are_those_over_padded_rows(tmp_path):
+    """A pass over the same documents in both forms: summed losses, and gradients of the sums."""
+    splits = dict(train=articles(24, 1), val=articles(4, 2), test=articles(4, 3))
+    data, T = Dataset(write_dataset(tmp_path / "few", splits)), 128
+
+    def summed(batches, as_taken):
+        model = tiny(acag="headwise", fox=True, short_conv="qkv", **{**SIZES, "block_size": T})
+        steps = len(batches.one_pass(0)[0])
+        losses = []
+        for step in range(steps):
+            x, y, *positions = as_taken(batches(step))
+            loss = model(x, y, **(dict(positions=positions[0]) if positions else {})).loss * (y != -1).sum()
+            loss.backward()
+            losses.append(loss.item())
+        return batches.tokens(steps), sum(losses), {name: p.grad for name, p in model.named_parameters()}
+
+    count, want, gradients = summed(DocumentBatches(data, "train", T, 1, 5, 8),
+                                    lambda ids: (ids[:, :-1].clamp_min(0), ids[:, 1:]))
+    n, got, found = summed(packed(data, T, rows=1), lambda batch: batch)
+    assert n == count > 3000 and got == pytest.approx(want, rel=1e-6)
+    for name, grad in gradients.items():
+        assert torch.allclose(found[name], grad, rtol=0, atol=1e-5 * grad.abs().max().item()), name
+    _, crossing, _ = summed(packed(data, T, rows=1), lambda batch: batch[:2])
+    assert crossing != pytest.approx(want, rel=1e-4), "the control: a row is one text"
+
+
 @pytest.mark.slow
 def test_the_log_counts_the_tokens_that_were_read(tuned, rows, tmp_path, wiki, capsys):
     main(tuned("run", documents=8, grad_accum=2))
@@ -439,9 +534,10 @@ def test_a_token_weighs_the_same_in_portions_ranks_and_one_batch():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [None, "whole", "cut"])
 @pytest.mark.parametrize("change", [dict(batch_size=2, grad_accum=4), dict(compile=True)],
                          ids=["portions", "compiled"])
-def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path, monkeypatch):
+def test_a_run_over_documents_has_the_same_losses(change, how, tuned, rows, tmp_path, monkeypatch):
     graphs = []
 
     def backend(graph, inputs):
@@ -450,11 +546,13 @@ def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path,
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     keys = dict(documents=4, acag="headwise", batch_size=8, max_iters=20)
+    keys |= dict(documents_packed=how) if how else {}
     main(tuned("whole", **keys))
     main(tuned("changed", **{**keys, **change}))
     a, b = (rows(tmp_path / out)[0] for out in ("whole", "changed"))
     assert [r["loss"] for r in a] == pytest.approx([r["loss"] for r in b], abs=1e-5)
-    assert ("compile" in change) == (1 < len(graphs) <= 4), "one for each of 8, 16, 24 and 32"
+    widths = [1] if how else [2, 3, 4]  # of 8, 16, 24 and 32
+    assert len(graphs) in (widths if "compile" in change else [0])
     torch._dynamo.reset()
 
 

@@ -17,7 +17,7 @@ import torch
 
 import compare
 import model
-from helpers import ROOT, without_own_mechanisms
+from helpers import ROOT, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
 from nanoheads import checkpoint, own_mechanism as own
 from nanoheads.common import UserError
@@ -30,6 +30,7 @@ from lab.study.variants import StudyConfig
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
 PASS = "    def score_mod(self, attn, heads):"
+BEFORE = "\n        heads.k = heads.k + F.pad(heads.k[:, :, :-1], (0, 0, 1, 0))"  # of the token before
 
 
 def run(*argv, cwd=ROOT):
@@ -115,6 +116,7 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
     ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
     ("cache", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.q.size(2)"),
     ("padding", "rate[h] * (t - s)", "rate[h] * t * (t - s)"),
+    ("documents", PASS, PASS + BEFORE),
     ("grouped", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.k.size(1)"),
     ("dtypes", "rate[h] * (t - s)", "(rate[h] + 0.1 * (rate.dtype == torch.float32)) * (t - s)"),
     ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
@@ -125,6 +127,19 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
 ])
 def test_each_promise_finds_its_mistake(promise, before, after, mine):
     assert promise in broken(mine(before, after))
+
+
+def test_what_reads_the_document_before_is_not_trained_on_packed_rows(mine, tmp_path):
+    """What reads the token before looks not ahead, and is trained on rows of one text."""
+    path, text = mine(PASS, PASS + BEFORE), b"A line of text.\n\n" * 200
+    data = write_dataset(tmp_path / "data", dict.fromkeys(("train", "val", "test"), text))
+    command = [f"--mechanism={path}", f"--dataset={data}", "--n_layer=1", "--n_head=2", "--n_embd=16",
+               "--block_size=32", "--max_iters=1", "--eval_tokens=64", "--device=cpu", "--documents=8"]
+    done = run_here("train.py", *command, "--documents_packed=cut", f"--out_dir={tmp_path / 'packed'}")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "packed").exists(), done.stderr
+    assert "train: before training a document changes with the one before it in its row" in done.stderr
+    done = run_here("train.py", *command, f"--out_dir={tmp_path / 'padded'}")
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_mechanism_acts_or_says_why_not():
