@@ -1,6 +1,6 @@
 # The rates of Muon and AdamW on tasks: a grid for what differs from the plain GPT at the shared rates, and
 # for the plain GPT; then the best of each with fresh seeds. Its first runs are those of studies/tasks.py
-# Nine runs for each pair of a mechanism and a task that differ, and as many seeds more as were judged
+# Eighteen runs for each pair of a mechanism and a task that differ, and as many seeds more as were judged
 
 question = "What can these heads learn that a plain GPT cannot, at each one's best rates?"
 

@@ -128,10 +128,11 @@ def at_best_in_words(found, task, name, best):
     arms = found["tasks"][task]["arms"]
     if not arms[name]["grid"]:
         return "at the rates of the plain GPT's scale alone: no grid was run for it"
-    shares = {which: (sum(each["acc"] >= LEARNED for each in arms[which]["grid"]), len(arms[which]["grid"]))
-              for which in (name, PLAIN)}
-    grid = (f"of {shares[name][1]} pairs of rates {shares[name][0]} learn it, of the plain GPT "
-            f"{shares[PLAIN][0]} of {shares[PLAIN][1]}")
+    learned = {which: sum(min(each["acc"]) >= LEARNED for each in arms[which]["grid"])
+               for which in (name, PLAIN)}
+    pairs, seeds = len(arms[name]["grid"]), len(arms[name]["grid"][0]["acc"])
+    grid = (f"of {pairs} pairs of rates {learned[name]} learn it with each of {plural(seeds, 'seed')}, "
+            f"of the plain GPT {learned[PLAIN]} of {len(arms[PLAIN]['grid'])}")
     if (task, name) not in best:
         return f"{grid}; not judged at the best of them yet"
     return f"at each one's best rates, with fresh seeds: {in_words(best[task, name])}; {grid}"

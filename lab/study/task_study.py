@@ -62,7 +62,7 @@ class OnTask:
         self.variants = {each.name: each for each in self.builder.variants()}
         self.twice = self.builder.at_budget(TWICE)
         self.runs = Runs(self.config, self.builder.data, trial.TRIALS, reuse)
-        self.tuned = {}   # variant: {(Muon's factor, AdamW's): (share right, step or None)}
+        self.tuned = {}   # variant: {(Muon's factor, AdamW's): its runs, {acc, learned_from}, a list each}
         self.at_best = {}  # variant: the Variant at its best rates
         self.wider = {}    # variant: the plain GPT of as many parameters, of those that seem better
 
@@ -168,26 +168,30 @@ class TaskStudy:
                             and permutation.p_of(scores, plain) <= self.config.alpha] for task in self.tasks}
 
     def tune(self, place):
-        """A grid over both rates for what differs, and for the plain GPT of its task; then fresh seeds."""
-        names, seed = self.to_tune(), self.config.screen_seeds[:1]
+        """A grid over both rates for what differs, and for the plain GPT of its task; then fresh seeds.
+
+        With one seed the best of nine pairs may be a lucky one: the plain GPT learned recall at it, then with
+        fresh seeds in two of ten, and at the rates of its scale it does so in all of them.
+        """
+        names, seeds = self.to_tune(), self.config.screen_seeds
         grid = [(muon, adamw) for muon in GRID for adamw in GRID]
         tuned = [task for task in self.tasks if names[task.name]]
         for task in tuned:
             for name in (PLAIN, *names[task.name]):
                 at = [task.at_factors(task.compared[name], *factors) for factors in grid]
-                task.runs.plan("grid", at, seed, "val")  # which rates are best no test row decides
+                task.runs.plan("grid", at, seeds, "val")  # which rates are best no test row decides
         self.execute(place, "a grid of rates")
         for task in tuned:
             for name in (PLAIN, *names[task.name]):
                 found = {}
                 for factors in grid:
-                    changed = task.at_factors(task.compared[name], *factors)
-                    for result in task.results("grid", changed.name).values():
-                        found[factors] = result["acc"], result["learned_from"]
+                    runs = runs_of(task, "grid", task.at_factors(task.compared[name], *factors).name)
+                    if len(runs["acc"]) == len(seeds):
+                        found[factors] = runs
                 task.tuned[name] = found
                 if len(found) == len(grid):
-                    task.at_best[name] = replace(task.at_factors(task.compared[name], *best_of(found)),
-                                                 name=name, label=name)
+                    task.at_best[name] = replace(
+                        task.at_factors(task.compared[name], *best_of(found)), name=name, label=name)
         fresh = [max(*self.plain_seeds, *self.config.screen_seeds) + i
                  for i in range(1, 1 + len(self.plain_seeds))]
         for task in tuned:
@@ -212,8 +216,8 @@ class TaskStudy:
                                   what=what_runs(task, variant),
                                   best_flags=task.at_best[name].flags if name in task.at_best else None,
                                   what_best=what_runs(task, task.at_best.get(name)),
-                                  grid=[dict(muon=muon, adamw=adamw, acc=acc, learned_from=step)
-                                        for (muon, adamw), (acc, step) in task.tuned.get(name, {}).items()])
+                                  grid=[dict(muon=muon, adamw=adamw, **runs)
+                                        for (muon, adamw), runs in task.tuned.get(name, {}).items()])
             data = task.builder.data
             guesses = {str(level): data.guesses(self.config.split, level, trial.ROWS_OF_TASK)
                        for level in data.test_levels}
@@ -233,12 +237,13 @@ class TaskStudy:
 
 
 def best_of(found):
-    """The factors of the best run of a grid: the most answers right, to 0.01; then learned first; then as
-    near to the rates as they are as can be.
+    """The factors of a grid whose runs are best: the most answers right on average, to 0.01; then learned
+    first; then as near to the rates as they are as can be. found: {factors: {acc, learned_from}}.
     """
     def rank(factors):
-        acc, step = found[factors]
-        return -round(acc, 2), math.inf if step is None else step, sum(abs(math.log2(f)) for f in factors)
+        step = median_step(found[factors])
+        return (-round(statistics.mean(found[factors]["acc"]), 2), math.inf if step is None else step,
+                sum(abs(math.log2(f)) for f in factors))
     return min(found, key=rank)
 
 
@@ -378,7 +383,8 @@ def plan_in_words(study, training):
     lines.append(f"at most about {findings.duration(len(left) * seconds / slots.count)}, {slots.count} at "
                  f"once, if each took as long as all steps of the plain GPT here, {seconds:,.0f} s")
     if study.config.tune_lr:
-        lines.append(f"then, for what differs, a grid of {len(GRID) ** 2} pairs of rates and fresh seeds")
+        lines.append(f"then, for what differs, a grid of {len(GRID) ** 2} pairs of rates with "
+                     f"{plural(len(study.config.screen_seeds), 'seed')} each, and fresh seeds at the best")
     return lines
 
 

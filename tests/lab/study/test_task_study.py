@@ -192,11 +192,14 @@ def test_what_seems_better_meets_a_plain_gpt_of_as_many_parameters(home, monkeyp
 
 
 @pytest.mark.parametrize("tried, best", [
-    ({(0.5, 1): (0.5, None), (1, 1): (0.9, 200), (2, 1): (1.0, 300)}, (2, 1)),  # the most right
-    ({(0.5, 1): (1.0, 200), (1, 1): (0.999, 100), (2, 1): (1.0, 300)}, (1, 1)),  # to 0.01, then the first
-    ({(0.5, 0.5): (0.3, None), (1, 1): (0.3, None), (2, 2): (0.3, None)}, (1, 1))])  # then the nearest
+    ({(0.5, 1): [(0.5, None)], (1, 1): [(0.9, 200)], (2, 1): [(1.0, 300)]}, (2, 1)),  # the most right
+    ({(0.5, 1): [(1.0, 200)], (1, 1): [(0.999, 100)], (2, 1): [(1.0, 300)]}, (1, 1)),  # to 0.01: the first
+    ({(0.5, 0.5): [(0.3, None)], (1, 1): [(0.3, None)], (2, 2): [(0.3, None)]}, (1, 1)),  # then the nearest
+    ({(1, 1): [(0.99, 500), (0.99, 500)], (2, 2): [(1.0, 100), (0.4, None)]}, (1, 1))])  # both seeds count
 def test_the_best_rates(tried, best):
-    assert task_study.best_of(tried) == best
+    runs = {factors: {"acc": [acc for acc, _ in each], "learned_from": [step for _, step in each]}
+            for factors, each in tried.items()}
+    assert task_study.best_of(runs) == best
 
 
 def test_a_run_that_fails_is_named_and_the_rest_is_judged(home, monkeypatch, capsys):
