@@ -189,7 +189,8 @@ def test_whatever_stands_in_a_checkpoint_is_refused_in_a_line_or_means_something
     torch.save(state, file)
     try:
         state = checkpoint.read(file)
-        model, dataset = checkpoint.build(state, file), Dataset(state["dataset"])
+        model = checkpoint.build(state, file)
+        dataset = Dataset(state["dataset"] or finished[1]["dataset"])  # a converted one names none
         checkpoint.same_vocabulary(state, dataset, file)
         config = TrainConfig(**finished[1]["train"]).for_recipe(model.config.recipe)
         start.same_run(state, file, config, dataset)
