@@ -1,0 +1,24 @@
+# The bpe scale, --scale=bpe: for what acts over the vocabulary (embeddings, the output layer), which has 4,096
+# byte pairs here
+# 2 blocks of 64, the 98,304 parameters of config/tiny.py, beside 524,288 of the embedding and the output layer:
+# 8 sequences x 128 tokens = 1,024 tokens a step, 3.4 bytes each, 960 steps = 3.33 MB. A step takes 2.0 times
+# as long as tiny's
+# Its rates are those of config/tiny.py, not looked at
+
+dataset = "enwiki15_bpe"
+
+recipe = "modern"
+qk_max = 12.0         # as in config/tiny.py, and so is all below but the size of a batch
+n_layer = 2
+n_head = 4
+n_embd = 64
+block_size = 128
+
+batch_size = 8
+max_iters = 960
+muon_momentum = 0.9
+adamw_lr = 0.016
+embed_lr = 0.02
+
+eval_interval = 96
+eval_tokens = 4096    # 13.9 kB
