@@ -287,13 +287,14 @@ class Tokenizer:
 def trained_pairs(texts, vocab_size):
     """The text of a tokenizer.json of GPT-2's kind whose merges are learnt from a stream of str.
 
-    Its tokens: end of text, the 256 bytes, and as many merges as make vocab_size. The same text gives the same
-    tokenizer. ValueError: Hugging Face's tokenizers is missing, or the text is too small for so many merges.
+    Its tokens: end of text, the 256 bytes, and as many merges as make vocab_size. The same text gives the
+    same tokenizer. ValueError: Hugging Face's tokenizers is missing, or the text is too small for so many.
     """
     try:
         from tokenizers import Tokenizer as Pairs, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise ValueError("byte pairs are learnt by Hugging Face's tokenizers: pip install tokenizers") from None
+        raise ValueError("byte pairs are learnt by Hugging Face's tokenizers: pip install tokenizers"
+                         ) from None
     pairs = Pairs(models.BPE())
     pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pairs.decoder = decoders.ByteLevel()

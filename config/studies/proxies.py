@@ -1,5 +1,5 @@
 # How well a scale shows a known change: the plain GPT, short convolutions, and the plain GPT at 1.4 times the
-# budget, on validation, since its answer chooses a scale. `python -m lab.study.signal` puts what is found
+# budget, on validation, since its answer chooses a scale. `python -m lab.study.signals` puts what is found
 # over the spread of the seeds, and beside what a run costs
 # python compare.py config/studies/proxies.py --scale=deep, and so tiny, long and bpe: a minute or two a run
 
