@@ -47,11 +47,11 @@ def signals(study, changes=CHANGES):
     own = {name: arm for name, arm in study.arms.items() if name in ("plain", *changes)}
     scores = effects.scores_of(own)
     known = [name for name in changes if name in scores]
-    df = sum(len(own) - 1 for own in scores.values())
+    df = sum(len(each) - 1 for each in scores.values())
     if "plain" not in scores or not known or not df:
-        raise UserError(f"{study.name} at {study.scale} has too few runs: two seeds or more of the plain GPT, "
-                        f"and those of a change out of {', '.join(changes)} (--changes)")
-    squares = sum((bpb - mean(own.values())) ** 2 for own in scores.values() for bpb in own.values())
+        raise UserError(f"{study.name} at {study.scale} has too few runs: it takes the plain GPT and one of "
+                        f"{', '.join(changes)} (--changes), and two seeds of one of them")
+    squares = sum((bpb - mean(each.values())) ** 2 for each in scores.values() for bpb in each.values())
     spread = math.sqrt(squares / df)
     return [signal_of(study, name, scores, spread, df) for name in known]
 

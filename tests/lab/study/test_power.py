@@ -300,7 +300,7 @@ def test_a_change_that_seems_to_harm_has_a_signal_below_zero():
     timed, _ = signals.signals(known_changes([2.2, 2.3], [1.9, 1.8], [2.0, 2.1]))
     assert timed.per_minute < 0 and timed.minutes is None  # no number of seeds shows that it helps
     assert "–" in signals.signals_table([("tiny", harm)]).rows[0]
-    with pytest.raises(UserError, match="two seeds or more of the plain GPT"):
+    with pytest.raises(UserError, match="too few runs: it takes the plain GPT and"):
         signals.signals(known_changes([2.2], [], [2.0]))
 
 
