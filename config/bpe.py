@@ -1,7 +1,7 @@
 # The bpe scale, --scale=bpe: for what acts over the vocabulary (embeddings, output layer): 4,096 byte pairs
 # 2 blocks of 64, the 98,304 parameters of config/tiny.py, beside 524,288 of embedding and output layer:
 # 8 sequences x 128 tokens = 1,024 tokens a step, 3.4 bytes each, 960 steps = 3.33 MB. A step takes twice as
-# long as tiny's. The text: python data/enwiki15_bpe/prepare.py
+# long as tiny's. The text: python data/enwiki15/prepare.py --encoding=bpe
 # Its rates are those of config/tiny.py, not looked at
 
 dataset = "enwiki15_bpe"

@@ -504,11 +504,12 @@ def prepare(args, files, splits=None, note="", options=None, vocab_size=None):
     """Find the files {key: File} and build from them, unless the folder is there already. UserError.
 
     splits(read) -> [(split, stream)], where read(key) streams a file; the default takes one file a split.
-    vocab_size: of byte pairs that are learnt from the train split; they are kept in the folder, too, as
-    tokenizer.json. None: the encoding has its vocabulary already.
+    vocab_size: of --encoding=bpe, byte pairs that are learnt from the train split. They are written as hf,
+    and beside meta.json as tokenizer.json.
     """
-    if vocab_size:
-        options = {**(options or {}), "vocab_size": vocab_size}
+    learns = args.encoding == "bpe"
+    if learns:
+        args.encoding, options = "hf", {**(options or {}), "vocab_size": vocab_size}
     shas = [file.sha256 for file in files.values()]
     known = {"sha256": identity(shas)} if all(shas) else {}
     if (known or not args.source) and already(args, options=options, **known):
@@ -522,7 +523,7 @@ def prepare(args, files, splits=None, note="", options=None, vocab_size=None):
     def streams():
         return splits(lambda key: read(*sources[key], args.encoding))
 
-    if vocab_size:
+    if learns:
         args.vocab = learnt(args, streams(), vocab_size)
     build(args, origin(sources.values()), streams, note, options)
 

@@ -30,7 +30,7 @@ from helpers import byte_pairs
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 NAMES = ["pystdlib", "shakespeare_char", "shakespeare", "enwik8", "enwik8_char", "wikitext2", "wikitext103",
-         "openwebtext", "enwiki15", "enwiki15_bpe"]
+         "openwebtext", "enwiki15"]
 SCRIPTS = {name: importlib.import_module(f"data.{name}.prepare") for name in NAMES}
 
 
@@ -155,8 +155,8 @@ def test_enwiki15_without_a_copy_says_so_in_one_line():
 # ---- byte pairs that are learnt ----
 
 def in_pairs(tmp_path, monkeypatch, *more):
-    """(folder, meta.json, {split: its text, bytes}) of made articles as enwiki15_bpe has them, 400 tokens."""
-    script = SCRIPTS["enwiki15_bpe"]
+    """(folder, meta.json, {split: its text, bytes}) of made articles in learnt byte pairs, 400 of them."""
+    script = SCRIPTS["enwiki15"]
     names = dict(train="train", val="valid", test="test")
     rng = np.random.default_rng(0)  # words drawn at random: many pairs are equally frequent
     words = ["".join(rng.choice(list("abcdeé日 \n"), 4)) for _ in range(300)]
@@ -168,7 +168,7 @@ def in_pairs(tmp_path, monkeypatch, *more):
     monkeypatch.setattr(script, "FILES", {s: File((f"enwiki15/{name}.txt",)) for s, name in names.items()})
     monkeypatch.setattr(script, "VOCAB_SIZE", 400)
     out = tmp_path / "out"
-    script.main([f"--source={tmp_path}", f"--out={out}", *more])
+    script.main([f"--source={tmp_path}", f"--out={out}", "--encoding=bpe", *more])
     return out, json.loads((out / "meta.json").read_text()), {s: text.encode() for s, text in texts.items()}
 
 
