@@ -2,8 +2,8 @@
 # 2 blocks of 64, the 98,304 parameters of config/tiny.py, beside 524,288 of embedding and output layer:
 # 8 sequences x 128 tokens = 1,024 tokens a step, 3.4 bytes each, 960 steps = 3.33 MB. A step takes twice as
 # long as tiny's. The text: python data/enwiki15/prepare.py --encoding=bpe
-# Its rates on validation (docs/results/proxies.md): half of tiny's for Muon is better by 0.005 with two seeds,
-# a quarter was not tried. AdamW's and the embedding's at half and at double are worse, with one seed
+# Its rates, on validation (docs/results/proxies.md): half of tiny's rate of Muon is better by 0.005 with two
+# seeds; half and double of AdamW's, with the embedding's, are worse with one
 
 dataset = "enwiki15_bpe"
 

@@ -2,9 +2,8 @@
 # 2 blocks of 64, the 98,304 parameters of config/tiny.py, on Wikipedia, where 99 % of the text is in articles
 # longer than the context: 2 sequences x 1,024 bytes = 2,048 bytes a step, 960 steps = 1.97 MB. A step takes
 # twice as long as tiny's
-# Its rates are those of config/tiny.py: half and double of Muon's are worse by 0.07 on validation with one seed,
-# those of AdamW and the embedding were not looked at (docs/results/proxies.md). The plain GPT learns nothing
-# from beyond some 50 bytes here
+# Its rates are those of config/tiny.py: half and double of Muon's are worse by 0.07 on validation with one
+# seed; those of AdamW and the embedding were not looked at (docs/results/proxies.md)
 
 dataset = "enwiki15"
 
