@@ -3,7 +3,7 @@
 # 8 sequences x 128 tokens = 1,024 tokens a step, 3.4 bytes each, 960 steps = 3.33 MB. A step takes twice as
 # long as tiny's. The text: python data/enwiki15/prepare.py --encoding=bpe
 # Its rates, on validation (docs/results/proxies.md): half of tiny's rate of Muon is better by 0.005 with two
-# seeds; half and double of AdamW's, with the embedding's, are worse with one
+# seeds; a quarter is worse with one, and so are half and double of AdamW's rate with the embedding's
 
 dataset = "enwiki15_bpe"
 
