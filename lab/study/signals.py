@@ -37,8 +37,8 @@ class Signal(NamedTuple):
     high: float
     seconds: Optional[float]   # of the processor, of a run of the change and of the plain GPT, the mean
     per_minute: Optional[float]  # the signal for each minute of the processor in a run
-    # of the processor, for as many runs of both sides as show that the change helps four times in five, by the
-    # normal distribution, were effect and spread as seen; None: it does not help
+    # of the processor, for as many runs of both sides as show that the change helps four times in five, by
+    # the normal distribution, were effect and spread as seen; None: it does not help
     minutes: Optional[float]
 
 
