@@ -15,7 +15,7 @@ from pathlib import Path
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.intervals import t_interval
-from lab.study import effects, pictures, results, task_report, task_study
+from lab.study import effects, pictures, results, signals, task_report, task_study
 from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
                                 interval, label_of, ladder_table, level, mean_alone, measured, on_each_text,
                                 others, others_table, plain_rates_table, score_of, screened_table,
@@ -232,7 +232,7 @@ def recipe(found, only=None):
     return in_markdown(("change", "0.1 M", "0.33 M"), rows, (0,))
 
 
-def learned(path):
+def learned(path, only=None):
     """Which variants of a study of tasks learn which, as the page of the study has it."""
     found = task_study.read(path)
     if found is None:
@@ -242,6 +242,14 @@ def learned(path):
     return f"{in_markdown(head, rows, (0,))}\n\n{escaped(meanings)}"
 
 
+def signal(path, more=None):
+    """How well scales show known changes: a study, and those of `more` results files."""
+    paths = [path, *(path.parent / name for name in more or ())]
+    return in_markdown(*signals.signals_table(signals.read_signals(paths)))
+
+
+# kind -> text(the file's path, the rest of its mark)
+TABLES_OF_FILES = {"learned": learned, "signal": signal}
 # kind -> text(what the JSON file holds, its rows or None: all)
 OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
 
@@ -257,12 +265,11 @@ def filled(text, where):
     """A page's text, every table in it as results/ has it now. UserError: an unknown kind, or no file."""
     def fill(match):
         head, kind, file, only, end = match.groups()
-        if kind not in {**TABLES, **OTHER_TABLES, "learned": learned}:
-            raise UserError(f"{where}: no table is called {kind}; there are "
-                            f"{', '.join([*TABLES, *OTHER_TABLES, 'learned'])}")
+        if kind not in (known := {**TABLES, **OTHER_TABLES, **TABLES_OF_FILES}):
+            raise UserError(f"{where}: no table is called {kind}; there are {', '.join(known)}")
         path, names = ROOT / "results" / file, re.split(r",\s*", only) if only else None
-        if kind == "learned":
-            text = learned(path)
+        if kind in TABLES_OF_FILES:
+            text = TABLES_OF_FILES[kind](path, names)
         elif kind in OTHER_TABLES:
             text = OTHER_TABLES[kind](json.loads(path.read_text(encoding="utf-8")), names)
         else:

@@ -1,17 +1,20 @@
 """What a study would find, said before it runs: from runs on file, and from nothing else."""
 
+import json
 import math
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.stats
 
 import compare
 from compare import plan_of
 from nanoheads.common import UserError
-from lab.study import costs, findings, power, report, results, stats
+from lab.study import costs, findings, power, report, results, signals, stats
 from lab.study.variants import SEEDS_OF_CHALLENGE, StudyConfig
 
 from helpers import ROOT
@@ -269,3 +272,60 @@ def test_a_results_file_with_other_rates_is_refused(plain, here, tmp_path):
     results.write(found, tmp_path)
     with pytest.raises(UserError, match="untuned.rates"):
         results.read(tmp_path / "results.json.gz")
+
+
+# ---- the signal of a known change ----
+
+def known_changes(short, longer, plain, seconds=60.0):
+    """A study with scores of short convolutions, of 1.4 times the budget, and of the plain GPT."""
+    arms, runs = {}, {}
+    others = {"plain": plain, "routing": [9.0, 1.0]}
+    for name, scores in {"short_conv": short, "plain x 1.4": longer, **others}.items():
+        names = [f"{name} {seed}" for seed in range(len(scores))]
+        arms[name] = SimpleNamespace(seeds=[*range(len(scores))], bpb=scores, runs=names)
+        runs.update({each: SimpleNamespace(cpu_seconds=seconds) for each in names})
+    return SimpleNamespace(name="proxies", scale="tiny", arms=arms, runs=runs)
+
+
+def test_a_signal_is_the_effect_over_the_pooled_spread_of_seeds():
+    short, longer, plain = [2.00, 2.02, 2.01], [1.95, 1.97], [2.05, 2.03, 2.04, 2.08]
+    first, second = signals.signals(known_changes(short, longer, plain))
+    spread = math.sqrt(sum(np.var(each, ddof=1) * (len(each) - 1) for each in (short, longer, plain)) / 6)
+    assert (first.change, first.seeds, second.change) == ("short_conv", (3, 4), "plain x 1.4")
+    assert first.spread == second.spread == pytest.approx(spread)
+    assert first.effect == pytest.approx(-0.04) and first.signal == pytest.approx(0.04 / spread)
+    # at the ends of the interval, what was seen has a chance of 2.5 %
+    root = math.sqrt(1 / 3 + 1 / 4)
+    for end, p in ((first.low, 0.975), (first.high, 0.025)):
+        assert scipy.stats.nct.cdf(first.signal / root, 6, end / root) == pytest.approx(p, abs=1e-6)
+    assert first.per_minute == pytest.approx(first.signal)  # a minute a run
+    # two sides of n seeds have z = signal / sqrt(2 / n), and 2.80 of it is seen four times in five
+    assert first.minutes == pytest.approx(2 * 2 * (2.8016 / first.signal) ** 2, rel=1e-4)
+    # twice the processor time a run: half the signal a minute, and twice the minutes to show it
+    slow, _ = signals.signals(known_changes(short, longer, plain, seconds=120.0))
+    assert slow.per_minute == pytest.approx(first.per_minute / 2) and slow.minutes == 2 * first.minutes
+
+
+def test_a_change_that_seems_to_harm_has_a_signal_below_zero():
+    harm, _ = signals.signals(known_changes([2.2, 2.3], [1.9, 1.8], [2.0, 2.1], seconds=None))
+    assert harm.signal < 0 and harm.low < harm.signal < harm.high
+    assert (harm.seconds, harm.per_minute, harm.minutes) == (None, None, None)
+    timed, _ = signals.signals(known_changes([2.2, 2.3], [1.9, 1.8], [2.0, 2.1]))
+    assert timed.per_minute < 0 and timed.minutes is None  # no number of seeds shows that it helps
+    assert "–" in signals.signals_table([("tiny", harm)]).rows[0]
+    with pytest.raises(UserError, match="too few runs: it takes the plain GPT and"):
+        signals.signals(known_changes([2.2], [], [2.0]))
+
+
+def test_the_signal_is_read_from_a_results_file(plain, here, nothing_there, tmp_path, capsys):
+    study = study_of(plain, seeds=[11, 12], plain_seeds=2, mechanisms=["short_conv"])
+    study.run(here)
+    results.write(results.collect(study, "test"), tmp_path)
+    out = tmp_path / "signal.json"
+    signals.main([str(tmp_path / "results.json.gz"), f"--json={out}"])
+    row, = json.loads(out.read_text())
+    scores = study.runs.scores("judge")
+    assert row["change"] == "short_conv" and row["seconds"] > 0 and row["seeds"] == [2, 2]
+    assert row["effect"] == pytest.approx(np.mean([*scores["short_conv"].values()])
+                                          - np.mean([*scores["plain"].values()]))
+    assert f"{row['effect']:+.4f}" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+"""
+How well a scale shows a change that is known: its effect over the spread of the seeds, and what that costs.
+
+python -m lab.study.signals results/proxies-tiny.json.gz results/proxies-deep.json.gz
+python -m lab.study.signals out/proxies-long/results.json.gz --changes short_conv "plain x 1.4"
+
+A file is of a study such as config/studies/proxies.py. By these numbers a cheap scale is chosen, or a setting
+of one (Signal and Noise, arXiv 2508.13144): a scale on which a change is far outside of what seeds do, for
+little processor time.
+"""
+
+import argparse
+import math
+from statistics import mean
+from typing import NamedTuple, Optional
+
+from scipy.special import nctdtrinc
+
+from nanoheads.common import (ArgumentParser, UserError, as_program, json_safe, last_words, say, table,
+                              write_json)
+from lab.study import effects, results
+from lab.study.findings import Table, show
+from lab.study.records import studies_in
+
+CHANGES = ("short_conv", "plain x 1.4")  # that are known to help: no scale should miss them
+FOUR_IN_FIVE = 1.959964 + 0.841621  # a z of two-sided 0.05, and of a power of 0.8
+
+
+class Signal(NamedTuple):
+    """A known change at one scale. Differences are in bits/byte, below 0 is better."""
+    change: str
+    seeds: tuple           # (of the change, of the plain GPT)
+    effect: float          # the difference of means, change less plain GPT
+    spread: float          # of a score over seeds, pooled over the plain GPT and the known changes
+    signal: float          # minus the effect over the spread: above 0 where the change helps
+    low: float             # its 95 % interval, from the noncentral t distribution
+    high: float
+    seconds: Optional[float]   # of the processor, of a run of the change and of the plain GPT, the mean
+    per_minute: Optional[float]  # the signal for each minute of the processor in a run
+    # of the processor, for as many runs of both sides as show that the change helps four times in five, by
+    # the normal distribution, were effect and spread as seen; None: it does not help
+    minutes: Optional[float]
+
+
+def signals(study, changes=CHANGES):
+    """[Signal] of the changes in a StudyResults that have a finished run. UserError: no spread known."""
+    own = {name: arm for name, arm in study.arms.items() if name in ("plain", *changes)}
+    scores = effects.scores_of(own)
+    known = [name for name in changes if name in scores]
+    df = sum(len(each) - 1 for each in scores.values())
+    if "plain" not in scores or not known or not df:
+        raise UserError(f"{study.name} at {study.scale} has too few runs: it takes the plain GPT and one of "
+                        f"{', '.join(changes)} (--changes), and two seeds of one of them")
+    squares = sum((bpb - mean(each.values())) ** 2 for each in scores.values() for bpb in each.values())
+    spread = math.sqrt(squares / df)
+    return [signal_of(study, name, scores, spread, df) for name in known]
+
+
+def signal_of(study, name, scores, spread, df):
+    """The Signal of one change; spread: pooled, of df degrees of freedom."""
+    own, plain = [*scores[name].values()], [*scores["plain"].values()]
+    effect, per_se = mean(own) - mean(plain), math.sqrt(1 / len(own) + 1 / len(plain))
+    found = -effect / spread
+    # t = found / per_se is noncentral t with the true signal / per_se
+    low, high = (float(nctdtrinc(df, p, found / per_se)) * per_se for p in (0.975, 0.025))
+    seconds = [cpu_seconds(study, each) for each in (name, "plain")]
+    both = None if None in seconds else sum(seconds)
+    return Signal(name, (len(own), len(plain)), effect, spread, found, low, high,
+                  both and both / 2, both and found / (both / 2 / 60),
+                  both and (2 * (FOUR_IN_FIVE / found) ** 2 * both / 60 if found > 0 else None))
+
+
+def cpu_seconds(study, name):
+    """Seconds of the processor in a run of an arm, the mean over its runs; None: not all of them say so."""
+    arm = study.arms[name]
+    seconds = [study.runs[run].cpu_seconds for run, bpb in zip(arm.runs, arm.bpb) if bpb is not None]
+    return None if None in seconds else mean(seconds)
+
+
+def signals_table(rows):
+    """The Table of [(where, Signal)]."""
+    head = ("scale", "change", "seeds", "bits/byte", "spread", "signal [95 %]", "CPU seconds a run",
+            "signal a CPU minute", "CPU minutes to show it")
+    return Table(head, [(where, s.change, "{} and {}".format(*s.seeds), f"{s.effect:+.4f}", f"{s.spread:.4f}",
+                         f"{s.signal:.1f} [{s.low:.1f}, {s.high:.1f}]", show(s.seconds),
+                         show(s.per_minute, ".2f"), show(s.minutes, ".1f")) for where, s in rows], (0, 1))
+
+
+def read_signals(paths, changes=CHANGES):
+    """[(scale, Signal)] of results files, in order. UserError."""
+    found = []
+    for path in paths:
+        for name, study in studies_in(results.read(path)).items():
+            where = ", ".join(filter(None, [study.scale, name]))
+            found += [(where, each) for each in signals(study, changes)]
+    return found
+
+
+@as_program("signals")
+def main(argv=None):
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", help="results files of compare.py")
+    parser.add_argument("--changes", nargs="+", default=CHANGES, help="variants that are known to help")
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args(argv)
+    with last_words("signals"):
+        rows = read_signals(args.files, args.changes)
+        head, cells, words = signals_table(rows)
+        say(table(head, cells, words))
+        if args.json:
+            write_json(args.json, json_safe([{"scale": where, **each._asdict()} for where, each in rows]))
+
+
+if __name__ == "__main__":
+    main()
