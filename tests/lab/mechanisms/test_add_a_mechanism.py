@@ -561,7 +561,7 @@ def test_the_commands_of_the_page(mine, tmp_path):
     assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
     mine()
     done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("kept") == 21, done.stderr
+    assert done.returncode == 0 and done.stdout.count("kept") == 23, done.stderr
     taken = arguments_taken([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
                             keep=tmp_path / "kept")
     digest = own.opened(tmp_path / "mine.py").digest
