@@ -353,9 +353,9 @@ def note_on_bfloat16(config, kind, model, tokens):
     instructions = bfloat16_instructions()
     if instructions is None or instructions == "avx512_bf16" and model.num_params() < LARGE_MODEL:
         return None
-    return (f"this CPU has {instructions}: with --dtype=bfloat16 --compile=True a step would take "
-            f"{BFLOAT16_TIMES[instructions]} the time; the default on every CPU is float32, so that results "
-            "do not depend on the machine")
+    return (f"this CPU has {instructions}: where it was measured a step took {BFLOAT16_TIMES[instructions]} "
+            "the time with --dtype=bfloat16 --compile=True; the default on every CPU is float32, so that "
+            "verdicts do not depend on the machine")
 
 
 def seed_step(kind, *key):

@@ -202,8 +202,8 @@ def withhold_where_a_cell_failed(interaction, failures):
     cells = (interaction.one, interaction.other, interaction.both, "plain")
     failed = sum(f.arm in cells for f in failures if f.stage == "judge")
     if failed and interaction.verdict != "undecided":
-        interaction.words = (f"not called {interaction.verdict!r}, since {failed} runs of its cells failed; "
-                             f"else {interaction.words}")
+        interaction.words = (f"not called {interaction.verdict!r}, since {plural(failed, 'run')} of its "
+                             f"cells failed; else {interaction.words}")
         interaction.verdict = "undecided"
 
 

@@ -424,7 +424,7 @@ def headline(study):
     """The study in one sentence; before it one that says how it was cut, if it was, behind it its
     interactions.
     """
-    together = [f"{label_of(study, each.one)} and {label_of(study, each.other)}: "
+    together = [f"How {label_of(study, each.one)} and {label_of(study, each.other)} act together: "
                 f"{verdict_together(study, each)}." for each in study.interactions or ()]
     judged = "" if study.targets and not against_plain(study) else verdicts_in_a_sentence(study)
     return " ".join(filter(None, [cut_in_short(study), judged, *together, target_in_a_sentence(study)]))

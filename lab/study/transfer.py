@@ -215,8 +215,8 @@ def predicted(values, verdicts):
 
     values: effects in units of their standard errors [k, n]; verdicts [B, n]: of the record, and of shuffled
     ones. A pair predicts the sum of its effects. For each mechanism the pair is taken whose sums correlate
-    best with the verdicts of all others. Without any relation the correlation of such predictions lies
-    somewhat below 0 on average: what fits a pair by chance is missing where the pair is chosen.
+    best with the verdicts of all others, of equals the first. Without any relation the correlation of such
+    predictions lies somewhat below 0 on average: what fits a pair by chance is missing where it is chosen.
     """
     pairs = [*itertools.combinations(range(len(values)), 2)]
     sums = np.array([values[i] + values[j] for i, j in pairs])
@@ -225,7 +225,7 @@ def predicted(values, verdicts):
     for left_out in range(n):
         others = np.arange(n) != left_out
         fits = in_ranks(verdicts[:, others]) @ in_ranks(sums[:, others]).T
-        chosen[:, left_out] = fits.argmax(1)
+        chosen[:, left_out] = fits.round(9).argmax(1)  # the last digits are chance: of equals the first pair
         found[:, left_out] = sums[chosen[:, left_out], left_out]
     return found, chosen
 

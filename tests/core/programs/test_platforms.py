@@ -130,10 +130,11 @@ LONG = 10_000_000  # tokens: 5e13 operations of the small model, 6e14 of the lar
 
 
 @pytest.mark.parametrize("name, model, tokens, keys, words", [
-    ("Intel with AMX", SMALL, LONG, {}, "this CPU has amx_bf16: .* would take about half the time; "),
+    ("Intel with AMX", SMALL, LONG, {},
+     "this CPU has amx_bf16: .* took about half the time with --dtype=bfloat16 --compile=True; "),
     ("Intel with AMX", SMALL, 1_000_000, {}, None),
     ("Intel with AMX", LARGE, LONG, dict(dtype="float32"), None),
-    ("AMD Zen 4", LARGE, LONG, {}, "this CPU has avx512_bf16: .* would take 0.7 to 0.9 of the time; "),
+    ("AMD Zen 4", LARGE, LONG, {}, "this CPU has avx512_bf16: .* took 0.7 to 0.9 of the time with "),
     ("AMD Zen 4", SMALL, LONG, {}, None), ("AMD Zen 4", LARGE, 100_000, {}, None),
     ("Intel without", LARGE, LONG, {}, None), ("ARM", LARGE, LONG, {}, None)])
 def test_a_long_run_on_a_cpu_with_bfloat16_says_so(name, model, tokens, keys, words, on):

@@ -384,7 +384,7 @@ def test_where_a_run_of_a_cell_failed_no_interaction_is_shown(plain, here):
     whole, less = (effects.figures(replace(found, arms=arms, failures=own)).interactions[0]
                    for own in ([], [failure]))
     assert whole.verdict == "more together than apart" and less.verdict == "undecided"
-    assert "not called 'more together than apart', since 1 runs of its cells failed" in less.words
+    assert "not called 'more together than apart', since 1 run of its cells failed" in less.words
 
 
 @pytest.mark.slow

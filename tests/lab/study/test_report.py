@@ -272,7 +272,7 @@ def test_an_interaction_has_four_cells_a_sentence_and_its_place_among_the_correc
                         f"both {both:+.4f} bits/byte (below 0 is better); less together than apart by 0.0321 "
                         "bits/byte")
     assert headline(found).endswith(
-        "ACAG, a gate for each element and routing_1: less together than apart.")
+        "How ACAG, a gate for each element and routing_1 act together: less together than apart.")
     n = len(found.comparisons) + 1
     assert f"corrected for {n} comparisons, 1 interaction among them." in " ".join(findings.remarks(found))
     page = html_of(found)
@@ -293,7 +293,7 @@ def test_an_interaction_of_an_unfinished_study_is_marked():
     found = but(crossed(make_found(3)), planned=1000)
     each, = found.interactions
     assert findings.verdict_together(found, each) == "interim: less together than apart"
-    assert "interim: less together than apart." in headline(found)
+    assert "routing_1 act together: interim: less together than apart." in headline(found)
     told, = findings.verdicts(found)["interactions"]
     assert (told["verdict"], told["interim_verdict"]) == ("unfinished", "less together than apart")
     none = but(found, interactions=[{**records.as_json(each), "mean": None, "low": None, "high": None}])

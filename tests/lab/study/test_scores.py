@@ -193,6 +193,7 @@ def test_a_lone_variant_may_be_held_against_a_target(tmp_path, capsys):
     assert told["comparisons"] == []
     page = (tmp_path / "report/report.html").read_text()
     assert "Against the target of 3.28" in page and "<td class=w>below</td>" in page
+    assert "Every verdict in a sentence" not in page
     with pytest.raises(SystemExit, match="one variant, gates: nothing to compare it with; --target=NUMBER"):
         main(["scores", str(path)])
 

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import math
+import re
 import statistics
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from nanoheads.common import UserError
 from lab.study import effects, outside, results, task_study, transfer
+from lab.study.tables import in_markdown
 from helpers import ROOT
 
 FEW = ROOT / "results/tasks/few.json.gz"
@@ -107,6 +109,21 @@ def test_two_proxies_that_are_right_together_are_chosen_without_what_they_predic
     assert found.rows[-1].correlation > 0.95 and found.rows[-1].p_corrected < 0.01
 
 
+def test_of_pairs_that_fit_equally_well_the_first_is_chosen():
+    """The few ranks of a record with ties make many fits equal but for their last digits."""
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        record = rng.choice([1.0, 0.8, 0.7], 7)
+        values = rng.normal(size=(4, 7)) + record
+        pairs = [*itertools.combinations(range(4), 2)]
+        _, chosen = transfer.predicted(values, record[None])
+        for left_out in range(7):
+            rest = [i for i in range(7) if i != left_out]
+            fits = [slow_correlation([values[i][m] + values[j][m] for m in rest], record[rest].tolist())
+                    for i, j in pairs]
+            assert chosen[0, left_out] == next(i for i, fit in enumerate(fits) if fit > max(fits) - 1e-9)
+
+
 # ---- effects, from files ----
 
 def test_effects_of_texts_are_over_all_of_them_and_above_0_where_better():
@@ -169,6 +186,15 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert found["headline"] in page and "| fox |" in page
     assert (tmp_path / "transfer_map.png").read_bytes().startswith(b"\x89PNG")
     assert "The study in few.json.gz is not finished" in said
+
+
+def test_the_page_has_what_the_files_that_it_names_say():
+    page = (ROOT / "docs/results/transfer.md").read_text()
+    files = re.findall(r"results/\S+\.json\.gz", page[page.index("```sh"):])
+    effects_of, _ = transfer.proxies_in([ROOT / file for file in files])
+    found = transfer.judged_by(effects_of, outside.summaries(), [])
+    for table in (transfer.proxies_table(found), transfer.effects_table(found)):
+        assert in_markdown(*table) in page
 
 
 def test_too_few_mechanisms_are_refused_in_one_line(tmp_path):
