@@ -733,6 +733,11 @@ class GPT(HeadControl, nn.Module):
         if positions.shape != idx.shape:
             raise ValueError(f"positions are {[*positions.shape]}; there must be one for each token of "
                              f"{[*idx.shape]}")
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to wait
+            goes_on = positions[:, 1:] == positions[:, :-1] + 1
+            if positions[:, :1].any() or not (goes_on | (positions[:, 1:] == 0)).all():
+                raise ValueError("positions must count from 0 in each row, and from 0 again where another "
+                                 "document begins")
         if cache is not None or pad is not None:
             raise ValueError("positions of several documents in a row go with no cache and no padding before")
         for problem in no_dropout(self.config, "positions") if self.training else ():

@@ -786,12 +786,13 @@ def print_run(run, saves):
     for line in memory_lines(run):
         process.print0(line)
     left = run.tokens(config.max_iters) - run.tokens(run.step)
+    padded = config.documents and config.documents_packed != "cut"
     for note in (note_on_compile(config, process.kind),
                  note_on_bfloat16(config, process.kind, run.model, left)):
         if note:
             process.print0(note)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
-                   f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
+                   f"{'at most ' if padded else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
 
 

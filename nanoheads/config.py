@@ -235,7 +235,7 @@ class TrainConfig(ControllerConfig, TaskConfig):
             bad.append(f"profile={self.profile} is of training steps, and eval_only makes none")
         if self.compile is False and self.compile_mode != "default":
             bad.append(f"compile_mode={self.compile_mode!r} means nothing with compile=False")
-        if self.documents_packed and not self.documents:
+        if self.documents_packed and self.documents is None:
             bad.append(f"documents_packed={self.documents_packed!r} means nothing without documents, the "
                        "fewest tokens of one: 1 for all")
         if self.documents and not self.documents_packed and self.compile_mode in CUDA_GRAPHS:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanoheads import files
-from nanoheads.common import ROOT, UserError, from_json
+from nanoheads.common import ROOT, UserError, from_json, plural
 from nanoheads.tokenizer import Tokenizer, problem_of_meta, token_sizes
 
 # where a document begins in the bytes of a text, whose lines may end in \r\n: the first of these that is
@@ -341,7 +341,7 @@ class DocumentBatches(Reader):
         fewest = self.fewest_rows()
         if fewest < rows:
             raise UserError(f"{dataset.name_of(split)} has {fewest:,} rows of documents of at least "
-                            f"{shortest} tokens: fewer than the {rows:,} of a batch")
+                            f"{plural(shortest, 'token')}: fewer than the {rows:,} of a batch")
         self.ends = []  # of each pass so far, the steps and the tokens to its end
         self.one_pass = lru_cache(maxsize=2)(self.one_pass)
 
@@ -419,11 +419,14 @@ class DocumentBatches(Reader):
         """What there is of it, and how much of the first pass is padding, in a line."""
         _, length = self.one_pass(0)
         padded = sum(self.width(row) for row in length) * self.rows
-        long, share = len(self.size), self.size.sum() / len(self.data)
-        return (f"documents: {long:,} of {self.n_documents:,} have at least {self.shortest} tokens, "
-                f"{share:.1%} of {self.split}; a pass is {len(length):,} steps, its rows have "
-                f"{length.min():,} to {length.max():,} tokens, {length.mean():,.0f} in the mean, "
-                f"and {1 - length.sum() / padded:.1%} of it is padding")
+        return (f"{self.taken()}; a pass is {len(length):,} steps, its rows have {length.min():,} to "
+                f"{length.max():,} tokens, {length.mean():,.0f} in the mean, and "
+                f"{1 - length.sum() / padded:.1%} of it is padding")
+
+    def taken(self):
+        """How much of the split is in documents that are long enough, in words."""
+        return (f"documents: {len(self.size):,} of {self.n_documents:,} have at least "
+                f"{plural(self.shortest, 'token')}, {self.size.sum() / len(self.data):.1%} of {self.split}")
 
 
 class PackedBatches(DocumentBatches):
@@ -512,11 +515,9 @@ class PackedBatches(DocumentBatches):
         """What there is of it, and how full its rows are, in a line."""
         _, size = self.one_pass(0)
         first, _, bounds = self.parts(0)
-        long, share, in_row = len(self.size), self.size.sum() / len(self.data), len(first) / (len(bounds) - 1)
-        return (f"documents: {long:,} of {self.n_documents:,} have at least {self.shortest} tokens, "
-                f"{share:.1%} of {self.split}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} "
-                f"documents or parts of them in the mean, and {1 - size.mean() / self.block_size:.1%} of it "
-                "is padding")
+        in_row = len(first) / (len(bounds) - 1)
+        return (f"{self.taken()}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} documents or "
+                f"parts of them in the mean, and {1 - size.mean() / self.block_size:.1%} of it is padding")
 
 
 def best_fit(lengths, T):

@@ -22,6 +22,7 @@ You should see a table of the tokens: about 10 billion in train, 20 GB on disk, 
 """
 import glob
 import hashlib
+import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -244,9 +245,12 @@ def made(args, asked, paths):
 
 def by_name(patterns):
     """{split: paths} of the files of --shards. UserError."""
-    paths = sorted({Path(path).absolute() for pattern in patterns for path in glob.glob(pattern)})
+    found = (path for pattern in patterns for path in glob.glob(os.path.expanduser(pattern)))
+    paths = sorted({Path(path).absolute() for path in found})
     if not paths:
         raise UserError(f"--shards {' '.join(patterns)}: no such file")
+    if folders := [path for path in paths if path.is_dir()]:
+        raise UserError(f"--shards: {folders[0]} is a folder; name the files in it, as '{folders[0]}/*.bin'")
     names = [path.name for path in paths]
     if double := [name for name in names if names.count(name) > 1]:
         raise UserError(f"--shards: two files are called {double[0]}; give them different names")

@@ -673,6 +673,8 @@ def test_each_document_has_its_own_noise():
 
 @pytest.mark.parametrize("flags, given, words", [
     ({}, dict(positions=POSITIONS[:, 1:]), r"positions are \[2, 12\]; there must be one for each token"),
+    ({}, dict(positions=POSITIONS + 1), "positions must count from 0 in each row"),
+    ({}, dict(positions=2 * POSITIONS), "positions must count from 0 in each row"),
     (dict(attn_dropout=0.1), dict(positions=POSITIONS), "positions has no fused kernel with dropout"),
     (dict(constraint_names=["a"]), dict(positions=POSITIONS, router_hint=torch.zeros(2, 48)), "router_hint")])
 def test_documents_in_rows_refuse_what_they_do_not_go_with(flags, given, words):

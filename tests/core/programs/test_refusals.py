@@ -288,6 +288,7 @@ COMMANDS = [
         ("--documents=8 --routing=moh", "routing_coef=0.01"),
         ("--documents=8 --documents_packed=whole --routing=moh", "routing_coef=0.01"),
         ("--documents=17 --documents_packed=whole", "documents=17"),
+        ("--documents=0 --documents_packed=whole", "^train: documents=0 must be at least 1$"),
         ("--documents=8 --documents_packed=cut --attn_dropout=0.1",
          "documents_packed has no fused kernel with dropout"),
         ("--documents_packed=cut", "documents_packed='cut' means nothing without documents"),

@@ -1131,6 +1131,9 @@ def test_shards_that_are_there_are_read_where_they_lie(tmp_path, gpt2_files, mon
     capsys.readouterr()
     script.main(command)
     assert "already prepared, verified" in capsys.readouterr().out
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves the ~ of a quoted name to us
+    script.main(["--shards", "~/theirs/*.bin", command[-1]])
+    assert "already prepared, verified" in capsys.readouterr().out
     (theirs / "fineweb_train_000002.bin").unlink()
     refused(lambda: script.main(command), "holds another text")
 
@@ -1159,6 +1162,7 @@ def test_a_bad_shard_is_named_before_meta_json_is_written(tmp_path, gpt2_files, 
     (["--shards", "nothing*.bin"], "no such file"), (["--shards", "a_train.bin"], "no file has 'val' in"),
     (["--shards", "a_train.bin", "b/a_train.bin"], "two files are called a_train.bin"),
     (["--shards", "a_train.bin", "--encoding=byte"], "leave --source and"),
+    (["--shards", "b"], "b is a folder; name the files in it"),
     (["--shard_tokens=0"], "--shard-tokens=0 must be from 1"), (["--shard-tokens=3e9"], "3e9"),
     (["--source=nowhere"], "no such file"), (["--source=b"], "holds no file of .jsonl"),
     (["--source=bad.jsonl"], "bad.jsonl: line 2 is no JSON object with a \"text\""),

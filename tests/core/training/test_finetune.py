@@ -556,6 +556,18 @@ def test_a_run_over_documents_has_the_same_losses(change, how, tuned, rows, tmp_
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("how, shortest, words", [
+    (None, 8, "have at least 8 tokens, "), ("whole", 8, "have at least 8 tokens, "),
+    ("cut", 1, "have at least 1 token, 100.0% of train")])
+def test_the_first_lines_say_how_full_a_step_is(how, shortest, words, tuned, capsys):
+    """Rows that are cut have no padding, so each step has the same number of tokens."""
+    keys = dict(documents=shortest, batch_size=8, max_iters=1)
+    main(tuned("run", **keys, **(dict(documents_packed=how) if how else {})))
+    said = capsys.readouterr().out
+    assert words in said and "256 tokens a step" in said
+    assert ("at most 256 tokens" in said) == (how != "cut") and ("and 0.0% of it" in said) == (how == "cut")
+
+
 # ---- what means nothing ----
 
 @pytest.mark.slow
