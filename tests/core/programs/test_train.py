@@ -117,7 +117,7 @@ def profile_in(printed):
     """[(operator, share of the step in %, calls a step)] of the rows that a run printed."""
     rows = printed.split("calls a step\n")[1].split("\ntrace, ")[0].splitlines()
     return [(name, float(share.rstrip("%")), float(calls.replace(",", "")))
-            for name, share, calls in (row.split() for row in rows)]
+            for name, share, calls in (row.rsplit(maxsplit=2) for row in rows)]  # some names have a space
 
 
 def test_a_profiled_run_learns_the_same_and_leaves_a_trace(args, rows, tmp_path, capsys):
