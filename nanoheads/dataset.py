@@ -447,7 +447,8 @@ class PackedBatches(DocumentBatches):
         self.parts = lru_cache(maxsize=1)(self.parts)
 
     def fewest_rows(self):
-        return int(self.size.sum()) // self.block_size
+        tokens = int(self.size.sum())
+        return tokens // self.block_size if self.cuts else -(-tokens // self.block_size)
 
     def cut_anywhere(self, rng):
         """(first token, length, row) of the parts of documents, in the order in which rows hold them, [n]."""

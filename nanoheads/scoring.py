@@ -391,10 +391,11 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
 
 def tokens_a_step(state, block_size):
     """Tokens that each step of a read checkpoint's training scored; None: its file does not say, or it was
-    trained on documents, which are not all of one length.
+    trained on documents, which are not all of one length; where they are cut to fit, all rows are full.
     """
     train = state.get("train") or {}
-    if train.get("documents") or not {"batch_size", "grad_accum"} <= train.keys():
+    uneven = train.get("documents") and train.get("documents_packed") != "cut"
+    if uneven or not {"batch_size", "grad_accum"} <= train.keys():
         return None
     return train["batch_size"] * train["grad_accum"] * block_size
 

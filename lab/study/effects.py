@@ -135,8 +135,13 @@ def seeds_of(by_text, name):
 
 def interaction_of(by_text, one, other, both, alpha):
     """The Difference of what two changes give together and the sum of what each gives alone, in a mean over
-    texts: both - one - other + plain.
+    texts: both - one - other + plain. IDENTICAL: one of them does nothing, alone or beside the other.
     """
+    def changes_nothing(*pairs):
+        return all(identical(scores.get(a, {}), scores.get(b, {})) for scores in by_text for a, b in pairs)
+
+    if changes_nothing((one, "plain"), (both, other)) or changes_nothing((other, "plain"), (both, one)):
+        return stats.IDENTICAL
     parts = []
     for name, weight in ((both, 1), (one, -1), (other, -1), ("plain", 1)):
         parts += parts_of([scores.get(name, {}) for scores in by_text], weight)

@@ -36,6 +36,7 @@ MEANING_TOGETHER = {
     "more together than apart": "both together are better than the sum of what each gives alone says",
     "less together than apart": "both together are worse than that sum says, though each may still help",
     "they add up": "both together give that sum, to less than the margin",
+    "identical": "one of them did nothing: on every shared seed the scores are those without it",
     "undecided": "more, less or the sum: these seeds cannot tell, a new study with more would",
 }
 

@@ -290,7 +290,7 @@ def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte", baseline="the other s
 
 # what an interaction is called by the verdict on its difference
 TOGETHER = {"better": "more together than apart", "worse": "less together than apart",
-            "same": "they add up", "undecided": "undecided"}
+            "same": "they add up", "identical": "identical", "undecided": "undecided"}
 
 
 def interaction_in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
@@ -300,6 +300,9 @@ def interaction_in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
         why = ("do not show the spread of these scores" if min(c.n, c.n_baseline) > 1
                else "are too few, each of the four cells needs two or more")
         return f"undecided: {c.n} and {plural(c.n_baseline, 'seed')} {why}"
+    if is_identical(c):
+        return ("identical: one of the changes did nothing, on every shared seed the scores are those "
+                "without it")
     if c.verdict in ("better", "worse"):  # the word holds the sign
         low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
         return (f"{TOGETHER[c.verdict]} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, "

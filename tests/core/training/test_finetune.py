@@ -14,7 +14,7 @@ from helpers import byte_pairs, tiny, torchrun, untimed
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNet
 from nanoheads import checkpoint, dataset
-from nanoheads.common import ROOT
+from nanoheads.common import ROOT, UserError
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset, DocumentBatches, PackedBatches
 from nanoheads.optim import make_optimizers, of_mechanisms
@@ -404,6 +404,14 @@ def test_packed_rows_hold_each_token_once_behind_the_one_before_it(wiki, T, shor
     full = np.mean(found) / T
     assert full == 1 if cut else full > 0.9 or shortest == 200
     assert f"{1 - full:.1%} of it is padding" in str(batches)
+
+
+def test_a_last_row_that_is_not_full_counts_where_documents_stay_whole(wiki):
+    data = Dataset(wiki)
+    T = int(packed(data).size.sum() / 2.5)
+    assert [each.shape for each in packed(data, T)(0)] == 3 * [(3, T)]
+    with pytest.raises(UserError, match="has 2 rows of documents of at least 8 tokens: fewer than the 3"):
+        packed(data, T, cut=True)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
