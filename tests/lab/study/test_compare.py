@@ -1890,8 +1890,10 @@ def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tm
     said = " ".join(capsys.readouterr().out.split())
     assert study["name"] in said or findings.question_of(study) in said
     assert study["command"].startswith("python compare.py ")
+    row = next(line for line in (ROOT / "results/README.md").read_text().splitlines()
+               if f"`{path.name}`" in line)
     for each in records.studies_in(study).values():
-        assert each["done"] == each["planned"]
+        assert each["done"] == each["planned"] or "missing" in row, "an unfinished study is called that"
 
 
 @pytest.mark.slow
