@@ -137,11 +137,9 @@ def interaction_of(by_text, one, other, both, alpha):
     """The Difference of what two changes give together and the sum of what each gives alone, in a mean over
     texts: both - one - other + plain. IDENTICAL: one of them does nothing, alone or beside the other.
     """
-    def changes_nothing(*pairs):
-        return all(identical(scores.get(a, {}), scores.get(b, {})) for scores in by_text for a, b in pairs)
-
-    if changes_nothing((one, "plain"), (both, other)) or changes_nothing((other, "plain"), (both, one)):
-        return stats.IDENTICAL
+    for idle, acting in ((one, other), (other, one)):
+        if identical_on_each(by_text, idle, "plain") and identical_on_each(by_text, both, acting):
+            return stats.IDENTICAL
     parts = []
     for name, weight in ((both, 1), (one, -1), (other, -1), ("plain", 1)):
         parts += parts_of([scores.get(name, {}) for scores in by_text], weight)
@@ -150,15 +148,20 @@ def interaction_of(by_text, one, other, both, alpha):
 
 def compared(by_text, variant, baseline, alpha):
     """The Difference of two variants: the mean of those on each text."""
-    own, other = ([scores.get(name, {}) for scores in by_text] for name in (variant, baseline))
-    if all(identical(*each) for each in zip(own, other)):
+    if identical_on_each(by_text, variant, baseline):
         return stats.IDENTICAL
+    own, other = ([scores.get(name, {}) for scores in by_text] for name in (variant, baseline))
     return stats.difference([*parts_of(own, 1), *parts_of(other, -1)], alpha)
 
 
 def parts_of(by_text, weight):
     """The mean over texts, of {seed: score} of each, as parts of stats.difference()."""
     return [(weight / len(by_text), [*scores.values()]) for scores in by_text]
+
+
+def identical_on_each(by_text, variant, other):
+    """Whether two variants are identical() on each text."""
+    return all(identical(scores.get(variant, {}), scores.get(other, {})) for scores in by_text)
 
 
 def identical(scores, others):

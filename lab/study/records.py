@@ -205,47 +205,8 @@ class AtCost(Record):
 
 
 @dataclass(kw_only=True)
-class Comparison(Record):
-    """A difference of two variants and the verdict on it, as stats.Comparison has it, and what follows.
-
-    equal: what is equal beside the hyperparameters; differences: each seed of the variant less the mean of
-    the baseline; text: the interval over the text; look: the one of two that judged it.
-    """
-    variant: str
-    baseline: str
-    equal: list[str]
-    n: int
-    n_baseline: int
-    mean: Optional[float]
-    low: Optional[float]
-    high: Optional[float]
-    se: Optional[float]
-    df: Optional[float]
-    p: Optional[float]
-    p_corrected: Optional[float]
-    p_same: Optional[float] = None
-    verdict: str
-    more_seeds: Optional[float]
-    words: str
-    differences: list[float]
-    text: Optional[Interval] = None
-    worth: Optional[Worth] = sometimes()
-    equal_flops: Optional[AtCost] = sometimes()
-    equal_time: Optional[AtCost] = sometimes()
-    look: Optional[int] = sometimes()
-
-
-@dataclass(kw_only=True)
-class Interaction(Record):
-    """What two changes give together, less the sum of what each gives alone, and the verdict on it.
-
-    one, other, both: the variants; mean: both - one - other + plain; n: seeds of that of the three which has
-    the fewest, n_baseline: of the plain GPT; verdict: one of stats.TOGETHER. The rest is as a Comparison's,
-    which it is corrected together with.
-    """
-    one: str
-    other: str
-    both: str
+class Judged(Record):
+    """A difference and the verdict on it, as stats.Comparison has it, and the verdict as a sentence."""
     n: int
     n_baseline: int
     mean: Optional[float]
@@ -259,6 +220,38 @@ class Interaction(Record):
     verdict: str
     more_seeds: Optional[float]
     words: str
+
+
+@dataclass(kw_only=True)
+class Comparison(Judged):
+    """A difference of two variants and the verdict on it, and what follows.
+
+    equal: what is equal beside the hyperparameters; differences: each seed of the variant less the mean of
+    the baseline; text: the interval over the text; look: the one of two that judged it.
+    """
+    variant: str
+    baseline: str
+    equal: list[str]
+    p_same: Optional[float] = None
+    differences: list[float]
+    text: Optional[Interval] = None
+    worth: Optional[Worth] = sometimes()
+    equal_flops: Optional[AtCost] = sometimes()
+    equal_time: Optional[AtCost] = sometimes()
+    look: Optional[int] = sometimes()
+
+
+@dataclass(kw_only=True)
+class Interaction(Judged):
+    """What two changes give together, less the sum of what each gives alone, and the verdict on it.
+
+    one, other, both: the variants; mean: both - one - other + plain; n: seeds of that of the three which has
+    the fewest, n_baseline: of the plain GPT; verdict: one of stats.TOGETHER. The rest is as a Comparison's,
+    which it is corrected together with.
+    """
+    one: str
+    other: str
+    both: str
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from nanoheads.common import plural, say, table
-from nanoheads.drawing import COLOURS, GREY, canvas
+from nanoheads.drawing import COLOURS, GREY, canvas, coloured_table
 from nanoheads.tasks import LEARNED
 from lab.study import outside, report
 from lab.study.findings import ABOUT_RECORD, RECORD, RECORD_IN_SHORT
@@ -180,15 +180,10 @@ def task_map(found):
             arm = found["tasks"][task]["arms"].get(name)
             if arm and arm["judge"]["acc"]:
                 shares[i, j] = statistics.mean(arm["judge"]["acc"])
-    figure = canvas(3.2 + 1.15 * len(tasks), 1.2 + 0.27 * len(names), "Share of answers that are right")
-    ax = figure.subplots()
-    ax.imshow(shares, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-    ax.set_xticks(range(len(tasks)), [f"{task}\nguessing {guess_of(found['tasks'][task]):.2f}"
-                                      for task in tasks], fontsize=9)
-    ax.set_yticks(range(len(names)), names, fontsize=9)
-    ax.xaxis.tick_top()
-    ax.grid(False)
-    ax.tick_params(length=0)
+    columns = [f"{task}\nguessing {guess_of(found['tasks'][task]):.2f}" for task in tasks]
+    figure, ax = coloured_table(3.2 + 1.15 * len(tasks), 1.2 + 0.27 * len(names),
+                                "Share of answers that are right", shares, columns, names,
+                                vmin=0, vmax=1, cmap="Blues")
     for (i, j), share in np.ndenumerate(shares):
         if not math.isnan(share):
             row = cells.get((tasks[j], names[i]))

@@ -31,7 +31,7 @@ from scipy.stats import rankdata
 
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_words, plural, say, table, writable,
                               writable_folder, write_atomic, write_json)
-from nanoheads.drawing import canvas, drawn
+from nanoheads.drawing import coloured_table, drawn
 from lab.study import effects, outside, permutation, results, task_study
 from lab.study.findings import Table, against_plain, known, listed
 from lab.study.records import TextsResults, studies_in
@@ -420,15 +420,10 @@ def transfer_map(found):
         cells[i, -1] = found.record[name].verdict
     shade = cells / DARKEST
     shade[:, -1] = cells[:, -1]
-    figure = canvas(3.4 + 1.1 * len(columns), 1.4 + 0.27 * len(names), "Effects in standard errors")
-    ax = figure.subplots()
-    ax.imshow(shade, vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
+    figure, ax = coloured_table(3.4 + 1.1 * len(columns), 1.4 + 0.27 * len(names),
+                                "Effects in standard errors", shade, [*columns, "the record\n(-1 to 1)"],
+                                names, vmin=-1, vmax=1, cmap="RdBu")
     ax.axvline(len(columns) - 0.5, color="black", lw=2)
-    ax.set_xticks(range(len(columns) + 1), [*columns, "the record\n(-1 to 1)"], fontsize=9)
-    ax.set_yticks(range(len(names)), names, fontsize=9)
-    ax.xaxis.tick_top()
-    ax.grid(False)
-    ax.tick_params(length=0)
     for (i, j), value in np.ndenumerate(cells):
         if not math.isnan(value):
             text = signed(value) if j == len(columns) else f"{value:+.1f}"
