@@ -3,18 +3,21 @@ How well a scale shows a change that is known: its effect over the spread of the
 
 python -m lab.study.signals results/proxies-tiny.json.gz results/proxies-deep.json.gz
 python -m lab.study.signals out/proxies-long/results.json.gz --changes short_conv "plain x 1.4"
+python -m lab.study.signals results/calm.json.gz --spreads
 
 A file is of a study such as config/studies/proxies.py. By these numbers a cheap scale is chosen, or a setting
 of one (Signal and Noise, arXiv 2508.13144): a scale on which a change is far outside of what seeds do, for
-little processor time.
+little processor time. With --spreads it is asked by how much each variant's own score differs over seeds: a
+plain GPT that is as good and spreads less needs fewer of them.
 """
 
 import argparse
 import math
-from statistics import mean
+from statistics import mean, stdev
 from typing import NamedTuple, Optional
 
 from scipy.special import nctdtrinc
+from scipy.stats import chi2, f as f_distribution
 
 from nanoheads.common import (ArgumentParser, UserError, as_program, json_safe, last_words, say, table,
                               write_json)
@@ -88,12 +91,62 @@ def signals_table(rows):
 
 def read_signals(paths, changes=CHANGES):
     """[(scale, Signal)] of results files, in order. UserError."""
+    return of_studies(paths, lambda study: signals(study, changes))
+
+
+def of_studies(paths, of):
+    """[(scale, row)] of the rows that of(study) has for each study in results files, in order."""
     found = []
     for path in paths:
         for name, study in studies_in(results.read(path)).items():
             where = ", ".join(filter(None, [study.scale, name]))
-            found += [(where, each) for each in signals(study, changes)]
+            found += [(where, each) for each in of(study)]
     return found
+
+
+class Spread(NamedTuple):
+    """How a variant's score differs over seeds, beside the plain GPT's. Scores are in bits/byte."""
+    variant: str
+    seeds: int
+    bpb: float              # the mean
+    spread: float           # the standard deviation over seeds
+    low: float              # its 95 % interval: the scores are taken for normally distributed
+    high: float
+    p: Optional[float]      # of the F test that the plain GPT spreads as much, both sides; None: the plain GPT
+
+
+def spreads(study):
+    """[Spread] of the variants in a StudyResults that have three runs or more, the plain GPT first. UserError."""
+    scores = {name: [*each.values()] for name, each in effects.scores_of(study.arms).items() if len(each) > 2}
+    if "plain" not in scores:
+        raise UserError(f"{study.name} at {study.scale} has fewer than three runs of the plain GPT: nothing is "
+                        "known of its spread")
+    plain = scores.pop("plain")
+    return [spread_of("plain", plain), *(spread_of(name, own, plain) for name, own in scores.items())]
+
+
+def spread_of(name, own, plain=None):
+    """The Spread of a variant's scores over its seeds."""
+    spread, df = stdev(own), len(own) - 1
+    low, high = (float(spread * math.sqrt(df / chi2.ppf(p, df))) for p in (0.975, 0.025))
+    p = None
+    if plain:
+        below = f_distribution.cdf((spread / stdev(plain)) ** 2, df, len(plain) - 1)
+        p = float(2 * min(below, 1 - below))
+    return Spread(name, len(own), mean(own), spread, low, high, p)
+
+
+def spreads_table(rows):
+    """The Table of [(where, Spread)]. p is of one comparison: it is not corrected for their number."""
+    head = "scale", "variant", "seeds", "bits/byte", "spread [95 %]", "p, the plain GPT spreads as much"
+    return Table(head, [(where, s.variant, s.seeds, f"{s.bpb:.4f}",
+                         f"{s.spread:.4f} [{s.low:.4f}, {s.high:.4f}]", show(s.p, ".3f")) for where, s in rows],
+                 (0, 1))
+
+
+def read_spreads(paths):
+    """[(scale, Spread)] of results files, in order. UserError."""
+    return of_studies(paths, spreads)
 
 
 @as_program("signals")
@@ -102,11 +155,13 @@ def main(argv=None):
                             formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="results files of compare.py")
     parser.add_argument("--changes", nargs="+", default=CHANGES, help="variants that are known to help")
+    parser.add_argument("--spreads", action="store_true",
+                        help="how much each variant differs over seeds, in place of signals")
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
     with last_words("signals"):
-        rows = read_signals(args.files, args.changes)
-        head, cells, words = signals_table(rows)
+        rows = read_spreads(args.files) if args.spreads else read_signals(args.files, args.changes)
+        head, cells, words = (spreads_table if args.spreads else signals_table)(rows)
         say(table(head, cells, words))
         if args.json:
             write_json(args.json, json_safe([{"scale": where, **each._asdict()} for where, each in rows]))

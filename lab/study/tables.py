@@ -248,8 +248,13 @@ def signal(path, more=None):
     return in_markdown(*signals.signals_table(signals.read_signals(paths)))
 
 
+def spread(path, more=None):
+    """How much each variant of a study differs over seeds."""
+    return in_markdown(*signals.spreads_table(signals.read_spreads([path])))
+
+
 # kind -> text(the file's path, the rest of its mark)
-TABLES_OF_FILES = {"learned": learned, "signal": signal}
+TABLES_OF_FILES = {"learned": learned, "signal": signal, "spread": spread}
 # kind -> text(what the JSON file holds, its rows or None: all)
 OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
 

@@ -317,6 +317,31 @@ def test_a_change_that_seems_to_harm_has_a_signal_below_zero():
         signals.signals(known_changes([2.2], [], [2.0]))
 
 
+def test_the_spread_of_each_variant_is_compared_with_the_plain_gpts():
+    short, longer, plain = [2.00, 2.02, 2.01], [1.95, 1.99], [2.05, 2.01, 2.03, 2.08]
+    first, second = signals.spreads(known_changes(short, longer, plain))[:2]
+    assert (first.variant, first.seeds, first.p) == ("plain", 4, None)
+    assert (second.variant, second.seeds, second.spread) == ("short_conv", 3, pytest.approx(0.01))
+    # the interval: at its ends the squares about the mean have a chance of 2.5 %
+    for end, p in ((second.low, 0.975), (second.high, 0.025)):
+        assert scipy.stats.chi2.cdf(2 * 0.01 ** 2 / end ** 2, 2) == pytest.approx(p)
+    # F with two degrees of freedom above: P(F <= f) = 1 - (1 + 2 f / 3) ** (-3 / 2)
+    below = 1 - (1 + 2 / 3 * 0.01 ** 2 / np.var(plain, ddof=1)) ** -1.5
+    assert second.p == pytest.approx(2 * below)
+    assert "plain x 1.4" not in [each.variant for each in signals.spreads(known_changes(short, longer, plain))]
+    with pytest.raises(UserError, match="fewer than three runs of the plain GPT"):
+        signals.spreads(known_changes(short, longer, [2.0, 2.1]))
+
+
+def test_equal_spreads_are_called_different_as_often_as_p_says():
+    rng = np.random.default_rng(1)
+    p = [signals.spread_of("a", list(rng.normal(2.0, 0.01, 12)), list(rng.normal(1.0, 0.01, 8))).p
+         for _ in range(2000)]
+    assert scipy.stats.kstest(p, "uniform").pvalue > 0.01
+    narrow = signals.spread_of("a", list(rng.normal(2.0, 0.001, 12)), list(rng.normal(1.0, 0.01, 12)))
+    assert narrow.p < 0.001 and narrow.high < 0.005
+
+
 def test_the_signal_is_read_from_a_results_file(plain, here, nothing_there, tmp_path, capsys):
     study = study_of(plain, seeds=[11, 12], plain_seeds=2, mechanisms=["short_conv"])
     study.run(here)
@@ -329,3 +354,5 @@ def test_the_signal_is_read_from_a_results_file(plain, here, nothing_there, tmp_
     assert row["effect"] == pytest.approx(np.mean([*scores["short_conv"].values()])
                                           - np.mean([*scores["plain"].values()]))
     assert f"{row['effect']:+.4f}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="fewer than three runs of the plain GPT"):  # it has two
+        signals.main([str(tmp_path / "results.json.gz"), "--spreads"])
