@@ -2,9 +2,9 @@
 # to see which scale orders mechanisms as the record does. Once for each:
 #   python compare.py config/studies/battery.py --scale=deep       # tiny, deep, long, bpe
 # The tasks are in config/studies/tasks.py, and python -m lab.study.transfer FILES says which of them predicts
-# 80 runs a scale of half a minute to two on a core; at the plain GPT's rates, without other budgets. Scored on
-# 200,000 tokens of the test split, evenly spaced and the same for all: at bpe the whole split would take
-# longer than the training
+# 80 runs a scale of half a minute to two on a core; at the plain GPT's rates, without other budgets
+# Scored on 200,000 tokens of the test split, evenly spaced and the same for all: at bpe the whole split would
+# take longer than the training
 
 question = "Which cheap setting orders mechanisms as the public record does?"
 

@@ -1,7 +1,8 @@
 # Does another plain GPT at the tiny scale, that is as good, spread less over seeds? A learned factor of each
 # head's scores, and twice the batch for half the steps, at the rates of the scale and at 1.4 times those
 # On validation, since its answer chooses a scale: 48 runs of half a minute on a core
-# python compare.py config/studies/calm.py, then python -m lab.study.signals out/calm/results.json.gz --spreads
+# python compare.py config/studies/calm.py
+# python -m lab.study.signals out/calm/results.json.gz --spreads
 
 question = "Which plain GPT of equal cost spreads least over seeds?"
 

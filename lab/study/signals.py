@@ -112,15 +112,15 @@ class Spread(NamedTuple):
     spread: float           # the standard deviation over seeds
     low: float              # its 95 % interval: the scores are taken for normally distributed
     high: float
-    p: Optional[float]      # of the F test that the plain GPT spreads as much, both sides; None: the plain GPT
+    p: Optional[float]      # two-sided, of the F test that the plain GPT spreads as much; None: it is it
 
 
 def spreads(study):
-    """[Spread] of the variants in a StudyResults that have three runs or more, the plain GPT first. UserError."""
+    """[Spread] of the plain GPT and of variants with three runs or more in a StudyResults. UserError."""
     scores = {name: [*each.values()] for name, each in effects.scores_of(study.arms).items() if len(each) > 2}
     if "plain" not in scores:
-        raise UserError(f"{study.name} at {study.scale} has fewer than three runs of the plain GPT: nothing is "
-                        "known of its spread")
+        raise UserError(f"{study.name} at {study.scale} has fewer than three runs of the plain GPT: nothing "
+                        "is known of its spread")
     plain = scores.pop("plain")
     return [spread_of("plain", plain), *(spread_of(name, own, plain) for name, own in scores.items())]
 
@@ -139,9 +139,9 @@ def spread_of(name, own, plain=None):
 def spreads_table(rows):
     """The Table of [(where, Spread)]. p is of one comparison: it is not corrected for their number."""
     head = "scale", "variant", "seeds", "bits/byte", "spread [95 %]", "p, the plain GPT spreads as much"
-    return Table(head, [(where, s.variant, s.seeds, f"{s.bpb:.4f}",
-                         f"{s.spread:.4f} [{s.low:.4f}, {s.high:.4f}]", show(s.p, ".3f")) for where, s in rows],
-                 (0, 1))
+    cells = [(where, s.variant, s.seeds, f"{s.bpb:.4f}", f"{s.spread:.4f} [{s.low:.4f}, {s.high:.4f}]",
+              show(s.p, ".3f")) for where, s in rows]
+    return Table(head, cells, (0, 1))
 
 
 def read_spreads(paths):
