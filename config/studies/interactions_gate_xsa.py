@@ -9,4 +9,5 @@ interactions = [("xsa", "output_gate")]
 seeds = list(range(1, 28))
 plain_seeds = 27
 budgets = []
+test_tokens = 200_000  # as the battery, with which it shares runs
 match_parameters = False
