@@ -15,7 +15,8 @@ predict, for each in turn.
 p is of the hypothesis that a proxy has nothing to do with the record: the record's verdicts are shuffled
 over the mechanisms, and for the best two the choice is made anew each time. It is one-sided and corrected by
 Holm. Intervals are bootstrapped over mechanisms, and with few of them they are rough. Both take mechanisms
-for independent of each other. Some are not: short convolutions and key offset do much the same.
+for independent of each other. Some are not: short convolutions and key offset do much the same. So all of it
+is computed once more with one mechanism of each KIN.
 """
 
 import argparse
@@ -43,6 +44,9 @@ DRAWS = 5000    # of the bootstrap, and shuffles of the record
 LEVEL = 0.95
 SHAPE = ("n_layer", "n_embd", "block_size")
 DARKEST = 4     # standard errors, in the picture
+# what does much the same: the token before for each head; a gate behind attention; two maps of attention
+KIN = (("short_conv", "short_conv_kv", "short_conv_x", "key_offset"),
+       ("output_gate", "output_gate_elementwise", "output_gate_narrow"), ("diff", "diff_v1"))
 
 
 class Effect(NamedTuple):
@@ -264,6 +268,7 @@ class Transfer:
     flattered: Optional[float]
     notes: list
     with_every_row: Optional[list] = None  # what is better than chance if rows that are set aside count too
+    one_of_kin: Optional["Transfer"] = None  # the same with one mechanism of each kin
 
 
 def transfer(paths):
@@ -272,7 +277,20 @@ def transfer(paths):
     effects_of, notes = proxies_in(paths)
     found = judged_by(effects_of, outside.summaries(), notes)
     found.with_every_row = better_than_chance(judged_by(effects_of, outside.summaries(every_row=True), notes))
+    alone = {proxy: one_of_kin(own, found.record) for proxy, own in effects_of.items()}
+    if any(len(own) >= FEWEST for own in alone.values()):
+        found.one_of_kin = judged_by(alone, outside.summaries(), notes)
     return found
+
+
+def one_of_kin(own, record):
+    """A proxy's {mechanism: Effect} with one mechanism of each KIN: of those in it the one that is measured
+    most often in the record {mechanism: outside.Summary}."""
+    left_out = set()
+    for kin in KIN:
+        here = [name for name in kin if name in own and name in record]
+        left_out.update(set(here) - {max(here, key=lambda name: record[name].rows, default=None)})
+    return {name: effect for name, effect in own.items() if name not in left_out}
 
 
 def judged_by(effects_of, record, notes):
@@ -315,6 +333,9 @@ def headline(found):
     if found.with_every_row not in (None, good):
         names = listed(found.with_every_row) or "none"
         lines.append(f"This hangs on which rows of the record count: by all of them {names} would be better.")
+    if found.one_of_kin and better_than_chance(found.one_of_kin) != good:
+        names = listed(better_than_chance(found.one_of_kin)) or "none"
+        lines.append(f"It hangs on mechanisms that do much the same: with one of each kin {names} is.")
     above = listed([row.name for row in found.rows if row.more_interval[0] > 0]) or "no proxy"
     helps = dict.fromkeys(share(end(row.helps for row in found.rows)) for end in (min, max))
     lines.append(f"Right about the sign more often than guessing \"helps\" always: {above}. That guess is "
@@ -383,6 +404,11 @@ def remarks(found):
         pairs = "; ".join(f"{pair} ({count})" for pair, count in found.chosen.items())
         lines.append(f"The best two were chosen without the mechanism that they predict: {pairs}. The pair "
                      f"that is best on all has {signed(found.flattered)}, and was chosen for that.")
+    if found.one_of_kin:
+        rows = "; ".join(f"{row.name} {signed(row.correlation)} over {len(row.mechanisms)}, corrected p = "
+                         f"{row.p_corrected:.2g}" for row in found.one_of_kin.rows)
+        kin = "; ".join(listed(each) for each in KIN)
+        lines.append(f"With one mechanism alone of each kin ({kin}): {rows}.")
     if found.too_few:
         names = listed([f"{name} ({count})" for name, count in found.too_few.items()])
         lines.append(f"Not judged, for they have fewer than {FEWEST} mechanisms: {names}.")
@@ -440,8 +466,9 @@ def for_a_program(found):
                        for each, effect in own.items()} for name, own in found.proxies.items()}
     return dict(headline=headline(found), proxies=[asdict(row) for row in found.rows], effects=by_proxy,
                 record={name: each._asdict() for name, each in found.record.items()}, chosen=found.chosen,
-                flattered=found.flattered, with_every_row=found.with_every_row, too_few=found.too_few,
-                notes=found.notes)
+                flattered=found.flattered, with_every_row=found.with_every_row,
+                one_of_kin=[asdict(row) for row in found.one_of_kin.rows] if found.one_of_kin else None,
+                too_few=found.too_few, notes=found.notes)
 
 
 def write(found, out):

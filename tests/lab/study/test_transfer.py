@@ -171,6 +171,34 @@ def test_of_several_files_the_one_with_the_most_seeds_counts(monkeypatch):
         assert notes == ["The study in also.json is not finished: its effects may change."]
 
 
+def test_of_what_does_much_the_same_the_most_measured_counts_alone():
+    record = {name: outside.Summary(name, rows, 0, 0, 1.0, 1, None, None, 0) for name, rows in
+              dict(short_conv=3, short_conv_x=14, key_offset=13, diff=1, diff_v1=6, fox=5).items()}
+
+    def left(*names):
+        return [*transfer.one_of_kin(dict.fromkeys(names), record)]
+
+    assert left("short_conv", "short_conv_x", "key_offset", "fox") == ["short_conv_x", "fox"]
+    assert left("fox", "short_conv", "key_offset", "diff") == ["fox", "key_offset", "diff"]
+    assert left("diff", "diff_v1", "unknown") == ["diff_v1", "unknown"]
+
+
+def test_a_finding_that_hangs_on_four_of_one_kin_is_called_so():
+    kin = transfer.KIN[0]
+    names = [*kin, "fox", "xsa", "mudd", "sink", "moh", "window"]
+    verdicts = [1.0] * 4 + [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
+    record = {name: outside.Summary(name, 1, 0, 0, verdict, 1, None, None, 0)
+              for name, verdict in zip(names, verdicts)}
+    own = {name: transfer.Effect(x, 1.0, 3, "") for name, x in zip(names, [9, 8, 7, 6, 0, 1, 2, -1, 1, 0])}
+    found = transfer.judged_by({"tiny": own}, record, [])
+    assert transfer.better_than_chance(found) == ["tiny"]
+    found.one_of_kin = transfer.judged_by({"tiny": transfer.one_of_kin(own, record)}, record, [])
+    assert len(found.one_of_kin.rows[0].mechanisms) == 7
+    said, (under,) = transfer.headline(found), [each for each in transfer.remarks(found) if "kin" in each]
+    assert "It hangs on mechanisms that do much the same: with one of each kin none is." in said
+    assert under.startswith("With one mechanism alone") and "tiny +0.4" in under
+
+
 # ---- the program ----
 
 def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
