@@ -137,10 +137,12 @@ class Dataset:
             cuts = after_each(tokens, self.separator)
         if not len(cuts):
             cuts = beginnings(self.tokenizer, tokens, *BEGINNINGS)
+        marked = len(cuts) > 0
         cuts = np.unique([0, *cuts, len(tokens)])
         if len(cuts) < 3:
-            raise UserError(f"{self.name_of(split)} has no documents: no end-of-text token, title or blank "
-                            "line says where one begins")
+            raise UserError(self.name_of(split) + (
+                " is a single document, and it takes two or more" if marked else
+                " has no documents: no end-of-text token, title or blank line says where one begins"))
         return cuts
 
 

@@ -282,6 +282,13 @@ def test_an_end_of_text_ends_a_document(tmp_path, monkeypatch):
     assert data.documents("train").tolist() == [0, 3, 5, 6, 8], "in blocks"
 
 
+def test_one_document_is_said_to_be_one(tmp_path):
+    with pytest.raises(UserError, match="is a single document, and it takes two or more"):
+        tokens_data(tmp_path / "one", [5, 6, 7, 50256]).documents("train")
+    with pytest.raises(UserError, match="has no documents: no end-of-text token, title or blank line"):
+        dataset_of_text(tmp_path, "words and nothing else").documents("train")
+
+
 def test_without_an_end_of_text_token_no_other_ends_a_document(tmp_path):
     """The first token of a vocabulary that has none is a text's own."""
     text = "one two\n\nthree!!\n\nfour" * 9
