@@ -7,8 +7,8 @@ Which predictions came true: docs/results/predictions.md, judged by results file
 The page was written before the battery ran. Its table says of each mechanism that the public record knows
 whether a proxy will agree with the record, and beside the table it says when a proxy agrees. A cell that is
 marked ° was no prediction, since a measurement was on file, and is counted apart. What was not measured is
-open. Below the table of the page are five sentences over all mechanisms; they are judged by transfer.py's
-figures.
+open, and on tasks what another one may decide: it takes all eight to say that none agrees. Below the table
+of the page are five sentences over all mechanisms; they are judged by transfer.py's figures.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional
 from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, json_safe, last_words, plural, say,
                               table, write_json)
 from nanoheads.tasks import TASKS
-from lab.study import transfer
+from lab.study import outside, transfer
 from lab.study.findings import Table
 
 PAGE = ROOT / "docs" / "results" / "predictions.md"
@@ -69,23 +69,37 @@ def side_of(effect):
     return (effect.in_errors >= ERRORS) - (effect.in_errors <= -ERRORS)
 
 
-def agrees(word, effects, margin):
-    """Whether Effects in a proxy agree with the record's word; one of several tasks is enough for helps."""
+def agrees(word, effect, margin):
+    """Whether an Effect agrees with the record's word."""
     if word == "neutral":
-        return all(side_of(each) == 0 and abs(each.better) < margin for each in effects)
-    return any(side_of(each) == (1 if word == "helps" else -1) for each in effects)
+        return side_of(effect) == 0 and abs(effect.better) < margin
+    return side_of(effect) == (1 if word == "helps" else -1)
+
+
+def agrees_on_tasks(word, effects):
+    """The same for Effects on several tasks; None: it is open, since another task may decide.
+
+    One task is enough to agree with helps or hurts, and to disagree with neutral: else it takes all of them.
+    """
+    found = [agrees(word, each, MARGIN_OF_TASKS) for each in effects]
+    decides = word != "neutral"
+    if decides in found:
+        return decides
+    return not decides if len(found) == len(TASKS) else None
 
 
 def judged(page, effects_of):
     """[Cell] of a page's {mechanism: (word, predictions)} by {proxy or task: {mechanism: Effect}}."""
     cells = []
     for name, (word, predictions) in page.items():
+        on_tasks = [own[name] for key, own in effects_of.items() if key in TASKS and name in own]
         for proxy, (predicted, known_before) in predictions.items():
-            here = [own[name] for key, own in effects_of.items()
-                    if name in own and (key in TASKS if proxy == "tasks" else key == proxy)]
-            margin = MARGIN_OF_TASKS if proxy == "tasks" else MARGIN
-            cells.append(Cell(name, proxy, predicted, known_before,
-                              agrees(word, here, margin) if here else None))
+            if proxy == "tasks":
+                found = agrees_on_tasks(word, on_tasks)
+            else:
+                effect = effects_of.get(proxy, {}).get(name)
+                found = None if effect is None else agrees(word, effect, MARGIN)
+            cells.append(Cell(name, proxy, predicted, known_before, found))
     return cells
 
 
@@ -97,16 +111,18 @@ def counted(cells):
 
 # ---- the five sentences over all mechanisms ----
 
-def sentences(cells, found):
-    """[(the number of the sentence, what came of it)]; found: a transfer.Transfer.
+def sentences(cells, effects_of, found):
+    """[(the number of the sentence, what came of it)].
 
-    What is said of all proxies is said so far, where some of them are not measured.
+    effects_of: {proxy or task: {mechanism: Effect}}; found: the transfer.Transfer of these, or None where no
+    proxy has enough mechanisms. While a cell is open, all of it is so far.
     """
-    measured = {cell.proxy for cell in cells if cell.agrees is not None}
-    so_far = "" if measured == {*PROXIES} else "so far "
-    return [(1, most_agreement(cells)), *((2, unlike_tiny(found, each)) for each in ("bpe", "long")),
-            (3, so_far + above_chance(found)), (4, so_far + more_signs(found)),
-            (5, so_far + better_together(found))]
+    texts = [(1, most_agreement(cells)), *((2, unlike_tiny(effects_of, each)) for each in ("bpe", "long")),
+             *((number, of(found) if found else "open, since no proxy has enough mechanisms")
+               for number, of in ((3, above_chance), (4, more_signs), (5, better_together)))]
+    if all(cell.agrees is not None for cell in cells):
+        return texts
+    return [(number, re.sub("^(came true|refuted)", r"so far \1", text)) for number, text in texts]
 
 
 def verdict(came_true):
@@ -114,18 +130,20 @@ def verdict(came_true):
 
 
 def most_agreement(cells):
-    shares = {proxy: [cell.agrees for cell in cells if cell.proxy == proxy and cell.agrees is not None]
-              for proxy in PROXIES}
-    words = ", ".join(f"{proxy} {sum(own)} of {len(own)}" for proxy, own in shares.items())
-    if not all(shares.values()):
-        return f"open, since not all proxies are measured: {words}"
-    count = {proxy: sum(own) for proxy, own in shares.items()}
+    """Sentence 1, over the mechanisms that every scale has; of tasks, what has agreed by now."""
+    of = {(cell.mechanism, cell.proxy): cell.agrees for cell in cells}
+    names = dict.fromkeys(cell.mechanism for cell in cells)
+    common = [name for name in names if all(of[name, proxy] is not None for proxy in PROXIES[:-1])]
+    if not common:
+        return "open, since no mechanism is measured at tiny, deep, long and bpe"
+    count = {proxy: sum(of[name, proxy] is True for name in common) for proxy in PROXIES}
+    words = ", ".join(f"{proxy} {n}" for proxy, n in count.items())
     alone = all(count["deep"] > n for proxy, n in count.items() if proxy != "deep")
-    return f"{verdict(alone)}: the proxies agree with the record for {words}"
+    return f"{verdict(alone)}: of {plural(len(common), 'mechanism')} these agree with the record: {words}"
 
 
-def unlike_tiny(found, proxy):
-    one, other = (found.proxies.get(name, {}) for name in ("tiny", proxy))
+def unlike_tiny(effects_of, proxy):
+    one, other = (effects_of.get(name, {}) for name in ("tiny", proxy))
     both = [name for name in one if name in other]
     if not both:
         return f"open, since tiny and {proxy} are not both measured"
@@ -140,24 +158,32 @@ def single(found):
 
 
 def above_chance(found):
+    """Sentence 3, which figures on file refuted when it was written: it is no prediction."""
     good = [row for row in single(found) if row.p_corrected <= 1 - transfer.LEVEL]
     words = "; ".join(transfer.in_words(row) for row in good) or "no proxy is above chance"
-    return f"{verdict(not good)}: {words}"
+    return f"{verdict(not good)}, and apart, for what was on file when it was written refuted it: {words}"
 
 
 def more_signs(found):
+    """Sentence 4, which nothing can refute while the record has no verdict below 0."""
+    if all(row.helps == 1 for row in single(found)):
+        return "cannot be refuted: guessing helps is right for all that the record has a sign for"
     above = [row.name for row in single(found) if row.signs > row.helps]
     return f"{verdict(not above)}: {', '.join(above) or 'no proxy'} has more signs right than the guess"
 
 
 def better_together(found):
+    """Sentence 5: the best two against the best one, over the same mechanisms."""
     two = next((row for row in found.rows if row.name not in found.proxies), None)
     if two is None:
         return "open, since too few mechanisms are measured in all proxies"
-    best = max(single(found), key=lambda row: row.correlation)
-    return (f"{verdict(two.correlation - best.correlation < BETTER_TOGETHER)}: two together "
-            f"{two.correlation:+.2f} over {len(two.mechanisms)}, {best.name} alone {best.correlation:+.2f} "
-            f"over {len(best.mechanisms)}")
+    record = [found.record[name].verdict for name in two.mechanisms]
+    alone = {proxy: float(transfer.rank_correlation([own[name].in_errors for name in two.mechanisms], record))
+             for proxy, own in found.proxies.items()}
+    best = max(alone, key=alone.get)
+    return (f"{verdict(two.correlation - alone[best] < BETTER_TOGETHER)}: over "
+            f"{plural(len(record), 'mechanism')} two together have {two.correlation:+.2f}, {best} alone "
+            f"{alone[best]:+.2f}")
 
 
 # ---- words and tables ----
@@ -165,12 +191,11 @@ def better_together(found):
 def headline(cells):
     (right, n), (old_right, old_n) = (counted([c for c in cells if c.known_before is known])
                                       for known in (False, True))
-    open_cells = sum(cell.agrees is None for cell in cells)
-    of = [cell for cell in cells if not cell.known_before and cell.agrees is not None]
-    never = sum(not cell.agrees for cell in of)
+    never = sum(cell.agrees is False for cell in cells if not cell.known_before)
+    still = sum(cell.agrees is None for cell in cells if not cell.known_before)
     return (f"{right} of {plural(n, 'prediction')} came true; guessing that no proxy agrees with the record "
-            f"is right for {never} of them. Of {plural(old_n, 'cell')} that were on file before, a new "
-            f"measurement comes out as the old one in {old_right}. Open: {open_cells}.")
+            f"is right for {never} of them. {still} are open. Of {plural(old_n, 'cell')} of which a "
+            f"measurement was on file before, which are no predictions, {old_right} are as expected.")
 
 
 def cells_table(cells):
@@ -190,10 +215,13 @@ def cells_table(cells):
 
 
 def read_all(paths):
-    """(cells, the Transfer) of results files. UserError."""
-    found = transfer.transfer(paths)
-    effects_of, _ = transfer.proxies_in(paths)
-    return judged(on_the_page(PAGE.read_text(encoding="utf-8")), effects_of), found
+    """(cells, {proxy or task: {mechanism: Effect}}, the Transfer or None, notes) of files. UserError."""
+    effects_of, notes = transfer.proxies_in(paths)
+    record = outside.summaries()
+    enough = any(len(set(own) & set(record)) >= transfer.FEWEST for own in effects_of.values())
+    page = on_the_page(PAGE.read_text(encoding="utf-8"))
+    return (judged(page, effects_of), effects_of,
+            transfer.judged_by(effects_of, record, notes) if enough else None, notes)
 
 
 @as_program("predictions")
@@ -204,11 +232,11 @@ def main(argv=None):
     parser.add_argument("--json", help="write the cells and sentences to this file")
     args = parser.parse_args(argv)
     with last_words("predictions"):
-        cells, found = read_all(args.files)
+        cells, effects_of, found, notes = read_all(args.files)
         head, rows, words = cells_table(cells)
-        lines = sentences(cells, found)
+        lines = sentences(cells, effects_of, found)
         say(headline(cells), "", table(head, rows, words), "",
-            *(f"{number}. {text}." for number, text in lines), *found.notes)
+            *(f"{number}. {text}." for number, text in lines), *notes)
         if args.json:
             write_json(args.json, json_safe(dict(
                 headline=headline(cells), cells=[{**c._asdict(), "right": c.right} for c in cells],

@@ -50,11 +50,15 @@ KIN = (("short_conv", "short_conv_kv", "short_conv_x", "key_offset"),
 
 
 class Effect(NamedTuple):
-    """Of a mechanism in a proxy: how much better than the plain GPT, its standard error, seeds, its file."""
+    """Of a mechanism in a proxy: how much better than the plain GPT, its standard error, seeds, its file.
+
+    tuned: on a task, both sides at their own best rates, with seeds that chose nothing.
+    """
     better: float
     se: float
     seeds: int
     file: str
+    tuned: bool = False
 
     @property
     def in_errors(self):
@@ -92,7 +96,8 @@ class Judged:
 def proxies_in(paths):
     """({proxy: {mechanism: Effect}}, sentences on what is not finished) of results files.
 
-    Where several files have a mechanism at one scale, the one with the most seeds counts, of these the first.
+    Where several files have a mechanism at one scale, the one with the most seeds counts, of these the first;
+    on a task what was judged at the best rates comes before all others.
     UserError: a file cannot be read, or is of another kind.
     """
     found, unfinished = {}, []
@@ -102,7 +107,7 @@ def proxies_in(paths):
             unfinished.append(f"The study in {Path(path).name} is not finished: its effects may change.")
         for proxy, name, effect in each:
             own = found.setdefault(proxy, {})
-            if name not in own or effect.seeds > own[name].seeds:
+            if name not in own or (effect.tuned, effect.seeds) > (own[name].tuned, own[name].seeds):
                 own[name] = effect
     return found, unfinished
 
@@ -134,15 +139,18 @@ def effects_on_tasks(tasks, file):
     """(task, mechanism, Effect) for each; the standard error is that of the permutation test.
 
     Scores that are all or nothing may not spread at all on either side, and still differ: what spreads is the
-    difference over all ways of calling as many of the scores the variant's.
+    difference over all ways of calling as many of the scores the variant's. Where both sides were judged at
+    their own best rates, that counts and not what they did at the rates of the scale.
     """
     for task, each in tasks["tasks"].items():
-        plain = each["arms"][task_study.PLAIN]["judge"]["acc"]
+        plain = each["arms"][task_study.PLAIN]
         for variant, arm in each["arms"].items():
-            own, name = arm["judge"]["acc"], outside.entry_of(variant, arm["flags"])
-            if name and own and plain:
-                ways = permutation.divisions(len(own), len(plain)) @ np.array([*own, *plain])
-                yield task, name, Effect(float(ways[0]), float(ways.std()), len(own), file)
+            stage = "best" if arm["best"]["acc"] and plain["best"]["acc"] else "judge"
+            own, others = arm[stage]["acc"], plain[stage]["acc"]
+            name = outside.entry_of(variant, arm["flags"])
+            if name and len(own) > 1 and len(others) > 1:
+                ways = permutation.divisions(len(own), len(others)) @ np.array([*own, *others])
+                yield task, name, Effect(float(ways[0]), float(ways.std()), len(own), file, stage == "best")
 
 
 # ---- statistics ----
@@ -277,20 +285,24 @@ def transfer(paths):
     effects_of, notes = proxies_in(paths)
     found = judged_by(effects_of, outside.summaries(), notes)
     found.with_every_row = better_than_chance(judged_by(effects_of, outside.summaries(every_row=True), notes))
-    alone = {proxy: one_of_kin(own, found.record) for proxy, own in effects_of.items()}
+    alone = one_of_kin(found.proxies, found.record)
     if any(len(own) >= FEWEST for own in alone.values()):
         found.one_of_kin = judged_by(alone, outside.summaries(), notes)
     return found
 
 
-def one_of_kin(own, record):
-    """A proxy's {mechanism: Effect} with one mechanism of each KIN: of those in it the one that is measured
-    most often in the record {mechanism: outside.Summary}."""
-    left_out = set()
-    for kin in KIN:
-        here = [name for name in kin if name in own and name in record]
-        left_out.update(set(here) - {max(here, key=lambda name: record[name].rows, default=None)})
-    return {name: effect for name, effect in own.items() if name not in left_out}
+def one_of_kin(proxies, record):
+    """Proxies {name: {mechanism: Effect}} with one mechanism of each KIN, the same in all of them.
+
+    It is the one that most proxies have, and of those the one that is measured most often in the record
+    {mechanism: outside.Summary}.
+    """
+    def known(name):
+        return sum(name in own for own in proxies.values()), record[name].rows if name in record else 0
+
+    left_out = {name for kin in KIN for name in kin if name != max(kin, key=known)}
+    return {proxy: {name: effect for name, effect in own.items() if name not in left_out}
+            for proxy, own in proxies.items()}
 
 
 def judged_by(effects_of, record, notes):
@@ -335,7 +347,7 @@ def headline(found):
         lines.append(f"This hangs on which rows of the record count: by all of them {names} would be better.")
     if found.one_of_kin and better_than_chance(found.one_of_kin) != good:
         names = listed(better_than_chance(found.one_of_kin)) or "none"
-        lines.append(f"It hangs on mechanisms that do much the same: with one of each kin {names} is.")
+        lines.append(f"With one mechanism alone of each kin, which are fewer, {names} is shown to be.")
     above = listed([row.name for row in found.rows if row.more_interval[0] > 0]) or "no proxy"
     helps = dict.fromkeys(share(end(row.helps for row in found.rows)) for end in (min, max))
     lines.append(f"Right about the sign more often than guessing \"helps\" always: {above}. That guess is "

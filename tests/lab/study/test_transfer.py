@@ -175,15 +175,19 @@ def test_of_what_does_much_the_same_the_most_measured_counts_alone():
     record = {name: outside.Summary(name, rows, 0, 0, 1.0, 1, None, None, 0) for name, rows in
               dict(short_conv=3, short_conv_x=14, key_offset=13, diff=1, diff_v1=6, fox=5).items()}
 
-    def left(*names):
-        return [*transfer.one_of_kin(dict.fromkeys(names), record)]
+    def left(*proxies):
+        found = transfer.one_of_kin({i: dict.fromkeys(names) for i, names in enumerate(proxies)}, record)
+        return [[*own] for own in found.values()]
 
-    assert left("short_conv", "short_conv_x", "key_offset", "fox") == ["short_conv_x", "fox"]
-    assert left("fox", "short_conv", "key_offset", "diff") == ["fox", "key_offset", "diff"]
-    assert left("diff", "diff_v1", "unknown") == ["diff_v1", "unknown"]
+    assert left(["short_conv", "short_conv_x", "key_offset", "fox"]) == [["short_conv_x", "fox"]]
+    assert left(["fox", "short_conv", "key_offset", "diff"]) == [["fox", "key_offset", "diff"]]
+    assert left(["diff", "diff_v1", "unknown"]) == [["diff_v1", "unknown"]]
+    # the same in all proxies: the one that most of them have
+    assert left(["short_conv_x", "key_offset", "fox"], ["key_offset"]) == [["key_offset", "fox"],
+                                                                          ["key_offset"]]
 
 
-def test_a_finding_that_hangs_on_four_of_one_kin_is_called_so():
+def test_a_finding_that_is_gone_with_one_of_each_kin_is_called_so():
     kin = transfer.KIN[0]
     names = [*kin, "fox", "xsa", "mudd", "sink", "moh", "window"]
     verdicts = [1.0] * 4 + [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
@@ -192,10 +196,10 @@ def test_a_finding_that_hangs_on_four_of_one_kin_is_called_so():
     own = {name: transfer.Effect(x, 1.0, 3, "") for name, x in zip(names, [9, 8, 7, 6, 0, 1, 2, -1, 1, 0])}
     found = transfer.judged_by({"tiny": own}, record, [])
     assert transfer.better_than_chance(found) == ["tiny"]
-    found.one_of_kin = transfer.judged_by({"tiny": transfer.one_of_kin(own, record)}, record, [])
+    found.one_of_kin = transfer.judged_by(transfer.one_of_kin({"tiny": own}, record), record, [])
     assert len(found.one_of_kin.rows[0].mechanisms) == 7
     said, (under,) = transfer.headline(found), [each for each in transfer.remarks(found) if "kin" in each]
-    assert "It hangs on mechanisms that do much the same: with one of each kin none is." in said
+    assert "With one mechanism alone of each kin, which are fewer, none is shown to be." in said
     assert under.startswith("With one mechanism alone") and "tiny +0.4" in under
 
 
