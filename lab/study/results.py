@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from model import GPTConfig
 from nanoheads import checkpoint, configurator, replaced
 from nanoheads.common import (UserError, from_json, git_commit, number, of_an_older_version,
                               pick_device, plural, read_whole, say, write_atomic)
@@ -472,7 +473,8 @@ def wrong_runs(study):
             spec = found.spec
             of_run = {**spec["model"].get("own", {}), **spec["model"], **spec["train"]}
             other = [key for key, value in arm.flags.items()
-                     if key != "seed" and value is not None and of_run.get(key) != value]
+                     if key != "seed" and value is not None
+                     and of_run.get(key) not in (value, as_the_model_has_it(spec, key, value))]
             other += ["seed"] * (spec["model"]["seed"] != seed + arm.flags.get("seed", 0))
             other += ["split"] * (spec["score"]["split"] != study.data.split)
             if "controller" not in spec["train"]:  # else heads may have come or gone
@@ -483,6 +485,16 @@ def wrong_runs(study):
             if bpb != found.bpb:
                 wrong.append(f"{name}: {bpb} is not {found.bpb}, the score of run {run}")
     return wrong
+
+
+def as_the_model_has_it(spec, key, value):
+    """A flag's value once the model has filled in what follows from others: a window of 0 is a quarter."""
+    if key not in spec["model"]:
+        return value
+    try:
+        return getattr(GPTConfig(**{**spec["model"], key: value}), key)
+    except (UserError, ValueError):
+        return value
 
 
 def wrong_scores(study):

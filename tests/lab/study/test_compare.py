@@ -857,8 +857,12 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
 
 
 def test_a_recheck_compares_the_flags_that_a_variant_names(plain):
-    """Of another optimizer the rest of the rates are others too, of another recipe the flags."""
-    flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
+    """Of another optimizer the rest of the rates are others too, of another recipe the flags.
+
+    A flag may stand for what follows from others: a window of 0 is a quarter of the context.
+    """
+    flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw"),
+             "window": dict(window=0)}
     study = study_of(plain, mechanisms=[], variants=flags)
     tuned = [v.at_rates({"adamw_lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
     for variant in [*study.variants.values(), *tuned]:
