@@ -23,6 +23,8 @@ from lab.study.findings import Table
 
 PAGE = ROOT / "docs" / "results" / "predictions.md"
 PROXIES = ("tiny", "deep", "long", "bpe", "tasks")
+# a cell's words: (whether it is expected to agree, whether a measurement was on file)
+WORDS = {"yes": (True, False), "no": (False, False), "yes°": (True, True), "no°": (False, True)}
 ERRORS = 2                           # standard errors from which on a difference counts, as the page has it
 # bits per byte, and the share of answers: below it there is no difference
 MARGIN, MARGIN_OF_TASKS = 0.01, 0.05
@@ -59,9 +61,6 @@ def on_the_page(text):
     if not found:
         raise UserError(f"{PAGE.name} has no table of predictions")
     return found
-
-
-WORDS = {"yes": (True, False), "no": (False, False), "yes°": (True, True), "no°": (False, True)}
 
 
 def side_of(effect):
@@ -159,7 +158,7 @@ def single(found):
 
 def above_chance(found):
     """Sentence 3, which figures on file refuted when it was written: it is no prediction."""
-    good = [row for row in single(found) if row.p_corrected <= 1 - transfer.LEVEL]
+    good = [row for row in single(found) if row.name in transfer.better_than_chance(found)]
     words = "; ".join(transfer.in_words(row) for row in good) or "no proxy is above chance"
     return f"{verdict(not good)}, and apart, for what was on file when it was written refuted it: {words}"
 
@@ -216,12 +215,13 @@ def cells_table(cells):
 
 def read_all(paths):
     """(cells, {proxy or task: {mechanism: Effect}}, the Transfer or None, notes) of files. UserError."""
+    outside.record_on_file()
     effects_of, notes = transfer.proxies_in(paths)
-    record = outside.summaries()
-    enough = any(len(set(own) & set(record)) >= transfer.FEWEST for own in effects_of.values())
-    page = on_the_page(PAGE.read_text(encoding="utf-8"))
-    return (judged(page, effects_of), effects_of,
-            transfer.judged_by(effects_of, record, notes) if enough else None, notes)
+    try:
+        found = transfer.judged_by(effects_of, outside.summaries(), notes)
+    except UserError:  # no proxy has enough mechanisms
+        found = None
+    return judged(on_the_page(PAGE.read_text(encoding="utf-8")), effects_of), effects_of, found, notes
 
 
 @as_program("predictions")

@@ -474,7 +474,8 @@ def wrong_runs(study):
             of_run = {**spec["model"].get("own", {}), **spec["model"], **spec["train"]}
             other = [key for key, value in arm.flags.items()
                      if key != "seed" and value is not None
-                     and of_run.get(key) not in (value, as_the_model_has_it(spec, key, value))]
+                     and of_run.get(key) != value
+                     and of_run.get(key) != as_the_model_has_it(spec, key, value)]
             other += ["seed"] * (spec["model"]["seed"] != seed + arm.flags.get("seed", 0))
             other += ["split"] * (spec["score"]["split"] != study.data.split)
             if "controller" not in spec["train"]:  # else heads may have come or gone
