@@ -13,6 +13,7 @@ plain GPT that is as good and spreads less needs fewer of them.
 
 import argparse
 import math
+from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple, Optional
 
@@ -21,7 +22,7 @@ from scipy.stats import chi2, levene, nct, t
 
 from nanoheads.common import (ArgumentParser, UserError, as_program, json_safe, last_words, say, table,
                               write_json)
-from lab.study import effects, results
+from lab.study import effects, results, task_study
 from lab.study.findings import Table, show
 from lab.study.records import studies_in
 
@@ -104,13 +105,24 @@ def read_signals(paths, changes=CHANGES):
 
 
 def of_studies(paths, of):
-    """[(scale, row)] of the rows that of(study) has for each study in results files, in order."""
+    """[(scale, row)] of the rows that of(study) has for each study in results files, in order. UserError: a
+    file cannot be read, or is of tasks, whose scores are no bits per byte.
+    """
     found = []
     for path in paths:
+        if task_study.read(path):
+            raise UserError(f"{path} is a study of tasks; signals and spreads are of scores in bits per byte")
         for name, study in studies_in(results.read(path)).items():
             where = ", ".join(filter(None, [study.scale, name]))
             found += [(where, each) for each in of(study)]
     return found
+
+
+def unfinished(paths):
+    """A sentence for each results file whose study is not finished."""
+    return [f"The study in {Path(path).name} is not finished: its figures may change."
+            for path in paths if not all(effects.progress(study)["finished"]
+                                         for study in studies_in(results.read(path)).values())]
 
 
 class Spread(NamedTuple):
@@ -169,7 +181,7 @@ def main(argv=None):
     with last_words("signals"):
         rows = read_spreads(args.files) if args.spreads else read_signals(args.files, args.changes)
         head, cells, words = (spreads_table if args.spreads else signals_table)(rows)
-        say(table(head, cells, words))
+        say(table(head, cells, words), *unfinished(args.files))
         if args.json:
             write_json(args.json, json_safe([{"scale": where, **each._asdict()} for where, each in rows]))
 

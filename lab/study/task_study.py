@@ -399,7 +399,7 @@ def runs_on_file(path):
 
 def read(path):
     """The dict of a study of tasks in a results file, gzip'd or not; None: it is that of another kind, or
-    cannot be read, which results.read() says.
+    cannot be read, which results.read() says. UserError: a part of it is missing or is of another type.
     """
     try:
         data = read_whole(Path(path))
@@ -408,7 +408,35 @@ def read(path):
         found = from_json(data)
     except (OSError, ValueError, EOFError, zlib.error):
         return None
-    return found if isinstance(found, dict) and found.get("kind") == "tasks" else None
+    if not isinstance(found, dict) or found.get("kind") != "tasks":
+        return None
+    if wrong := problem_of(found):
+        raise UserError(f"{path} is not what compare.py --task writes: {wrong}")
+    return found
+
+
+def problem_of(found):
+    """What is missing in a study's dict, or of another type, in words; None: nothing that its readers use."""
+    types = dict(tasks=dict, verdicts=list, config=dict, finished=bool, planned=int, done=int, alpha=float,
+                 margin=float)
+    for key, kind in types.items():
+        if not isinstance(found.get(key), kind):
+            return f"it has no {key}, or one of another type"
+    for task, each in found["tasks"].items():
+        arms = each.get("arms") if isinstance(each, dict) else None
+        if not isinstance(arms, dict) or PLAIN not in arms:
+            return f"{task} has no runs of the plain GPT"
+        for name, arm in arms.items():
+            for stage in ("judge", "best"):
+                try:
+                    shares = [0 <= acc <= 1 for acc in arm[stage]["acc"]]
+                    steps = arm[stage]["learned_from"]
+                    right = isinstance(arm["flags"], dict) and all(shares) and len(shares) == len(steps)
+                except (KeyError, TypeError):
+                    right = False
+                if not right:
+                    return f"{task}: {name} has no scores from 0 to 1 in its stage \"{stage}\", or no flags"
+    return None
 
 
 def write(found, out, json=None):

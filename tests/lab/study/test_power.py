@@ -368,3 +368,22 @@ def test_the_signal_is_read_from_a_results_file(plain, here, nothing_there, tmp_
     assert f"{row['effect']:+.4f}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="fewer than three runs of the plain GPT"):  # it has two
         signals.main([str(tmp_path / "results.json.gz"), "--spreads"])
+    assert signals.unfinished([tmp_path / "results.json.gz"]) == []
+
+
+def test_signals_of_an_unfinished_study_say_so(plain, here, nothing_there, tmp_path, capsys):
+    study = study_of(plain, seeds=[11, 12], plain_seeds=2, mechanisms=["short_conv"])
+    study.run(here)
+    found = results.collect(study, "test")
+    results.write(replace(found, done=found.done - 1), tmp_path)
+    signals.main([str(tmp_path / "results.json.gz")])
+    assert "The study in results.json.gz is not finished: its figures may change." in capsys.readouterr().out
+
+
+def test_signals_of_tasks_are_one_line(tmp_path):
+    path = tmp_path / "tasks.json"
+    arms = dict(plain=dict(flags={}, **{stage: dict(acc=[], learned_from=[]) for stage in ("judge", "best")}))
+    path.write_text(json.dumps(dict(kind="tasks", tasks=dict(copy=dict(arms=arms)), verdicts=[], config={},
+                                    finished=False, planned=1, done=0, alpha=0.05, margin=0.05)))
+    with pytest.raises(SystemExit, match="tasks.json is a study of tasks; signals and spreads are of scores"):
+        signals.main([str(path)])

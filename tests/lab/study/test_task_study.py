@@ -3,13 +3,14 @@
 import copy
 import gzip
 import json
+import re
 
 import pytest
 
 import compare
 from nanoheads.common import UserError
 from nanoheads.tasks import TASKS
-from lab.study import permutation, tables, task_study, trial
+from lab.study import permutation, predictions, signals, tables, task_study, transfer, trial
 from lab.study.variants import StudyConfig
 
 from lab_helpers import in_this_process
@@ -284,3 +285,35 @@ def test_a_damaged_file_is_no_study_of_tasks(tmp_path):
     for data in (b"", b"\x1f\x8b", gzip.compress(b"{}"), gzip.compress(b'{"kind": "tasks"')):
         path.write_bytes(data)
         assert task_study.read(path) is None
+
+
+def fox_of(found):
+    return found["tasks"]["copy"]["arms"]["fox"]
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda found: found.pop("tasks"), "it has no tasks, or one of another type"),
+    (lambda found: found.update(finished=None), "it has no finished, or one of another type"),
+    (lambda found: found["tasks"]["copy"]["arms"].pop("plain"), "copy has no runs of the plain GPT"),
+    (lambda found: fox_of(found)["judge"]["acc"].append(None), "copy: fox has no scores"),
+    (lambda found: fox_of(found)["judge"]["learned_from"].pop(), "copy: fox has no scores"),
+    (lambda found: fox_of(found).pop("flags"), "copy: fox has no scores"),
+    (lambda found: fox_of(found).update(best=[]), "copy: fox has no scores"),
+])
+def test_a_file_that_somebody_edited_is_one_line(tmp_path, damage, words):
+    nothing = dict(acc=[], learned_from=[])
+    arms = {name: dict(flags={}, judge=dict(acc=[0.5], learned_from=[None]), best=nothing)
+            for name in ("plain", "fox")}
+    found = dict(kind="tasks", tasks=dict(copy=dict(arms=arms)), verdicts=[], config={}, finished=True,
+                 planned=2, done=2, alpha=0.05, margin=0.05)
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(found))
+    assert task_study.read(path) == found
+    damage(found)
+    path.write_text(json.dumps(found))
+    line = f"^{re.escape(str(path))} is not what compare.py --task writes: {words}"
+    with pytest.raises(UserError, match=line):
+        task_study.read(path)
+    for program in (signals, transfer, predictions):
+        with pytest.raises(SystemExit, match=words):
+            program.main([str(path)])
