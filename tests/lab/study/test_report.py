@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 from browser import CHROMIUM
 from labels import hidden_labels
 from nanoheads import drawing
-from nanoheads.common import ROOT
+from nanoheads.common import ROOT, UserError
 from lab_helpers import but, some
 from lab.study import effects, findings, pictures, records, report, results, tables
 from lab.study.findings import headline
@@ -282,6 +282,10 @@ def test_an_interaction_has_four_cells_a_sentence_and_its_place_among_the_correc
     assert re.sub(r"<wbr>", "", section).count(sentence) == 1
     for text in (page, report.in_text(found)):
         assert "both, less that sum" in text
+    last = rows_in(tables.TABLES["together"](found))[-1]
+    assert [*last.values()] == [*rows[5]]
+    with pytest.raises(UserError, match='has no interactions, which the table "together" is of'):
+        tables.TABLES["together"](make_found(3))
     told, = findings.verdicts(found)["interactions"]
     assert (told["verdict"], told["both"], told["mean"], told["words"]) == (
         "less together than apart", each.both, 0.0321, sentence)
@@ -744,7 +748,7 @@ def test_what_is_not_known_is_a_dash(variants):
     found = emptied(make_found(variants))
     for text in (Page(html_of(found)).text, report.in_text(found),
                  *(table(found) for kind, table in tables.TABLES.items()
-                   if kind not in ("ladder", "texts", "each_text"))):
+                   if kind not in ("ladder", "texts", "each_text", "together"))):
         assert not re.search(r"\b(nan|NaN|None|null|inf)\b", text)
     assert "no runs yet" in report.in_text(found) and "–" in report.in_text(found)
 
