@@ -51,7 +51,7 @@ try:
                            tables, task_report, task_study, trial)
     from lab.study import scores as score_file
     from lab.study.records import Candidate, LadderResults, Screen, TwoLooks, Untuned, as_read
-    from lab.study.runs import Reuse, Runs, agreement
+    from lab.study.runs import Reuse, Runs, agreement, refused_sentence
     from lab.study.variants import StudyConfig, VariantBuilder, crossed_of, variants_of
 except ModuleNotFoundError as e:
     sys.exit(f"compare: {without_lab(e, 'a study')}")
@@ -105,7 +105,7 @@ class Study:
             many = plural(len(left), "finished run")
             print(f"--fresh goes on where it was stopped: {many} in {trials}; delete that folder to train "
                   "all once more", flush=True)
-        reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
+        reuse = Reuse(trials=None) if config.fresh else Reuse(config.reuse, config.accept_code)
         self.builder = VariantBuilder(config)
         self.variants = by_name(self.builder.variants())
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
@@ -437,6 +437,7 @@ def plan_of(study):
     notes = [f"{plural(len(names), 'run')}, {len(left):,} of them to do, in {study.runs.trials}"
              + f"; then at most {len(more):,} more, until the best rates are known" * bool(more),
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
+             *([refused_sentence(study.runs.refused.values())] if study.runs.refused else []),
              f"about {length(left)}{f', at most {length([*left, *more])}' if more else ''}, {slots.count} at "
              f"once, if each took as long as the plain GPT's here, {seconds:,.0f} s; what the others take: "
              "bench.py --mechanisms"]

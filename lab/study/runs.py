@@ -9,13 +9,15 @@ other code or other libraries made. Whatever is taken says where it comes from.
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import UserError, no_link, pick_device, plural
+from nanoheads.common import UserError, no_link, pick_device, plural, say
 from lab.study import digest, queue, results, trial
 from lab.study.records import Reused, as_json, studies_in
 from lab.study.variants import BOOKKEEPING
@@ -35,6 +37,8 @@ class Runs:
         self.folders = {}    # (stage, variant, seed): folder; a stage is screen, tune or judge
         self.specs = {}      # folder: its trial.json
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
+        self.refused = {}    # folder: where its run is that other code made, a results file or out/trials
+        self.said = set()    # folders of these that execute() has named
         self.failed = set()  # folders; another study may have started these again meanwhile
 
     def spec(self, variant, seed, split):
@@ -70,6 +74,8 @@ class Runs:
                     asked, spec = spec, run["spec"]
                     folder = trial.folder_of(spec)
                     self.taken[folder] = run, asked
+                elif not trial.done(folder) and (source := self.reuse.refused(spec)):
+                    self.refused[folder] = source
                 self.specs[folder] = spec
                 self.folders[stage, variant.name, seed] = folder
                 planned.append(folder)
@@ -80,6 +86,9 @@ class Runs:
         if self.config.report_only or place is None:
             return
         folders = [folder for folder in folders if folder not in self.taken]
+        if new := {*folders} & {*self.refused} - self.said:
+            say(refused_sentence([self.refused[folder] for folder in new]))
+            self.said |= new
         for folder in folders:
             trial.make(self.specs[folder], self.trials)  # of what is done, its trial.json may be damaged
         self.failed |= queue.run_all(folders, place, what).keys()
@@ -146,14 +155,22 @@ def is_same_code(spec, other):
     return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in CODE)
 
 
+def refused_sentence(sources):
+    """That runs are trained although there are such of other code; sources: where each of these is."""
+    parts = [f"{plural(n, 'run')} of {source}" for source, n in Counter(sources).items()]
+    return (f"Trained anew, since other code or other libraries made them: {' and '.join(parts)}. "
+            "--accept_code takes them as they are.")
+
+
 class Reuse:
-    """The runs that a study may take. files: results files; accept_code: also those of other code.
+    """The runs that a study may take. files: results files; accept_code: also those of other code, and those
+    of the folder trials. trials: None: it is not looked at.
 
     on_file: yields the runs of a file. UserError: a file cannot be read, or holds no runs.
     """
 
     def __init__(self, files=(), accept_code=False, trials=trial.TRIALS, on_file=None):
-        self.accept_code = accept_code
+        self.accept_code, self.trials = accept_code, trials
         self.runs = {}  # key_of(spec): [result, with its "spec" and "from"]
         for path in files:
             for run in (on_file or runs_on_file)(path):
@@ -177,6 +194,21 @@ class Reuse:
             if run:
                 return run
         return None
+
+    def refused(self, spec):
+        """Where a run of this trial.json is that find() does not take, since other code made it; None: there
+        is none.
+        """
+        key = key_of(spec)
+        if key in self.runs:
+            return self.runs[key][0]["from"]
+        there = self.in_trials.get(key)
+        return TRIALS_THERE if there and not is_same_code(there, spec) else None
+
+    @cached_property
+    def in_trials(self):
+        """{key_of(): trial.json} of the finished runs of out/trials, whatever their code."""
+        return {key_of(spec): spec for spec in specs_in(Path(self.trials))} if self.trials else {}
 
 
 def runs_on_file(path):

@@ -995,12 +995,16 @@ def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plai
 @pytest.mark.parametrize("change", [
     dict(code="other"), dict(torch="0.1"), dict(libraries={"numpy": "1.26"}), dict(environment={"MYK": "1"}),
     dict(libraries=None)], ids=lambda change: "".join(change))
-def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change):
+def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change, capsys):
     study, found = finished
     path = on_file(of_other_code(found, **change))
     here.started, n = [], len(found["runs"])
-    Study(replace(study.config, out_dir="out/a", reuse=[path]), "test").run(here)
+    refusing = Study(replace(study.config, out_dir="out/a", reuse=[path]), "test")
+    refusing.run(here)
     assert len(here.started) == n
+    told = re.findall(rf"since other code or other libraries made them: (\d+) runs? of {re.escape(path)}\. "
+                      "--accept_code takes them as they are", " ".join(capsys.readouterr().out.split()))
+    assert sum(map(int, told)) == n
     shutil.rmtree("out/trials")
     here.started = []
     taking = Study(replace(study.config, out_dir="out/b", reuse=[path], accept_code=True), "test")
@@ -1351,6 +1355,11 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
     planned = Study(replace(study.config, out_dir="out/a"), "test")
     planned.run(None)
     assert f"{n} of them to do" in plan_of(planned)
+    assert f"other code or other libraries made them: {n} runs of out/trials." in " ".join(
+        plan_of(planned).split())
+    fresh = Study(replace(study.config, out_dir="out/c", fresh=True), "test")
+    fresh.run(None)  # trains all of them because that was asked for
+    assert "Trained anew" not in plan_of(fresh)
     here.started = []
     taking = Study(replace(study.config, out_dir="out/b", accept_code=True), "test")
     taking.run(here)
