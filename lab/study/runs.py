@@ -38,7 +38,7 @@ class Runs:
         self.specs = {}      # folder: its trial.json
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
         self.refused = {}    # folder: where its run is that other code made, a results file or out/trials
-        self.said = set()    # folders of these that execute() has named
+        self.said = set()    # folders of these that newly_refused() has named
         self.failed = set()  # folders; another study may have started these again meanwhile
 
     def spec(self, variant, seed, split):
@@ -86,12 +86,16 @@ class Runs:
         if self.config.report_only or place is None:
             return
         folders = [folder for folder in folders if folder not in self.taken]
-        if new := {*folders} & {*self.refused} - self.said:
-            say(refused_sentence([self.refused[folder] for folder in new]))
-            self.said |= new
+        say_what_is_refused(self.newly_refused(folders))
         for folder in folders:
             trial.make(self.specs[folder], self.trials)  # of what is done, its trial.json may be damaged
         self.failed |= queue.run_all(folders, place, what).keys()
+
+    def newly_refused(self, folders):
+        """Where the runs of other code are that are trained anew, of those that were not asked for before."""
+        new = {*folders} & {*self.refused} - self.said
+        self.said |= new
+        return [self.refused[folder] for folder in new]
 
     def result(self, folder):
         """What a run gave, trained here or taken from elsewhere; None: it is not done."""
@@ -160,6 +164,11 @@ def refused_sentence(sources):
     parts = [f"{plural(n, 'run')} of {source}" for source, n in Counter(sources).items()]
     return (f"Trained anew, since other code or other libraries made them: {' and '.join(parts)}. "
             "--accept_code takes them as they are.")
+
+
+def say_what_is_refused(sources):
+    if sources:
+        say(refused_sentence(sources))
 
 
 class Reuse:

@@ -25,7 +25,7 @@ from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_
 from nanoheads.tasks import LEARNED, TASKS
 from lab.study import costs, findings, outside, permutation, queue, results, trial
 from lab.study.records import as_json
-from lab.study.runs import Reuse, Runs, taken
+from lab.study.runs import Reuse, Runs, refused_sentence, say_what_is_refused, taken
 from lab.study.variants import VariantBuilder
 
 PLAIN = "plain"
@@ -134,6 +134,8 @@ class TaskStudy:
                 if folder not in task.runs.taken and folder not in todo:
                     trial.make(task.runs.specs[folder])
                     todo[folder] = seed
+        say_what_is_refused([where for task in self.tasks
+                             for where in task.runs.newly_refused(task.runs.folders.values())])
         failed = queue.run_all(sorted(todo, key=todo.get), place, what)  # what is stopped is balanced
         for task in self.tasks:
             task.runs.failed |= failed.keys() & {*task.runs.folders.values()}
@@ -373,6 +375,8 @@ def plan_in_words(study, training):
              f"of which the smallest p is {permutation.smallest_p(n, m):.2g}, "
              f"{min(1, comparisons * permutation.smallest_p(n, m)):.2g} corrected",
              f"{plural(len(study.folders), 'run')}, {len(left):,} of them to do, in {trial.TRIALS}"]
+    if refused := [where for task in study.tasks for where in task.runs.refused.values()]:
+        lines.append(refused_sentence(refused))
     c, first = study.config, study.tasks[0]
     slots = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
     step, token = costs.probe(first.plain, pick_device(c.device), slots.threads, training)

@@ -10,7 +10,8 @@ import pytest
 import compare
 from nanoheads.common import UserError
 from nanoheads.tasks import TASKS
-from lab.study import permutation, predictions, signals, tables, task_study, transfer, trial
+from lab.study import (digest, permutation, predictions, signals, tables, task_study,
+                       transfer, trial)
 from lab.study.variants import StudyConfig
 
 from lab_helpers import in_this_process
@@ -140,6 +141,18 @@ def test_runs_of_a_results_file_are_taken_and_named(home, capsys):
     task_study.write(first, home / "out/changed")
     with pytest.raises(SystemExit, match="run .* cannot be taken: a figure was changed"):
         compare.main(["--task=copy", *STUDY, "--reuse=out/changed/results.json.gz"])
+
+
+def test_runs_of_other_code_are_trained_anew_and_named(home, capsys, monkeypatch):
+    study_of_two(home)
+    monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
+    words = "Trained anew, since other code or other libraries made them: 7 runs of "
+    (home / "out/trials").rename(home / "gone")
+    more = ["--task=copy", *STUDY, "--reuse=out/study/results.json.gz", "--out_dir=out/second"]
+    compare.main([*more, "--dry_run"])
+    assert words + "out/study/results.json.gz." in " ".join(capsys.readouterr().out.split())
+    compare.main(more)
+    assert words + "out/study/results.json.gz." in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_interim_report_without_a_run(home, capsys, recwarn):
