@@ -6,6 +6,7 @@ LadderResults or TextsResults where that is said. Whatever is not known yet is N
 what a study did not measure reads "not measured".
 """
 
+import html
 import math
 import re
 from collections import Counter
@@ -51,6 +52,17 @@ class Table(NamedTuple):
     head: tuple
     rows: list
     words: tuple = (0,)
+
+
+def escaped(text):
+    """Text that is nothing but text in Markdown, also in a cell of a table."""
+    return re.sub(r"([\\`*_|\[\]#~])", r"\\\1", " ".join(html.escape(str(text), quote=False).split()))
+
+
+def in_markdown(head, rows, words):
+    rule = ["---" if i in words else "---:" for i in range(len(head))]
+    return "\n".join([f"| {' | '.join(map(escaped, head))} |", f"|{'|'.join(rule)}|",
+                      *(f"| {' | '.join(map(escaped, row))} |" for row in rows)])
 
 
 # ---- numbers and words ----

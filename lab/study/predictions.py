@@ -178,7 +178,7 @@ def better_together(found):
         return "open, since too few mechanisms are measured in all proxies"
     record = [found.record[name].verdict for name in two.mechanisms]
     alone = {proxy: float(transfer.rank_correlation([own[name].in_errors for name in two.mechanisms], record))
-             for proxy, own in found.proxies.items()}
+             for proxy, own in found.proxies.items() if {*two.mechanisms} <= {*own}}
     best = max(alone, key=alone.get)
     return (f"{verdict(two.correlation - alone[best] < BETTER_TOGETHER)}: over "
             f"{plural(len(record), 'mechanism')} two together have {two.correlation:+.2f}, {best} alone "

@@ -6,7 +6,6 @@ A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; wh
 PICTURES names each picture of a study, its differences or what it finds at each size, and its results file.
 """
 
-import html as escaping
 import json
 import re
 import statistics
@@ -15,12 +14,13 @@ from pathlib import Path
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.intervals import t_interval
-from lab.study import effects, pictures, results, signals, task_report, task_study
+from lab.study import (effects, pictures, predictions, results, signals, task_report, task_study,
+                       transfer)
 from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
-                                interval, label_of, ladder_table, level, mean_alone, measured, on_each_text,
-                                others, others_table, plain_rates_table, score_of, screened_table,
-                                texts_table, together_table, tuned_table, verdict_of, verdicts_table,
-                                without, worth_of)
+                                escaped, in_markdown, interval, label_of, ladder_table, level, mean_alone,
+                                measured, on_each_text, others, others_table, plain_rates_table, score_of,
+                                screened_table, texts_table, together_table, tuned_table, verdict_of,
+                                verdicts_table, without, worth_of)
 from lab.study.records import LadderResults, TextsResults
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
@@ -44,18 +44,7 @@ MARK = re.compile(r"(<!-- table: (\w+) (?!gpu-compile)(\S+\.json(?:\.gz)?)(?: ([
                   r".*?(<!-- end -->)", re.S)
 
 
-# ---- a table as Markdown ----
-
-def escaped(text):
-    """Text that is nothing but text in Markdown, also in a cell of a table."""
-    return re.sub(r"([\\`*_|\[\]#~])", r"\\\1", " ".join(escaping.escape(str(text), quote=False).split()))
-
-
-def in_markdown(head, rows, words):
-    rule = ["---" if i in words else "---:" for i in range(len(head))]
-    return "\n".join([f"| {' | '.join(map(escaped, head))} |", f"|{'|'.join(rule)}|",
-                      *(f"| {' | '.join(map(escaped, row))} |" for row in rows)])
-
+# ---- tables of a study ----
 
 def measured_alone(table):
     """A table as Markdown without the columns in which nothing was measured, which it names below."""
@@ -253,8 +242,7 @@ def learned(path, only=None):
 
 def signal(path, more=None):
     """How well scales show known changes: a study, and those of `more` results files."""
-    paths = [path, *(path.parent / name for name in more or ())]
-    return in_markdown(*signals.signals_table(signals.read_signals(paths)))
+    return in_markdown(*signals.signals_table(signals.read_signals(with_more(path, more))))
 
 
 def spread(path, more=None):
@@ -262,8 +250,33 @@ def spread(path, more=None):
     return in_markdown(*signals.spreads_table(signals.read_spreads([path])))
 
 
+def transferred(path, more=None):
+    """What each proxy has to do with the public record: results files of studies, and of studies of tasks."""
+    return in_markdown(*transfer.proxies_table(transfer.transfer(with_more(path, more))))
+
+
+def transferred_effects(path, more=None):
+    """The effect of each mechanism in each proxy, of the same files."""
+    return in_markdown(*transfer.effects_table(transfer.transfer(with_more(path, more))))
+
+
+def predicted(path, more=None):
+    """Which predictions came true by results files: a sentence, each cell, and what is said of all."""
+    cells, effects_of, found, _ = predictions.read_all(with_more(path, more))
+    said = predictions.sentences(cells, effects_of, found)
+    lines = [f"- Sentence {number}: {text}." for number, text in said]
+    return "\n\n".join([escaped(predictions.headline(cells)), in_markdown(*predictions.cells_table(cells)),
+                        "\n".join(map(escaped, lines))])
+
+
+def with_more(path, more):
+    """The path of a results file, and those of more names in results/."""
+    return [path, *(ROOT / "results" / name for name in more or ())]
+
+
 # kind -> text(the file's path, the rest of its mark)
-TABLES_OF_FILES = {"learned": learned, "signal": signal, "spread": spread}
+TABLES_OF_FILES = {"learned": learned, "signal": signal, "spread": spread, "transferred": transferred,
+                   "transferred_effects": transferred_effects, "predicted": predicted}
 # kind -> text(what the JSON file holds, its rows or None: all)
 OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
 

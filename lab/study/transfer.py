@@ -34,10 +34,9 @@ from nanoheads.common import (ArgumentParser, UserError, as_program, last_words,
                               writable_folder, write_atomic, write_json)
 from nanoheads.drawing import coloured_table, drawn
 from lab.study import effects, outside, permutation, results, task_study
-from lab.study.findings import Table, against_plain, known, listed
+from lab.study.findings import Table, against_plain, in_markdown, known, listed
 from lab.study.records import TextsResults, studies_in
 from lab.study.stats import holm
-from lab.study.tables import in_markdown
 
 FEWEST = 5      # mechanisms of a proxy that is judged: fewer have too few orders
 DRAWS = 5000    # of the bootstrap, and shuffles of the record
@@ -245,10 +244,14 @@ def predicted(values, verdicts):
 def judge_best_two(proxies, verdicts):
     """(Judged, {pair: for how many mechanisms it was chosen}, flattered) of the best two proxies.
 
+    Proxies that have less than half of the mechanisms of the one that has most are not among them: what is
+    compared are the mechanisms that all of these have, and one task of seven would leave seven.
     flattered: the correlation of the pair that is best on all mechanisms, which the choice makes too high.
     None: too few mechanisms are in all proxies. proxies: {name: {mechanism: Effect}}; verdicts: the record's
     {mechanism: verdict}.
     """
+    most = max(map(len, proxies.values()))
+    proxies = {name: own for name, own in proxies.items() if 2 * len(own) >= most}
     mechanisms = [each for each in verdicts if all(each in own for own in proxies.values())]
     if len(proxies) < 2 or len(mechanisms) < FEWEST:
         return None

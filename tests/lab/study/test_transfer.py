@@ -4,15 +4,13 @@ import gzip
 import itertools
 import json
 import math
-import re
 import statistics
 
 import numpy as np
 import pytest
 
 from nanoheads.common import UserError
-from lab.study import effects, outside, results, task_study, transfer
-from lab.study.tables import in_markdown
+from lab.study import effects, outside, predictions, results, task_study, transfer
 from helpers import ROOT
 
 FEW = ROOT / "results/tasks/few.json.gz"
@@ -107,6 +105,20 @@ def test_two_proxies_that_are_right_together_are_chosen_without_what_they_predic
     found = battery(record, half=4 * record + 6 * other, rest=4 * record - 6 * other, noise=other[::-1])
     assert found.chosen == {"half + rest": 18} and found.rows[-1].name == "the best two"
     assert found.rows[-1].correlation > 0.95 and found.rows[-1].p_corrected < 0.01
+
+
+def test_the_best_two_are_of_proxies_that_have_most_mechanisms():
+    rng = np.random.default_rng(6)
+    record = rng.uniform(-1, 1, 20)
+    own = {name: rng.normal(size=20) for name in ("one", "two", "half", "few")}
+    made = {name: {f"mechanism {i}": transfer.Effect(better[i], 1.0, 3, "") for i in range(n)}
+            for (name, better), n in zip(own.items(), (20, 20, 10, 9))}
+    known = {f"mechanism {i}": outside.Summary(f"mechanism {i}", 1, 0, 0, record[i], 1, None, None, 0)
+             for i in range(20)}
+    found = transfer.judged_by(made, known, [])
+    assert {*found.chosen} <= {"one + two", "one + half", "two + half"}
+    assert [len(row.mechanisms) for row in found.rows] == [20, 20, 10, 9, 10]
+    assert "over 10 mechanisms two together have" in predictions.better_together(found)
 
 
 def test_of_pairs_that_fit_equally_well_the_first_is_chosen():
@@ -218,15 +230,6 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert found["headline"] in page and "| fox |" in page
     assert (tmp_path / "transfer_map.png").read_bytes().startswith(b"\x89PNG")
     assert "The study in few.json.gz is not finished" in said
-
-
-def test_the_page_has_what_the_files_that_it_names_say():
-    page = (ROOT / "docs/results/transfer.md").read_text()
-    files = re.findall(r"results/\S+\.json\.gz", page[page.index("```sh"):])
-    effects_of, _ = transfer.proxies_in([ROOT / file for file in files])
-    found = transfer.judged_by(effects_of, outside.summaries(), [])
-    for table in (transfer.proxies_table(found), transfer.effects_table(found)):
-        assert in_markdown(*table) in page
 
 
 def test_too_few_mechanisms_are_refused_in_one_line(tmp_path):
