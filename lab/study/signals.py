@@ -84,10 +84,13 @@ def seeds_to_show(signal):
 
 
 def cpu_seconds(study, name):
-    """Seconds of the processor in a run of an arm, the mean over its runs; None: not all of them say so."""
+    """Seconds of the processor in a run of an arm, the mean over those of its runs that say so; None: none
+    does. One that was stopped and went on does not.
+    """
     arm = study.arms[name]
     seconds = [study.runs[run].cpu_seconds for run, bpb in zip(arm.runs, arm.bpb) if bpb is not None]
-    return None if None in seconds else mean(seconds)
+    seconds = [each for each in seconds if each is not None]
+    return mean(seconds) if seconds else None
 
 
 def signals_table(rows):

@@ -304,6 +304,10 @@ def test_a_signal_is_the_effect_over_the_pooled_spread_of_seeds():
     # twice the processor time a run: half the signal a minute, and twice the minutes to show it
     slow, _ = signals.signals(known_changes(short, longer, plain, seconds=120.0))
     assert slow.per_minute == pytest.approx(first.per_minute / 2) and slow.minutes == 2 * first.minutes
+    stopped = known_changes(short, longer, plain)
+    stopped.runs["short_conv 1"].cpu_seconds = None
+    stopped.runs["short_conv 2"].cpu_seconds = 90.0
+    assert signals.cpu_seconds(stopped, "short_conv") == 75.0  # of the two that say so
 
 
 def test_a_change_that_seems_to_harm_has_a_signal_below_zero():
