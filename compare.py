@@ -724,7 +724,8 @@ def write_tables(config):
 def recheck(config):
     """recheck: whether every figure of a results file is what its runs give."""
     if found := task_study.read(config.recheck):
-        return say(task_study.recheck(found, config.recheck))
+        with task_study.as_written(config.recheck):
+            return say(task_study.recheck(found, config.recheck))
     say(results.recheck(config.recheck))
 
 
@@ -749,23 +750,28 @@ def report_once_more(config):
     """report FILE: the report of a results file, without its runs."""
     path = Path(config.from_results)
     check_places(config)
-    of_tasks = task_study.read(path)
-    found = of_tasks or results.read(path)
+    out = config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"]))
+    if not (of_tasks := task_study.read(path)):
+        found = results.read(path)
+        say_if_not_as_computed(lambda: results.recheck(path, complain=False))
+        return report_of(found, out, config.json)
+    with task_study.as_written(path):
+        say_if_not_as_computed(lambda: task_study.recheck(of_tasks, path))
+        task_report.write_all(of_tasks, out)
+        if config.json:
+            task_study.write_verdicts(of_tasks, config.json)
+            say(config.json)
+
+
+def say_if_not_as_computed(recheck):
+    """Print what recheck() returns, or in one line that some figures do not follow from their runs."""
     try:
-        say(task_study.recheck(of_tasks, path) if of_tasks else results.recheck(path, complain=False),
-            flush=True)
+        say(recheck(), flush=True)
     except UserError as e:
         first, *more = str(e).splitlines()
         also = f" and {len(more):,} more" if more else ""
         say(f"NOT AS COMPUTED: {first}{also}; --recheck names them, and what follows is as the file has it",
             flush=True)
-    out = config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"]))
-    if not of_tasks:
-        return report_of(found, out, config.json)
-    task_report.write_all(found, out)
-    if config.json:
-        task_study.write_verdicts(found, config.json)
-        say(config.json)
 
 
 def run_tasks(config, name, command):

@@ -13,11 +13,12 @@ from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import UserError, no_link, pick_device, plural, say
+from nanoheads.common import UserError, from_json, no_link, pick_device, plural, say
 from lab.study import digest, queue, results, trial
 from lab.study.records import Reused, as_json, studies_in
 from lab.study.variants import BOOKKEEPING
@@ -37,7 +38,7 @@ class Runs:
         self.folders = {}    # (stage, variant, seed): folder; a stage is screen, tune or judge
         self.specs = {}      # folder: its trial.json
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
-        self.refused = {}    # folder: where its run is that other code made, a results file or out/trials
+        self.refused = {}    # folder: of a run that does not count since other code made it, a Refused
         self.said = set()    # folders of these that newly_refused() has named
         self.failed = set()  # folders; another study may have started these again meanwhile
 
@@ -74,8 +75,8 @@ class Runs:
                     asked, spec = spec, run["spec"]
                     folder = trial.folder_of(spec)
                     self.taken[folder] = run, asked
-                elif not trial.done(folder) and (source := self.reuse.refused(spec)):
-                    self.refused[folder] = source
+                elif not trial.done(folder) and (refused := self.reuse.refused(spec)):
+                    self.refused[folder] = refused
                 self.specs[folder] = spec
                 self.folders[stage, variant.name, seed] = folder
                 planned.append(folder)
@@ -83,16 +84,17 @@ class Runs:
 
     def execute(self, folders, place, what="runs"):
         """Run those of these folders that are not done. place: of queue.py; None: nothing runs."""
+        if self.config.report_only or place:
+            say_what_is_refused(self.newly_refused(folders))
         if self.config.report_only or place is None:
             return
         folders = [folder for folder in folders if folder not in self.taken]
-        say_what_is_refused(self.newly_refused(folders))
         for folder in folders:
             trial.make(self.specs[folder], self.trials)  # of what is done, its trial.json may be damaged
         self.failed |= queue.run_all(folders, place, what).keys()
 
     def newly_refused(self, folders):
-        """Where the runs of other code are that are trained anew, of those that were not asked for before."""
+        """The Refused of those of these folders that were not asked for before."""
         new = {*folders} & {*self.refused} - self.said
         self.said |= new
         return [self.refused[folder] for folder in new]
@@ -155,20 +157,34 @@ def key_of(spec):
 
 def is_same_code(spec, other):
     """Whether two runs were made by the same CODE, and by the same files of one's own."""
-    mine = [each.get("data", {}).get("mechanism") for each in (spec, other)]
-    return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in CODE)
+    return files_of(spec) == files_of(other) and all(spec.get(key) == other.get(key) for key in CODE)
 
 
-def refused_sentence(sources):
-    """That runs are trained although there are such of other code; sources: where each of these is."""
-    parts = [f"{plural(n, 'run')} of {source}" for source, n in Counter(sources).items()]
-    return (f"Trained anew, since other code or other libraries made them: {' and '.join(parts)}. "
-            "--accept_code takes them as they are.")
+def files_of(spec):
+    """What a trial.json says of the text of a mechanism's own file; None: it has none."""
+    return spec.get("data", {}).get("mechanism")
 
 
-def say_what_is_refused(sources):
-    if sources:
-        say(refused_sentence(sources))
+class Refused(NamedTuple):
+    """Of a run with the flags, data and seed of a planned one, that does not count: other code made it."""
+    source: str     # a results file, or out/trials
+    own_file: bool  # a mechanism's file had another text then
+
+
+def refused_sentence(rows):
+    """How many runs there are that do not count, and why. rows: of Refused."""
+    parts = []
+    for (source, own_file), n in Counter(rows).items():
+        runs = f"{plural(n, 'run')} of {source} {'does' if n == 1 else 'do'} not count, since"
+        parts.append(f"{runs} the file of the mechanism has another text now." if own_file else
+                     f"{runs} other code or other libraries made {'it' if n == 1 else 'them'}; --accept_code "
+                     f"takes {'it as it is' if n == 1 else 'them as they are'}.")
+    return " ".join(parts)
+
+
+def say_what_is_refused(rows):
+    if rows:
+        say(refused_sentence(rows))
 
 
 class Reuse:
@@ -205,19 +221,25 @@ class Reuse:
         return None
 
     def refused(self, spec):
-        """Where a run of this trial.json is that find() does not take, since other code made it; None: there
-        is none.
-        """
+        """The Refused of a run of this trial.json where find() takes none; None: there is no such run."""
+        if self.accept_code:
+            return None
         key = key_of(spec)
         if key in self.runs:
-            return self.runs[key][0]["from"]
-        there = self.in_trials.get(key)
-        return TRIALS_THERE if there and not is_same_code(there, spec) else None
+            source, specs = self.runs[key][0]["from"], [run["spec"] for run in self.runs[key]]
+        else:
+            source, specs = TRIALS_THERE, [each for each in self.in_trials.get(key, ())
+                                           if trial.done(trial.folder_of(each, Path(self.trials)))]
+        others = [each for each in specs if not is_same_code(each, spec)]
+        return Refused(source, all(files_of(each) != files_of(spec) for each in others)) if others else None
 
     @cached_property
     def in_trials(self):
-        """{key_of(): trial.json} of the finished runs of out/trials, whatever their code."""
-        return {key_of(spec): spec for spec in specs_in(Path(self.trials))} if self.trials else {}
+        """{key_of(): [trial.json]} of the finished runs of out/trials, whatever their code."""
+        found = {}
+        for spec in specs_in(Path(self.trials)) if self.trials else ():
+            found.setdefault(key_of(spec), []).append(spec)
+        return found
 
 
 def runs_on_file(path):
@@ -239,11 +261,19 @@ def taken(path, name, run, parts):
 
 
 def specs_in(trials):
-    """The trial.json of every finished run of a folder of trials, the newest run first."""
-    done = [path for path in trials.glob("*/result.json") if path.is_file()]
-    specs = (trial.read_json(path.with_name("trial.json"))
-             for path in sorted(done, key=lambda path: path.stat().st_mtime, reverse=True))
-    return [spec for spec in specs if spec]
+    """The trial.json of every finished run of a folder of trials, the newest run first.
+
+    What is no trial.json is passed over, and so is a run that another study moves away meanwhile.
+    """
+    found = []
+    for path in trials.glob("*/result.json"):
+        try:
+            found.append((path.stat().st_mtime, from_json(path.with_name("trial.json").read_bytes())))
+        except (OSError, ValueError):
+            continue
+    found.sort(key=lambda each: each[0], reverse=True)
+    return [spec for _, spec in found
+            if isinstance(spec, dict) and all(isinstance(spec.get(key), dict) for key in ("train", "data"))]
 
 
 def agreement(studies, files):

@@ -116,7 +116,8 @@ def of_studies(paths, of):
         if task_study.read(path):
             raise UserError(f"{path} is a study of tasks; signals and spreads are of scores in bits per byte")
         for name, study in studies_in(results.read(path)).items():
-            where = ", ".join(filter(None, [study.scale, name]))
+            text = name or (study.settings or {}).get("dataset")
+            where = ", ".join(filter(None, [study.scale, text]))
             found += [(where, each) for each in of(study)]
     return found
 

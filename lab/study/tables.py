@@ -3,7 +3,8 @@ The tables and the picture of README.md and docs/ that come from results/. `pyth
 makes them.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
-PICTURES names each picture of a study, its differences or what it finds at each size, and its results file.
+PICTURES names each picture of a study, its differences or what it finds at each size, and its results file;
+MAP is drawn from several.
 """
 
 import json
@@ -24,6 +25,8 @@ from lab.study.findings import (Table, against_plain, at_cost, candidates_table,
 from lab.study.records import LadderResults, TextsResults
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
+MAP = "docs/transfer.png"  # of the results files that the table "transferred" of its page names
+PAGE_OF_MAP = "docs/results/transfer.md"
 
 # what a variant of the tables "explained" and "front" does, in words
 IN_WORDS = {
@@ -315,14 +318,25 @@ def picture(file):
     return drawing.drawn(pictures.forest, study, "png")
 
 
+def transfer_map():
+    """The PNG of mechanisms by proxies, of the files that the table "transferred" of PAGE_OF_MAP names."""
+    text = (ROOT / PAGE_OF_MAP).read_text(encoding="utf-8")
+    file, more = next((file, more) for _, kind, file, more, _ in MARK.findall(text) if kind == "transferred")
+    found = transfer.transfer(with_more(ROOT / "results" / file, re.split(r",\s*", more)))
+    return drawing.drawn(transfer.transfer_map, found, "png")
+
+
 def write_pictures():
-    """Draw PICTURES; a line for each that changed."""
+    """Draw PICTURES and MAP; a line for each that changed."""
+    drawn = [(name, f"results/{file}", picture(file)) for name, file in PICTURES.items()]
+    if PAGE_OF_MAP in pages():
+        drawn.append((MAP, f"the files of {PAGE_OF_MAP}", transfer_map()))
     changed = []
-    for name, file in PICTURES.items():
-        path, data = ROOT / name, picture(file)
+    for name, of, data in drawn:
+        path = ROOT / name
         if not path.is_file() or path.read_bytes() != data:
             write_atomic(path, lambda f, data=data: f.write(data))
-            changed.append(f"{name}: drawn from results/{file}")
+            changed.append(f"{name}: drawn from {of}")
     return changed
 
 

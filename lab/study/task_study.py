@@ -17,6 +17,7 @@ import gzip
 import math
 import statistics
 import zlib
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -126,6 +127,9 @@ class TaskStudy:
 
     def execute(self, place, what):
         """Run what is planned and not done, seed by seed over all tasks; place None: nothing."""
+        if self.config.report_only or place:
+            say_what_is_refused([each for task in self.tasks
+                                 for each in task.runs.newly_refused(task.runs.folders.values())])
         if place is None or self.config.report_only:
             return
         todo = {}  # folder: its seed
@@ -134,8 +138,6 @@ class TaskStudy:
                 if folder not in task.runs.taken and folder not in todo:
                     trial.make(task.runs.specs[folder])
                     todo[folder] = seed
-        say_what_is_refused([where for task in self.tasks
-                             for where in task.runs.newly_refused(task.runs.folders.values())])
         failed = queue.run_all(sorted(todo, key=todo.get), place, what)  # what is stopped is balanced
         for task in self.tasks:
             task.runs.failed |= failed.keys() & {*task.runs.folders.values()}
@@ -375,7 +377,7 @@ def plan_in_words(study, training):
              f"of which the smallest p is {permutation.smallest_p(n, m):.2g}, "
              f"{min(1, comparisons * permutation.smallest_p(n, m)):.2g} corrected",
              f"{plural(len(study.folders), 'run')}, {len(left):,} of them to do, in {trial.TRIALS}"]
-    if refused := [where for task in study.tasks for where in task.runs.refused.values()]:
+    if refused := [each for task in study.tasks for each in task.runs.refused.values()]:
         lines.append(refused_sentence(refused))
     c, first = study.config, study.tasks[0]
     slots = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
@@ -419,8 +421,21 @@ def read(path):
     return found
 
 
+@contextmanager
+def as_written(path):
+    """One line where the results file of a study of tasks lacks a part that its report needs: somebody edited
+    it. What every reader needs is checked when it is read.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as e:
+        raise UserError(f"{path} is not what compare.py --task writes: {type(e).__name__}: {e}") from e
+
+
 def problem_of(found):
-    """What is missing in a study's dict, or of another type, in words; None: nothing that its readers use."""
+    """What is missing in a study's dict, or of another type, in words; None: nothing that transfer needs."""
     types = dict(tasks=dict, verdicts=list, config=dict, finished=bool, planned=int, done=int, alpha=float,
                  margin=float)
     for key, kind in types.items():

@@ -131,7 +131,8 @@ def effects_in(path):
 def proxy_of(study):
     """The scale of a study; where its settings change the shape of the plain GPT, it is another proxy."""
     settings = {} if study.size else study.settings or {}
-    return ", ".join([study.scale, *(f"{key}={settings[key]}" for key in SHAPE if key in settings)])
+    shape = [f"{key}={settings[key]}" for key in SHAPE if key in settings]
+    return ", ".join([study.scale or study.name, *shape])
 
 
 def effects_on_tasks(tasks, file):

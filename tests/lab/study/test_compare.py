@@ -32,10 +32,8 @@ from lab.study import (costs, digest, effects, findings, own_files, pictures, qu
                        rescoring, results, tables, task_study, trial)
 from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
-from helpers import ROOT, put_meta, write_dataset
-from lab_helpers import in_this_process, small_plain
-from helpers import unread
-from lab_helpers import as_on_file, but, some, study_of
+from helpers import ROOT, put_meta, unread, without_own_mechanisms, write_dataset
+from lab_helpers import as_on_file, but, in_this_process, small_plain, some, study_of
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py") if not p.name.startswith("task"))
 OF_TASKS = sorted(p.name for p in (ROOT / "config" / "studies").glob("task*.py"))
@@ -1002,8 +1000,9 @@ def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here
     refusing = Study(replace(study.config, out_dir="out/a", reuse=[path]), "test")
     refusing.run(here)
     assert len(here.started) == n
-    told = re.findall(rf"since other code or other libraries made them: (\d+) runs? of {re.escape(path)}\. "
-                      "--accept_code takes them as they are", " ".join(capsys.readouterr().out.split()))
+    told = " ".join(capsys.readouterr().out.split())
+    told = re.findall(rf"(\d+) runs? of {re.escape(path)} do(?:es)? not count, since other code or other "
+                      r"libraries made (?:it|them); --accept_code takes", told)
     assert sum(map(int, told)) == n
     shutil.rmtree("out/trials")
     here.started = []
@@ -1041,6 +1040,18 @@ def test_runs_are_not_done_where_what_their_mechanism_reads_changed(plain, here,
     assert started() == 2
     own_files.libraries_of.cache_clear()
     del sys.modules["strengths"]
+
+
+@pytest.mark.slow
+def test_runs_of_an_earlier_text_of_ones_file_are_not_offered(plain, here, mine, capsys):
+    for edit in ((), ("import torch\n", "import torch  # edited\n")):
+        capsys.readouterr()
+        with without_own_mechanisms():  # as in a process of its own
+            own_mechanism.add(mine(*edit))
+            study_of(plain, mechanisms=["forget"], match_parameters=False).run(here)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "2 runs of out/trials do not count, since the file of the mechanism has another text now." in told
+    assert "--accept_code takes" not in told
 
 
 # ---- one text on both sides ----
@@ -1348,18 +1359,22 @@ def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
 
 
 @pytest.mark.slow
-def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(finished, here, monkeypatch):
+def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(finished, here, monkeypatch,
+                                                                            capsys):
     study, found = finished
     monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
     n = len(found["runs"])
     planned = Study(replace(study.config, out_dir="out/a"), "test")
     planned.run(None)
     assert f"{n} of them to do" in plan_of(planned)
-    assert f"other code or other libraries made them: {n} runs of out/trials." in " ".join(
-        plan_of(planned).split())
+    words = f"{n} runs of out/trials do not count, since other code or other libraries made them; --accept"
+    assert words in " ".join(plan_of(planned).split())
+    report = Study(replace(study.config, out_dir="out/d", report_only=True), "test")
+    report.run(None)
+    assert "do not count, since other code" in capsys.readouterr().out
     fresh = Study(replace(study.config, out_dir="out/c", fresh=True), "test")
     fresh.run(None)  # trains all of them because that was asked for
-    assert "Trained anew" not in plan_of(fresh)
+    assert "not count" not in plan_of(fresh)
     here.started = []
     taking = Study(replace(study.config, out_dir="out/b", accept_code=True), "test")
     taking.run(here)
@@ -1367,6 +1382,16 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
     row, = again["reused"]
     assert here.started == [] and (row["source"], row["runs"], row["other_code"]) == ("out/trials", n, n)
     assert again["comparisons"] == found["comparisons"]
+    # what is damaged does not count for another reason, and what is no run of ours is passed over
+    next(Path("out/trials").glob("*/nats.npy")).unlink()
+    foreign = {"foreign": '{"train": null}', "note": "[1]", "cut": "{", "other": '{"train": {}}'}
+    for folder, text in foreign.items():
+        Path("out/trials", folder).mkdir()
+        Path("out/trials", folder, "result.json").write_text("{}")
+        Path("out/trials", folder, "trial.json").write_text(text)
+    less = Study(replace(study.config, out_dir="out/e"), "test")
+    less.run(None)
+    assert len(less.runs.refused) == n - 1
 
 
 @pytest.mark.slow
