@@ -1,9 +1,10 @@
-# The long scale, --scale=long: for what acts over long contexts (forgetting, windows, sinks, positions)
+# The long scale, --scale=long: meant for what acts over long contexts (forgetting, windows, sinks,
+# positions), of which the plain GPT makes no use here (docs/results/proxies.md)
 # 2 blocks of 64, the 98,304 parameters of config/tiny.py, on Wikipedia, where 99 % of the text is in articles
 # longer than the context: 2 sequences x 1,024 bytes = 2,048 bytes a step, 960 steps = 1.97 MB. A step takes
 # twice as long as tiny's
-# Its rates are those of config/tiny.py: half and double of Muon's are worse by 0.07 on validation with one
-# seed; those of AdamW and the embedding were not looked at (docs/results/proxies.md)
+# Its rates are those of config/tiny.py: half and double of Muon's were worse by 0.07 on validation with one
+# seed and a rope_base of 10,000; those of AdamW and the embedding were not looked at
 
 dataset = "enwiki15"
 

@@ -2,17 +2,22 @@
 Does a longer context help? Loss by position within disjoint windows.
 
 Contexts beyond the training length take rotary positions; ACAG's length and a window stay those of the
-training.
+training. What stands at one position is other text than at another. So --cut K scores the second half of
+each window once more, the same tokens with the K to 2 K - 1 tokens before each alone, and says how much
+worse that is.
 """
 
 import sys
 
 import numpy as np
+import torch
 
-from nanoheads.scoring import windows_of
+from nanoheads.common import UserError
+from nanoheads.scoring import nats_of_last, refuse_replaced, window_ids, windows_of
 from lab.probes.intervals import over_windows
-from lab.probes.shared import (CONTEXT, OVER, about_windows, ask, beyond, numbers_of, open_checkpoints,
-                               plus_minus, position_in_windows, run_table, token_nats)
+from lab.probes.shared import (CONTEXT, OVER, about_windows, ask, beyond, finite, numbers_of,
+                               open_checkpoints, plus_minus, position_in_windows, positive, run_table,
+                               token_nats)
 
 
 def rows_of(ckpt, nats, first, window, position, n_windows):
@@ -45,6 +50,42 @@ def columns(unit):
             ("", beyond)]
 
 
+def with_less(ckpt, data, args, cuts, context):
+    """(nats [n] of the second half of each whole window with a cut context, the number of its window [n]).
+
+    Token t of a window sees what it would see in windows of 2 K that move on by K and score their last K.
+    """
+    tokens, K, half = data.tokens(args.split), args.cut, context // 2
+    device, found = next(ckpt.model.parameters()).device, []
+    whole = [number for number, (start, end, _) in enumerate(cuts) if end - start == context]
+    for number in whole:
+        start = cuts[number][0]
+        ids = np.stack([window_ids(tokens, data.separator, end - 2 * K, end)
+                        for end in range(start + half + K, start + context + 1, K)])
+        with torch.no_grad():
+            found.append(nats_of_last(ckpt.model, torch.from_numpy(ids).to(device), K).reshape(-1))
+    refuse_replaced()
+    return finite(np.concatenate(found), ckpt), np.repeat(whole, half)
+
+
+def cut_row(ckpt, data, args, cuts, context, nats, window, position):
+    """What a longer context gains: a dict. nats, window, position [n]: of every token in whole windows."""
+    less, number = with_less(ckpt, data, args, cuts, context)
+    chosen = (position >= context // 2) & np.isin(window, number)
+    return dict(context=[args.cut, 2 * args.cut - 1], positions=[context // 2, context - 1], tokens=len(less),
+                nats_per_token=over_windows(less, number, len(cuts)),
+                over_longer=over_windows(less - nats[chosen], number, len(cuts)))
+
+
+def cut_columns(unit):
+    """Of the table of cut_row()s."""
+    return [("positions", lambda r: "{:,}-{:,}".format(*r["positions"])),
+            ("context", lambda r: "{:,}-{:,}".format(*r["context"])),
+            ("tokens", lambda r: f"{r['tokens']:,}"),
+            (f"nats/{unit}", lambda r: plus_minus(r["nats_per_token"], sign=False)),
+            ("over the whole context", lambda r: plus_minus(r["over_longer"]))]
+
+
 def probe(args):
     """Loss by position in the window."""
     ckpts, data, context = open_checkpoints(args, args.context)
@@ -55,10 +96,18 @@ def probe(args):
             for ckpt, each in zip(ckpts, nats)]
     unit = "byte" if data.meta["encoding"] == "byte" else "token"
     lines = [about_windows(data, args, cuts, context), run_table(ckpts, rows, columns(unit))]
+    if args.cut:
+        if context % (2 * args.cut):
+            raise UserError(f"--cut={args.cut} must divide half of the context, {context // 2:,}")
+        more = [[cut_row(ckpt, data, args, cuts, context, each, window, position)]
+                for ckpt, each in zip(ckpts, nats)]
+        lines += ["", run_table(ckpts, more, cut_columns(unit))]
+        rows = [[*own, *cut] for own, cut in zip(rows, more)]
     return numbers_of(ckpts, data, args, rows), lines
 
 
 def main(argv):
     ask("late", probe, "test", argv,
         context=CONTEXT,
-        tokens=(int, 262144, "tokens to score, in evenly spaced windows; 0: all"))
+        tokens=(int, 262144, "tokens to score, in evenly spaced windows; 0: all"),
+        cut=(positive, None, "score the second half of windows once more with so many tokens before each"))

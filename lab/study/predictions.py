@@ -188,13 +188,16 @@ def better_together(found):
 # ---- words and tables ----
 
 def headline(cells):
-    (right, n), (old_right, old_n) = (counted([c for c in cells if c.known_before is known])
-                                      for known in (False, True))
-    never = sum(cell.agrees is False for cell in cells if not cell.known_before)
-    still = sum(cell.agrees is None for cell in cells if not cell.known_before)
-    return (f"{right} of {plural(n, 'prediction')} came true; guessing that no proxy agrees with the record "
-            f"is right for {never} of them. {still} are open. Of {plural(old_n, 'cell')} of which a "
-            f"measurement was on file before, which are no predictions, {old_right} are as expected.")
+    """How many came true. Scales and tasks apart: a task that was measured can decide one way alone."""
+    before, new = ([cell for cell in cells if cell.known_before is known] for known in (True, False))
+    scales, tasks = ([cell for cell in new if (cell.proxy == "tasks") is on] for on in (False, True))
+    (right, n), (right_on_tasks, n_tasks), (expected, n_before) = map(counted, (scales, tasks, before))
+    never, still = (sum(cell.agrees is each for cell in scales) for each in (False, None))
+    return (f"{right} of {plural(n, 'prediction')} for scales came true; guessing that no scale agrees "
+            f"with the record is right for {never} of them. {still} are open. On tasks {right_on_tasks} of "
+            f"{n_tasks} came true: where the record says \"helps\", one task that agrees makes a \"yes\" true "
+            f"and a \"no\" false, and the opposite takes all eight. Of {plural(n_before, 'cell')} of which a "
+            f"measurement was on file before, which are no predictions, {expected} are as expected.")
 
 
 def cells_table(cells):

@@ -260,6 +260,29 @@ def test_loss_by_position_is_that_of_every_position(checkpoint_of, facts, tmp_pa
     assert "16-19" in text
 
 
+@pytest.mark.slow
+def test_a_cut_context_is_that_of_the_text_alone(checkpoint_of, facts, tmp_path, capsys):
+    """Each token of the second half of a window, by a model that reads only what is left before it."""
+    path, context, K = checkpoint_of("a", block_size=16), 16, 4
+    found, text = say(capsys, tmp_path, "late", "--ckpt", path, "--tokens=0", f"--cut={K}")
+    model = checkpoint.build(checkpoint.read(path), path).eval()
+    tokens, less, whole = facts.tokens("test").astype(int), [], []
+    for start, end, _ in windows_of(facts, "test", context):
+        if end - start < context:
+            continue
+        for t in range(start + context // 2, end):
+            for begins, values in ((t - t % K - K, less), (start, whole)):  # start is a multiple of K here
+                ids = torch.tensor([facts.separator if i < 0 else tokens[i] for i in range(begins - 1, t)])
+                values.append(-F.log_softmax(model(ids[None]).logits[0, -1].double(), -1)[tokens[t]].item())
+    row = found["runs"][0]["results"][-1]
+    assert (row["context"], row["positions"], row["tokens"]) == ([K, 2 * K - 1], [8, 15], len(less))
+    assert row["nats_per_token"][0] == pytest.approx(np.mean(less), abs=1e-5)
+    assert row["over_longer"][0] == pytest.approx(np.mean(less) - np.mean(whole), abs=1e-5)
+    assert row["over_longer"][0] != 0 and "over the whole context" in text
+    with pytest.raises(SystemExit, match="--cut=3 must divide half of the context, 8"):
+        main(["late", "--ckpt", path, "--cut=3"])
+
+
 def test_intervals_are_of_blocks_of_neighbouring_windows():
     values, window = np.arange(640.0), np.arange(640) // 10  # 64 windows in 32 blocks of 20 values
     mean, low, high = over_windows(values, window, 64)
