@@ -195,8 +195,8 @@ def headline(cells):
     never, still = (sum(cell.agrees is each for cell in scales) for each in (False, None))
     return (f"{right} of {plural(n, 'prediction')} for scales came true; "
             f"guessing that no scale agrees with the record is right for {never} of them. {still} are open. "
-            f"On tasks {right_on_tasks} of {n_tasks} came true: where the record says \"helps\", one task that "
-            "agrees makes a \"yes\" true and a \"no\" false, and the opposite takes all eight. "
+            f"On tasks {right_on_tasks} of {n_tasks} came true: where the record says \"helps\", one task "
+            "that agrees makes a \"yes\" true and a \"no\" false, and the opposite takes all eight. "
             f"Of {plural(n_before, 'cell')} of which a measurement was on file before, which are no "
             f"predictions, {expected} are as expected.")
 
