@@ -69,7 +69,7 @@ def with_less(ckpt, data, args, cuts, context):
 
 
 def cut_row(ckpt, data, args, cuts, context, nats, window, position):
-    """What a longer context gains: a dict. nats, window, position [n]: of every token in whole windows."""
+    """What a longer context gains: a dict. nats, window, position [n]: of every token that was scored."""
     less, number = with_less(ckpt, data, args, cuts, context)
     chosen = (position >= context // 2) & np.isin(window, number)
     return dict(context=[args.cut, 2 * args.cut - 1], positions=[context // 2, context - 1], tokens=len(less),
@@ -89,6 +89,8 @@ def cut_columns(unit):
 def probe(args):
     """Loss by position in the window."""
     ckpts, data, context = open_checkpoints(args, args.context)
+    if args.cut and context % (2 * args.cut):
+        raise UserError(f"--cut={args.cut} must divide half of the context, {context // 2:,}")
     cuts = windows_of(data, args.split, context, 0, args.tokens)
     window, position = position_in_windows(cuts)
     nats = [token_nats(ckpt, data, args, progress=sys.stderr.isatty()) for ckpt in ckpts]
@@ -97,8 +99,6 @@ def probe(args):
     unit = "byte" if data.meta["encoding"] == "byte" else "token"
     lines = [about_windows(data, args, cuts, context), run_table(ckpts, rows, columns(unit))]
     if args.cut:
-        if context % (2 * args.cut):
-            raise UserError(f"--cut={args.cut} must divide half of the context, {context // 2:,}")
         more = [[cut_row(ckpt, data, args, cuts, context, each, window, position)]
                 for ckpt, each in zip(ckpts, nats)]
         lines += ["", run_table(ckpts, more, cut_columns(unit))]

@@ -104,29 +104,36 @@ def signals_table(rows):
 
 def read_signals(paths, changes=CHANGES):
     """[(scale, Signal)] of results files, in order. UserError."""
-    return of_studies(paths, lambda study: signals(study, changes))
+    return of_studies(read_studies(paths), lambda study: signals(study, changes))
 
 
-def of_studies(paths, of):
-    """[(scale, row)] of the rows that of(study) has for each study in results files, in order. UserError: a
-    file cannot be read, or is of tasks, whose scores are no bits per byte.
+def read_studies(paths):
+    """[(path, {text or size: StudyResults})] of results files, in order. UserError: one cannot be read, or is
+    of tasks, whose scores are no bits per byte.
     """
-    found = []
+    read = []
     for path in paths:
         if task_study.read(path):
             raise UserError(f"{path} is a study of tasks; signals and spreads are of scores in bits per byte")
-        for name, study in studies_in(results.read(path)).items():
-            text = name or (study.settings or {}).get("dataset")
-            where = ", ".join(filter(None, [study.scale, text]))
-            found += [(where, each) for each in of(study)]
+        read.append((path, studies_in(results.read(path))))
+    return read
+
+
+def of_studies(read, of):
+    """[(scale, row)] of the rows that of(study) has for each study of read_studies(), in order."""
+    found = []
+    for name, study in (each for _, studies in read for each in studies.items()):
+        text = name or (study.settings or {}).get("dataset")
+        where = ", ".join(filter(None, [study.scale, text]))
+        found += [(where, each) for each in of(study)]
     return found
 
 
-def unfinished(paths):
-    """A sentence for each results file whose study is not finished."""
+def unfinished(read):
+    """A sentence for each file of read_studies() whose study is not finished."""
     return [f"The study in {Path(path).name} is not finished: its figures may change."
-            for path in paths if not all(effects.progress(study)["finished"]
-                                         for study in studies_in(results.read(path)).values())]
+            for path, studies in read
+            if not all(effects.progress(study)["finished"] for study in studies.values())]
 
 
 class Spread(NamedTuple):
@@ -169,7 +176,7 @@ def spreads_table(rows):
 
 def read_spreads(paths):
     """[(scale, Spread)] of results files, in order. UserError."""
-    return of_studies(paths, spreads)
+    return of_studies(read_studies(paths), spreads)
 
 
 @as_program("signals")
@@ -183,9 +190,10 @@ def main(argv=None):
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args(argv)
     with last_words("signals"):
-        rows = read_spreads(args.files) if args.spreads else read_signals(args.files, args.changes)
+        read = read_studies(args.files)
+        rows = of_studies(read, spreads if args.spreads else lambda study: signals(study, args.changes))
         head, cells, words = (spreads_table if args.spreads else signals_table)(rows)
-        say(table(head, cells, words), *unfinished(args.files))
+        say(table(head, cells, words), *unfinished(read))
         if args.json:
             write_json(args.json, json_safe([{"scale": where, **each._asdict()} for where, each in rows]))
 

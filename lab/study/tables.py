@@ -7,6 +7,7 @@ PICTURES names each picture of a study, its differences or what it finds at each
 MAP is drawn from several.
 """
 
+import functools
 import json
 import re
 import statistics
@@ -255,12 +256,12 @@ def spread(path, more=None):
 
 def transferred(path, more=None):
     """What each proxy has to do with the public record: results files of studies, and of studies of tasks."""
-    return in_markdown(*transfer.proxies_table(transfer.transfer(with_more(path, more))))
+    return in_markdown(*transfer.proxies_table(transfer_of(path, more)))
 
 
 def transferred_effects(path, more=None):
     """The effect of each mechanism in each proxy, of the same files."""
-    return in_markdown(*transfer.effects_table(transfer.transfer(with_more(path, more))))
+    return in_markdown(*transfer.effects_table(transfer_of(path, more)))
 
 
 def predicted(path, more=None):
@@ -270,6 +271,16 @@ def predicted(path, more=None):
     lines = [f"- Sentence {number}: {text}." for number, text in said]
     return "\n\n".join([escaped(predictions.headline(cells)), in_markdown(*predictions.cells_table(cells)),
                         "\n".join(map(escaped, lines))])
+
+
+def transfer_of(path, more):
+    return transfer_once(tuple(with_more(path, more)))
+
+
+@functools.cache
+def transfer_once(paths):
+    """The transfer.Transfer of results files, which two tables and the map are of."""
+    return transfer.transfer(paths)
 
 
 def with_more(path, more):
@@ -322,7 +333,7 @@ def transfer_map():
     """The PNG of mechanisms by proxies, of the files that the table "transferred" of PAGE_OF_MAP names."""
     text = (ROOT / PAGE_OF_MAP).read_text(encoding="utf-8")
     file, more = next((file, more) for _, kind, file, more, _ in MARK.findall(text) if kind == "transferred")
-    found = transfer.transfer(with_more(ROOT / "results" / file, re.split(r",\s*", more)))
+    found = transfer_of(ROOT / "results" / file, re.split(r",\s*", more))
     return drawing.drawn(transfer.transfer_map, found, "png")
 
 

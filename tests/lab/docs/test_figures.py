@@ -1,5 +1,7 @@
 """The figures of README.md and docs/ that stand between marks are what `compare.py --tables` writes there."""
 
+import re
+
 import matplotlib.image
 import numpy as np
 import pytest
@@ -26,6 +28,13 @@ def test_the_command_finds_every_table_as_it_is(monkeypatch):
     assert len(marks) > 20 and {*tables.OTHER_TABLES} <= {kind for kind, _ in marks}
     page = (ROOT / "docs/results/scale.md").read_text(encoding="utf-8")
     assert "| 0.733 |" in page and tables.filled(page.replace("| 0.733 |", "| 0.833 |"), "a page") == page
+
+
+def test_the_command_of_a_page_names_the_files_of_its_tables():
+    page = (ROOT / tables.PAGE_OF_MAP).read_text(encoding="utf-8")
+    command = re.findall(r"results/(\S+\.json\.gz)", page[page.index("```sh"):])
+    marks = [[file, *re.split(r",\s*", more)] for _, kind, file, more, _ in tables.MARK.findall(page)]
+    assert marks == [command, command]
 
 
 @pytest.mark.slow

@@ -372,7 +372,7 @@ def test_the_signal_is_read_from_a_results_file(plain, here, nothing_there, tmp_
     assert f"{row['effect']:+.4f}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="fewer than three runs of the plain GPT"):  # it has two
         signals.main([str(tmp_path / "results.json.gz"), "--spreads"])
-    assert signals.unfinished([tmp_path / "results.json.gz"]) == []
+    assert signals.unfinished(signals.read_studies([tmp_path / "results.json.gz"])) == []
 
 
 def test_signals_of_an_unfinished_study_say_so(plain, here, nothing_there, tmp_path, capsys):
