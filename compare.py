@@ -724,8 +724,7 @@ def write_tables(config):
 def recheck(config):
     """recheck: whether every figure of a results file is what its runs give."""
     if found := task_study.read(config.recheck):
-        with task_study.as_written(config.recheck):
-            return say(task_study.recheck(found, config.recheck))
+        return say(task_study.recheck(found, config.recheck))
     say(results.recheck(config.recheck))
 
 
@@ -755,12 +754,11 @@ def report_once_more(config):
         found = results.read(path)
         say_if_not_as_computed(lambda: results.recheck(path, complain=False))
         return report_of(found, out, config.json)
-    with task_study.as_written(path):
-        say_if_not_as_computed(lambda: task_study.recheck(of_tasks, path))
-        task_report.write_all(of_tasks, out)
-        if config.json:
-            task_study.write_verdicts(of_tasks, config.json)
-            say(config.json)
+    say_if_not_as_computed(lambda: task_study.recheck(of_tasks, path))
+    task_report.write_all(of_tasks, out)
+    if config.json:
+        task_study.write_verdicts(of_tasks, config.json)
+        say(config.json)
 
 
 def say_if_not_as_computed(recheck):

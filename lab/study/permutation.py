@@ -21,6 +21,7 @@ import numpy as np
 from lab.study.stats import holm
 
 MOST_EXACT = 200_000  # ways of dividing the scores; beyond it so many are drawn
+VERDICTS = ("better", "worse", "same", "undecided")
 CLOSE = 1e-9          # differences of means nearer than that are equal
 
 
@@ -34,7 +35,7 @@ class Comparison(NamedTuple):
     p: float            # two-sided
     p_corrected: float  # by Holm over the study
     p_same: float       # of a difference of the margin or more, likewise
-    verdict: str        # "better", "worse", "same" or "undecided"
+    verdict: str        # one of VERDICTS
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Optional
 
 from nanoheads.common import UserError, json_safe, plural
-from lab.study import stats
+from lab.study import permutation, stats
 from lab.study.measures import MEASURES
 
 LARGEST = 1e30  # of a score, a cost, a figure
@@ -584,6 +584,176 @@ class TextsResults(Record):
 
     def fault(self, where):
         return None if self.texts else "texts holds no study"
+
+
+# ---- a study of tasks: its file is read as the dict that it is, and these say what it must have ----
+
+@dataclass(kw_only=True)
+class AnswersOverSeeds(Record):
+    """The runs of a variant: the share of answers that are right, and the step from which on it is learned.
+    """
+    seeds: list[int]
+    acc: list[float]
+    learned_from: list[Optional[float]]
+    runs: list[str]
+
+    def fault(self, where):
+        if len({len(self.seeds), len(self.acc), len(self.learned_from), len(self.runs)}) > 1:
+            return f"{where} has lists of several lengths"
+        if wrong := [acc for acc in self.acc if not 0 <= acc <= 1]:
+            return f"{where}.acc has {wrong[0]}, which is no share"
+
+
+@dataclass(kw_only=True)
+class AnswersAtRates(AnswersOverSeeds):
+    """One pair of a grid of rates, as factors."""
+    muon: float
+    adamw: float
+
+
+@dataclass(kw_only=True)
+class WithoutSeed(Record):
+    """The spec of a variant's runs, whatever the seed."""
+    model: dict
+    train: dict
+    score: dict
+
+
+@dataclass(kw_only=True)
+class ArmOnTask(Record):
+    """A variant on one task: its runs at the shared rates, at its own best ones, and in a grid."""
+    flags: dict
+    params: float
+    steps: float
+    kind: str
+    judge: AnswersOverSeeds
+    best: AnswersOverSeeds
+    what: WithoutSeed
+    best_flags: Optional[dict]
+    what_best: Optional[WithoutSeed]
+    grid: list[AnswersAtRates]
+
+    def fault(self, where):
+        if self.best.runs and not self.what_best:
+            return f"{where} has runs at its best rates, and no what_best that says which these are"
+
+
+@dataclass(kw_only=True)
+class CurveOnTask(Record):
+    step: list[float]
+    acc: list[float]
+
+    def fault(self, where):
+        if len(self.step) != len(self.acc):
+            return f"{where} has lists of several lengths"
+
+
+@dataclass(kw_only=True)
+class SpecOnTask(Spec):
+    data: Optional[dict] = None
+
+
+@dataclass(kw_only=True)
+class RunOnTask(Record):
+    """levels: [nats, right answers, answers] of each level, whose name is that of a number."""
+    acc: float
+    nats: float
+    learned_from: Optional[float]
+    levels: dict[str, list[float]]
+    curve: CurveOnTask
+    spec: Annotated[dict, SpecOnTask]
+
+    def fault(self, where):
+        for level, counts in self.levels.items():
+            if len(counts) != 3 or not 0 <= counts[1] <= counts[2] > 0:
+                return f"{where}.levels.{level} is {shown(counts)}, not nats, right answers and answers"
+
+
+@dataclass(kw_only=True)
+class OneTask(Record):
+    """pairs: (variant, what it is compared with); guesses: {level: {way of guessing: the share right}}."""
+    arms: dict[str, ArmOnTask]
+    pairs: list[list[str]]
+    unit: str
+    guesses: dict[str, dict[str, float]]
+    runs: dict[str, RunOnTask]
+    failures: list[Failure]
+    reused: list[Reused] = field(default_factory=list)
+
+    def fault(self, where):
+        if "plain" not in self.arms:
+            return f"{where}.arms has no plain, the plain GPT"
+        for pair in self.pairs:
+            if len(pair) != 2 or not self.arms.keys() >= {*pair}:
+                return f"{where}.pairs: {shown(pair)} is not two of its arms"
+        if not self.guesses or not all(self.guesses.values()):
+            return f"{where}.guesses has a level without a guess, or none"
+        for name, arm in self.arms.items():
+            for each in (arm.judge, arm.best, *arm.grid):
+                if unknown := [run for run in each.runs if run not in self.runs]:
+                    return f"{where}: {name} has a score of run {unknown[0]}, which is not in its runs"
+        for name, run in self.runs.items():
+            if run.levels.keys() != self.guesses.keys():
+                return f"{where}: run {name} has answers of other levels than guesses"
+
+
+@dataclass(kw_only=True)
+class VerdictOnTask(Record):
+    """A comparison, see permutation.py, and what the two sides learn, see task_study.verdicts()."""
+    task: str
+    variant: str
+    baseline: str
+    stage: str
+    n: int
+    n_baseline: int
+    mean: float
+    low: float
+    high: float
+    p: float
+    p_corrected: float
+    p_same: float
+    verdict: str
+    acc: float
+    acc_plain: float
+    learned: int
+    learned_plain: int
+    step: Optional[float]
+    step_plain: Optional[float]
+
+    def fault(self, where):
+        if self.stage not in ("judge", "best"):
+            return f"{where}.stage is {shown(self.stage)}, not judge or best"
+        if self.verdict not in permutation.VERDICTS:
+            return f"{where}.verdict is {shown(self.verdict)}, not one of {', '.join(permutation.VERDICTS)}"
+
+
+@dataclass(kw_only=True)
+class TasksResults(Record):
+    """What a study of tasks found, see task_study.py."""
+    name: str
+    question: str
+    command: str
+    commit: Optional[str]
+    config: dict
+    alpha: float
+    margin: float
+    seeds: list[int]
+    plain_seeds: list[int]
+    planned: int
+    done: int
+    finished: bool
+    tasks: dict[str, OneTask]
+    verdicts: list[VerdictOnTask]
+
+    def fault(self, where):
+        if not self.tasks:
+            return "tasks holds none"
+        if not 0 < self.alpha < 1 or not self.margin > 0:
+            return f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive"
+        for i, row in enumerate(self.verdicts):
+            arms = self.tasks[row.task].arms if row.task in self.tasks else {}
+            if not arms.keys() >= {row.variant, row.baseline}:
+                return f"verdicts[{i}] is on {row.variant} and {row.baseline}, which {row.task} does not have"
 
 
 def studies_in(results):

@@ -17,7 +17,6 @@ import gzip
 import math
 import statistics
 import zlib
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_
                               write_json)
 from nanoheads.tasks import LEARNED, TASKS
 from lab.study import costs, findings, outside, permutation, queue, results, trial
-from lab.study.records import as_json
+from lab.study.records import NotThatRecord, TasksResults, as_json, as_record
 from lab.study.runs import Reuse, Runs, refused_sentence, say_what_is_refused, taken
 from lab.study.variants import VariantBuilder
 
@@ -416,46 +415,13 @@ def read(path):
         return None
     if not isinstance(found, dict) or found.get("kind") != "tasks":
         return None
-    if wrong := problem_of(found):
-        raise UserError(f"{path} is not what compare.py --task writes: {wrong}")
-    return found
-
-
-@contextmanager
-def as_written(path):
-    """One line where the results file of a study of tasks lacks a part that its report needs: somebody edited
-    it. What every reader needs is checked when it is read.
-    """
     try:
-        yield
-    except UserError:
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError) as e:
-        raise UserError(f"{path} is not what compare.py --task writes: {type(e).__name__}: {e}") from e
-
-
-def problem_of(found):
-    """What is missing in a study's dict, or of another type, in words; None: nothing that transfer needs."""
-    types = dict(tasks=dict, verdicts=list, config=dict, finished=bool, planned=int, done=int, alpha=float,
-                 margin=float)
-    for key, kind in types.items():
-        if not isinstance(found.get(key), kind):
-            return f"it has no {key}, or one of another type"
-    for task, each in found["tasks"].items():
-        arms = each.get("arms") if isinstance(each, dict) else None
-        if not isinstance(arms, dict) or PLAIN not in arms:
-            return f"{task} has no runs of the plain GPT"
-        for name, arm in arms.items():
-            for stage in ("judge", "best"):
-                try:
-                    shares = [0 <= acc <= 1 for acc in arm[stage]["acc"]]
-                    steps = arm[stage]["learned_from"]
-                    right = isinstance(arm["flags"], dict) and all(shares) and len(shares) == len(steps)
-                except (KeyError, TypeError):
-                    right = False
-                if not right:
-                    return f"{task}: {name} has no scores from 0 to 1 in its stage \"{stage}\", or no flags"
-    return None
+        as_record(TasksResults, found)
+        if wrong := results.problem_of_config(found["config"]):
+            raise NotThatRecord(wrong)
+    except NotThatRecord as e:
+        raise UserError(f"{path} is not what compare.py --task writes: {e}") from None
+    return found
 
 
 def write(found, out, json=None):
