@@ -2,6 +2,7 @@
 The public record: what others measured of the mechanisms that are here, in models of 20 M parameters on.
 
     python -m lab.study.outside                      # how many say that a mechanism helps, is neutral, hurts
+    python -m lab.study.outside --strict             # without rows that have anything beside the mechanism
     python -m lab.study.outside --json=record.json   # the same, and every row, for a program
 
 The record is results/outside.csv, and results/outside.md says what its columns are, which rows count, and
@@ -11,6 +12,7 @@ with it. An installed copy has no results/: then there is no record, and a study
 
 import argparse
 import functools
+import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -23,8 +25,9 @@ from lab.study import scores
 
 FILE = ROOT / "results" / "outside.csv"
 COLUMNS = ("mechanism", "detail", "source", "date", "params", "tokens", "data", "optimizer", "baseline",
-           "effect_kind", "effect", "seeds", "noise", "verdict_there", "quality", "set_aside")
+           "effect_kind", "effect", "seeds", "noise", "verdict_there", "quality", "set_aside", "beside")
 KINDS = ("nats", "bpb", "ppl", "accuracy", "steps_saved_pct", "time_saved_pct", "compute_multiplier")
+ABOVE_IS_BETTER = ("accuracy", "steps_saved_pct", "time_saved_pct")  # above 1: compute_multiplier
 VERDICTS = {"helps": 1, "neutral": 0, "hurts": -1}
 # A comparison with seeds counts three times as much as an anecdote, and one careful run twice. By the noise
 # of seeds alone the first would count more still; but what makes rows differ is mostly the recipe around a
@@ -42,6 +45,7 @@ WITHOUT_ENTRY = {
     "softcap": "a cap of the output logits was not built; score_cap caps attention scores",
     "survey": "many modifications in one row, which are not told apart",
 }
+STRICT = "leave out rows of the record that have anything beside the mechanism"
 BIASES = ("Published rows lean to \"helps\", most are single runs, and rows of one source are not "
           "independent: a count is no test.")
 
@@ -65,14 +69,23 @@ class Row:
     verdict_there: str
     quality: str
     set_aside: str
+    beside: str
     size: Optional[tuple]
+
+    @property
+    def gain(self):
+        """The effect, or the logarithm of a multiplier, with its sign turned so that above 0 is better."""
+        if self.effect_kind == "compute_multiplier":
+            return self.effect and math.log(self.effect)
+        return self.effect if self.effect is None or self.effect_kind in ABOVE_IS_BETTER else -self.effect
 
 
 class Summary(NamedTuple):
     """What the rows of a mechanism say together.
 
     verdict: the mean of 1 for each row that says helps, 0 for neutral and -1 for hurts, weighted by WEIGHTS;
-    smallest, largest: parameters, None where no row has them; sized: how many rows have them.
+    smallest, largest: parameters, None where no row has them; sized: how many rows have them; beside: how
+    many have something beside the mechanism, see results/outside.md.
     """
     mechanism: str
     helps: int
@@ -83,6 +96,7 @@ class Summary(NamedTuple):
     smallest: Optional[float]
     largest: Optional[float]
     sized: int
+    beside: int = 0
 
     @property
     def rows(self):
@@ -93,7 +107,13 @@ class Summary(NamedTuple):
 
 def read(path):
     """The Rows of a record. UserError names every row that cannot be used by its line."""
-    return scores.rows_of(path, COLUMNS, (), parsed)
+    seen = {}  # {a row's cells: its line}
+
+    def parsed_once(cells, line):
+        row, problem = parsed(cells, line)
+        first = seen.setdefault(tuple(cells.values()), line)
+        return row, problem or (f"it repeats line {first}" if first != line else None)
+    return scores.rows_of(path, COLUMNS, (), parsed_once)
 
 
 def parsed(cells, line):
@@ -109,6 +129,13 @@ def parsed(cells, line):
     for key, known in (("effect_kind", KINDS), ("verdict_there", VERDICTS), ("quality", WEIGHTS)):
         if cells[key] not in known:
             return row, f"{key} {cells[key]!r} must be one of {', '.join(known)}"
+    if not row.source:
+        return row, "source is empty"
+    if row.effect_kind == "compute_multiplier" and effect is not None and effect <= 0:
+        return row, f"effect {text!r} must be above 0: it is a multiplier of compute"
+    if not row.set_aside and effect is not None and row.gain * VERDICTS[row.verdict_there] < 0:
+        return row, (f"effect {text} {row.effect_kind} and verdict_there {row.verdict_there} contradict each "
+                     "other; a row that is to count cannot have both")
     return row, None
 
 
@@ -148,9 +175,11 @@ def on_file(path):
     return found
 
 
-def summaries(every_row=False):
-    """{entry of MECHANISMS: Summary} of the record on file; every_row: rows that are set aside count too."""
-    counted = {name: [row for row in rows if every_row or not row.set_aside]
+def summaries(every_row=False, strict=False):
+    """{entry of MECHANISMS: Summary} of the record on file; every_row: rows that are set aside count too;
+    strict: none does that has anything beside the mechanism.
+    """
+    counted = {name: [row for row in rows if (every_row or not row.set_aside) and not (strict and row.beside)]
                for name, rows in on_file(FILE).items() if name in MECHANISMS}
     return {name: summary(name, rows) for name, rows in counted.items() if rows}
 
@@ -163,7 +192,7 @@ def summary(name, rows):
     return Summary(name, count["helps"], count["neutral"], count["hurts"],
                    sum(w * sign for w, sign in zip(weights, signs)) / sum(weights),
                    len({source_of(row) for row in rows}), min(sizes, default=None), max(sizes, default=None),
-                   sum(row.size is not None for row in rows))
+                   sum(row.size is not None for row in rows), sum(bool(row.beside) for row in rows))
 
 
 def source_of(row):
@@ -212,15 +241,16 @@ def sizes_in_words(found):
 # ---- the program ----
 
 def what_is(name):
-    """The first line of the class whose mode an entry is."""
+    """The flags of an entry, and the first line of its class, which several entries may share."""
     cls = next(cls for cls in MECHANISM_CLASSES if name in cls.modes)
-    return cls.__doc__.strip().splitlines()[0]
+    flags = " ".join(f"{key}={value}" for key, value in MECHANISMS[name].items())
+    return f"{flags}: {cls.__doc__.strip().splitlines()[0]}"
 
 
-def why_set_aside(rows):
-    """Each reason of the rows that are set aside, with how many of them have it."""
-    reasons = Counter(row.set_aside for row in rows if row.set_aside)
-    return "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+def listing(rows, why):
+    """A line for each row of which why(row) says something, as lines behind its mechanism's."""
+    return [f"    {cut_short(row.detail, 70)} ({why(row)}); {cut_short(row.source, 60)}"
+            for row in rows if why(row)]
 
 
 def in_text(record, found):
@@ -228,20 +258,25 @@ def in_text(record, found):
 
     record: {mechanism: [Row]}; found: summaries().
     """
-    head = ("mechanism", "verdict", "helps", "neutral", "hurts", "set aside", "sources", "parameters",
-            "what it is here")
+    head = ("mechanism", "verdict", "helps", "neutral", "hurts", "beside", "in no sum", "sources",
+            "parameters", "what it is here")
     rows = [(each.mechanism, f"{each.verdict:+.2f}", str(each.helps), str(each.neutral), str(each.hurts),
-             str(len(record[each.mechanism]) - each.rows), str(each.sources), sizes_in_words(each) or "–",
-             cut_short(what_is(each.mechanism), 70))
+             str(each.beside), str(len(record[each.mechanism]) - each.rows), str(each.sources),
+             sizes_in_words(each) or "–", cut_short(what_is(each.mechanism), 70))
             for each in sorted(found.values(), key=lambda each: -each.verdict)]
     every, count = sum(map(len, record.values())), sum(each.rows for each in found.values())
     mechanisms = plural(len(found), "mechanism")
     lines = [f"{every} measurements by others, {count} of which count for {mechanisms} of ours. {BIASES}",
              "Verdict: the mean of helps 1, neutral 0, hurts -1, each row weighted by its quality, "
              + ", ".join(f"{quality} {weight}" for quality, weight in WEIGHTS.items()) + ".", "",
-             table(head, rows, left=(0, 7, 8)), "", "Set aside, and in no sum:"]
-    lines += [f"  {name}, {plural(sum(bool(row.set_aside) for row in rows), 'row')}: {why}"
-              for name, rows in record.items() if name in MECHANISMS and (why := why_set_aside(rows))]
+             "Beside: rows that count, though they have something beside the mechanism; --strict leaves them "
+             "out.", "", table(head, rows, left=(0, 8, 9))]
+    for title, why in (("Set aside, and in no sum:", lambda row: row.set_aside),
+                       ("With something beside the mechanism:", lambda row: row.beside)):
+        lines += ["", title]
+        for name, rows in record.items():
+            if name in MECHANISMS and (its_own := listing(rows, why)):
+                lines += [f"  {name}, {plural(len(its_own), 'row')}:", *its_own]
     lines += ["", "Without an entry here, and in no sum:"]
     lines += [f"  {name}, {plural(len(rows), 'row')}: {WITHOUT_ENTRY[name]}"
               for name, rows in record.items() if name not in MECHANISMS]
@@ -250,8 +285,10 @@ def in_text(record, found):
 
 def record_on_file():
     """{mechanism: [Row]}. UserError: there is no record, or it cannot be read."""
-    if not (record := on_file(FILE)):
+    if not FILE.is_file():
         raise UserError(f"{FILE} is not there: the record is in the repository, and in no installed copy")
+    if not (record := on_file(FILE)):
+        raise UserError(f"{FILE} has no rows; git checkout brings the record back")
     return record
 
 
@@ -259,12 +296,13 @@ def record_on_file():
 def main(argv=None):
     parser = ArgumentParser(prog="python -m lab.study.outside", description=__doc__,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strict", action="store_true", help=STRICT)
     parser.add_argument("--json", help="write the sums and every row to this file too")
     args = parser.parse_args(argv)
     with last_words("outside"):
         if args.json:
             args.json = writable(args.json)
-        record, found = record_on_file(), summaries()
+        record, found = record_on_file(), summaries(strict=args.strict)
         say(*in_text(record, found).splitlines())
         if args.json:
             write_json(args.json, dict(weights=WEIGHTS, biases=BIASES, without_entry=WITHOUT_ENTRY,

@@ -1,9 +1,9 @@
 """
 How well a scale shows a change that is known: its effect over the spread of the seeds, and what that costs.
 
-python -m lab.study.signals results/proxies-tiny.json.gz results/proxies-deep.json.gz
+python -m lab.study.signals results/all-tiny.json.gz results/battery/bpe.json.gz
 python -m lab.study.signals out/proxies-long/results.json.gz --changes short_conv "plain x 1.4"
-python -m lab.study.signals results/calm.json.gz --spreads
+python -m lab.study.signals results/calm-tiny.json.gz --spreads
 
 A file is of a study such as config/studies/proxies.py. By these numbers a cheap scale is chosen, or a setting
 of one (Signal and Noise, arXiv 2508.13144): a scale on which a change is far outside of what seeds do, for

@@ -283,15 +283,20 @@ class Transfer:
     one_of_kin: Optional["Transfer"] = None  # the same with one mechanism of each kin
 
 
-def transfer(paths):
-    """The Transfer of results files. UserError: no record; a file that cannot be read; too few mechanisms."""
+def transfer(paths, strict=False):
+    """The Transfer of results files; strict: by rows of the record that have nothing beside the mechanism.
+
+    UserError: no record; a file that cannot be read; too few mechanisms.
+    """
     outside.record_on_file()
     effects_of, notes = proxies_in(paths)
-    found = judged_by(effects_of, outside.summaries(), notes)
-    found.with_every_row = better_than_chance(judged_by(effects_of, outside.summaries(every_row=True), notes))
+    record = outside.summaries(strict=strict)
+    found = judged_by(effects_of, record, notes)
+    every_row = outside.summaries(every_row=True, strict=strict)
+    found.with_every_row = better_than_chance(judged_by(effects_of, every_row, notes))
     alone = one_of_kin(found.proxies, found.record)
     if any(len(own) >= FEWEST for own in alone.values()):
-        found.one_of_kin = judged_by(alone, outside.summaries(), notes)
+        found.one_of_kin = judged_by(alone, record, notes)
     return found
 
 
@@ -502,6 +507,7 @@ def main(argv=None):
     parser = ArgumentParser(prog="python -m lab.study.transfer", description=__doc__,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", help="results files of studies, and of studies of tasks")
+    parser.add_argument("--strict", action="store_true", help=outside.STRICT)
     parser.add_argument("--out_dir", default="out/transfer", help="of the page (default: out/transfer)")
     parser.add_argument("--json", help="write all figures to this file too")
     args = parser.parse_args(argv)
@@ -509,7 +515,7 @@ def main(argv=None):
         out = writable_folder(args.out_dir, "--out_dir")
         if args.json:
             args.json = writable(args.json)
-        found = transfer(args.results)
+        found = transfer(args.results, args.strict)
         say(*in_text(found).splitlines(), *write(found, out))
         if args.json:
             write_json(args.json, for_a_program(found))

@@ -181,7 +181,7 @@ class StudyConfig:
         given = [key for key in ("baseline", "higher_is_better") if getattr(self, key)]
         given += ["target"] * (self.target is not None)
         if given and not self.scores:
-            bad.append(f"{', '.join(given)}: these go with --scores=FILE alone")
+            return [f"{', '.join(given)}: these go with compare.py scores FILE alone"]
         for pattern in self.mechanisms:
             if not matching(pattern):
                 meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])

@@ -639,7 +639,7 @@ COMMANDS = [
           for i, (*_, words) in enumerate(SCORES)),
         *((f"--scores=no_scores{i}.csv", words) for i, (_, words) in enumerate(NO_SCORES)),
         ("--baseline=plain --higher_is_better --mechanisms=xsa", "baseline, higher_is_better: these go"),
-        ("--target=0 --mechanisms=xsa", "target: these go with --scores=FILE alone"),
+        ("--target=0 --mechanisms=xsa", "target: these go with compare.py scores FILE alone"),
         ("scores s.csv --target=1e31", "target=1e+31 must be a finite number, up to 1e+30"),
         ("scores s.csv --target=low", "target='low' is not"),
         *((f"{key}={name}.json.gz{more}", words) for name, (_, words) in NO_RESULTS.items()

@@ -54,7 +54,13 @@ def test_the_record_on_file_is_read_from_any_folder(tmp_path, monkeypatch):
     (dict(verdict_there="good"), "verdict_there 'good' must be one of helps, neutral, hurts"),
     (dict(quality="d"), "quality 'd' must be one of a, b, c"),
     (dict(mechanism="sconv"), "mechanism 'sconv' is no entry of MECHANISMS, and WITHOUT_ENTRY"),
-    (dict(noise="one, two"), "17 cells, where the first line has 16")])
+    (dict(source=""), "source is empty"),
+    (dict(effect="0.01"), "effect 0.01 nats and verdict_there helps contradict each other"),
+    (dict(effect="0", effect_kind="compute_multiplier"), "effect '0' must be above 0: it is a multiplier"),
+    (dict(effect="0.9", effect_kind="compute_multiplier"), "effect 0.9 compute_multiplier and verdict_there"),
+    (dict(effect="2", effect_kind="accuracy", verdict_there="hurts"), "effect 2 accuracy and verdict_there"),
+    ({}, "it repeats line 2"),
+    (dict(noise="one, two"), "18 cells, where the first line has 17")])
 def test_a_row_that_cannot_be_used_is_named_in_one_line(cells, words, tmp_path):
     path = write(tmp_path / "record.csv", {}, cells, dict(effect=""))
     with pytest.raises(UserError) as e:
@@ -66,6 +72,11 @@ def test_a_row_that_cannot_be_used_is_named_in_one_line(cells, words, tmp_path):
 def test_an_effect_without_a_number_is_none(tmp_path):
     row, = outside.read(write(tmp_path / "record.csv", dict(effect="")))
     assert row.effect is None and row.size == (300e6, 300e6)
+
+
+def test_what_a_row_that_does_not_count_says_need_not_agree(tmp_path):
+    row, = outside.read(write(tmp_path / "record.csv", dict(effect="0.01", set_aside="another form")))
+    assert row.gain == -0.01
 
 
 @pytest.mark.parametrize("text, size", [
@@ -84,7 +95,8 @@ def test_a_size_is_read_from_what_a_source_says(text, size):
 
 def test_a_verdict_is_the_mean_weighted_by_quality(record):
     found = record(dict(quality="a", params="8B"), dict(quality="b", verdict_there="neutral"),
-                   dict(quality="c", verdict_there="hurts", params="", source="somebody/runs PR #2"))
+                   dict(quality="c", verdict_there="hurts", effect="", params="",
+                        source="somebody/runs PR #2"))
     each = found["key_offset"]
     assert (each.helps, each.neutral, each.hurts, each.sources) == (1, 1, 1, 1)
     assert each.verdict == pytest.approx((3 * 1 + 2 * 0 - 1 * 1) / (3 + 2 + 1))
@@ -92,13 +104,33 @@ def test_a_verdict_is_the_mean_weighted_by_quality(record):
 
 
 def test_rows_of_other_forms_are_in_no_sum(record):
-    other = dict(verdict_there="hurts", set_aside="another form")
+    other = dict(verdict_there="hurts", effect="", set_aside="another form")
     found = record({}, other, dict(other, mechanism="sentinel"), dict(mechanism="gqa"))
     assert list(found) == ["key_offset"] and found["key_offset"].verdict == 1
     assert outside.summaries(every_row=True)["key_offset"].verdict == 0
     said = outside.in_text(outside.on_file(outside.FILE), found)
-    assert "  key_offset, 1 row: another form (1)" in said and "  sentinel, 1 row: another form (1)" in said
-    assert "  gqa, 1 row: fewer key and value heads" in said
+    assert "  key_offset, 1 row:\n    every layer (another form); somebody/runs #1\n" in said
+    assert "  sentinel, 1 row:\n" in said and "  gqa, 1 row: fewer key and value heads" in said
+
+
+def test_strict_sums_leave_out_what_has_something_beside_the_mechanism(record):
+    found = record({}, dict(verdict_there="neutral", beside="a faster RoPE"),
+                   dict(mechanism="xsa", beside="more"))
+    assert found["key_offset"].verdict == 0.5 and found["key_offset"].beside == 1
+    assert outside.summaries(strict=True)["key_offset"].verdict == 1
+    assert "xsa" in found and "xsa" not in outside.summaries(strict=True)
+    said = outside.in_text(outside.on_file(outside.FILE), found)
+    assert "  key_offset, 1 row:\n    every layer (a faster RoPE); somebody/runs #1\n" in said
+
+
+def test_what_outside_md_says_of_rows_with_something_beside_is_so():
+    rows = [row for rows in outside.on_file(outside.FILE).values() for row in rows]
+    beside = [row for row in rows if row.beside]
+    assert len(beside) == 33 and not any(row.set_aside for row in beside)
+    assert sum(row.mechanism.startswith("short_conv") for row in beside) == 18
+    assert sum(row.mechanism == "key_offset" for row in beside) == 10
+    strict = outside.summaries(strict=True)
+    assert len(strict) == 22 and round(strict["output_gate_narrow"].verdict, 2) == -0.2
 
 
 @pytest.mark.parametrize("name, flags, entry", [
@@ -122,6 +154,18 @@ def test_the_command_prints_and_writes_the_sums(capsys, tmp_path):
 def test_without_a_record_the_command_ends_in_one_line(no_record):
     with pytest.raises(SystemExit, match="^outside: .*outside.csv is not there: the record is in the "):
         outside.main([])
+
+
+def test_a_record_without_rows_is_not_called_missing(record):
+    record()
+    with pytest.raises(SystemExit, match="^outside: .*record0.csv has no rows"):
+        outside.main([])
+
+
+def test_entries_of_one_class_are_told_apart():
+    said = outside.in_text(outside.on_file(outside.FILE), outside.summaries())
+    for flags in ("output_gate=headwise: ", "output_gate=elementwise: ", "short_conv=x: ", "short_conv=kv: "):
+        assert flags in said
 
 
 # ---- beside the verdicts of a study ----
