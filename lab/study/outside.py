@@ -222,14 +222,15 @@ def words_on(name, flags):
 
 
 def in_words(found):
-    said = f"helps in {in_short(found)}" + f", hurts in {found.hurts}" * bool(found.hurts)
+    said = f"helps in {found.helps} of {found.rows}" + f", hurts in {found.hurts}" * bool(found.hurts)
     if not found.sized:
         return said
     return f"{said}, at {sizes_in_words(found)}" + " where stated" * (found.sized < found.rows)
 
 
 def in_short(found):
-    return f"{found.helps} of {found.rows}"
+    """What stands in a column "helps in": "7 of 12, 2 hurt"."""
+    return f"{found.helps} of {found.rows}" + f", {found.hurts} hurt" * bool(found.hurts)
 
 
 def sizes_in_words(found):

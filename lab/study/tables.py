@@ -16,13 +16,13 @@ from pathlib import Path
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.intervals import t_interval
-from lab.study import (effects, pictures, predictions, results, signals, task_report, task_study,
+from lab.study import (effects, outside, pictures, predictions, results, signals, task_report, task_study,
                        transfer)
-from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
-                                escaped, in_markdown, interval, label_of, ladder_table, level, mean_alone,
-                                measured, on_each_text, others, others_table, plain_rates_table, score_of,
-                                screened_table, texts_table, together_table, tuned_table, verdict_of,
-                                verdicts_table, without, worth_of)
+from lab.study.findings import (RECORD_IN_SHORT, Table, against_plain, at_cost, candidates_table, costs_table,
+                                dynamic_tables, escaped, in_markdown, interval, label_of, ladder_table, level,
+                                mean_alone, measured, on_each_text, others, others_table, plain_rates_table,
+                                score_of, screened_table, texts_table, together_table, tuned_table,
+                                verdict_of, verdicts_table, without, worth_of)
 from lab.study.records import LadderResults, TextsResults
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
@@ -96,18 +96,20 @@ def explained_table(study, only):
 
     study: of several texts, all of them together.
     """
-    head = ("variant: what it does", "verdict", "on each text alone", "bits/byte",
+    head = ("variant: what it does", "verdict", RECORD_IN_SHORT, "on each text alone", "bits/byte",
             f"difference [{level(study)}]", "worth × compute", "at equal parameters", "at equal FLOPs",
             "at equal time")
-    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", score_of(study, "plain"), "–", "1", *3 * "–")]
+    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", "–", score_of(study, "plain"), "–", "1", *3 * "–")]
     for c in against_plain(study, only or list(IN_WORDS)):
         if c.variant not in IN_WORDS:
             raise UserError(f"IN_WORDS in lab/study/tables.py does not say what {c.variant} does")
+        record = outside.known_of(c.variant, study.arms[c.variant].flags)
         rows.append((f"{label_of(study, c.variant)}: {IN_WORDS[c.variant]}", verdict_of(study, c),
+                     outside.in_short(record) if record else "–",
                      on_each_text(study, c.variant), score_of(study, c.variant), interval(c),
                      worth_of(c), at_equal_parameters(study, c), at_cost(c, "equal_flops", mean_alone),
                      at_cost(c, "equal_time", mean_alone)))
-    table = Table(head, rows, (0, 1, 2))
+    table = Table(head, rows, (0, 1, 2, 3))
     return table if study.texts else without(table, "on each text alone")
 
 
