@@ -439,9 +439,9 @@ def run(args):
 def run_scales(args):
     """What the plain GPT of each scale costs beside tiny's: a training step, a token that is scored."""
     scale_costs = from_lab("lab.study.scale_costs", "--scales")
+    torch.set_num_threads(args.threads)
     machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     say(f"torch {torch.__version__}, {machine}, {plural(args.rounds, 'round')}", flush=True)
-    torch.set_num_threads(args.threads)
     rows = scale_costs.costs_of(args.scales.split(","), args.device, args.threads, args.rounds, args.steps,
                                 train)
     say(*scale_costs.costs_table(rows).splitlines())

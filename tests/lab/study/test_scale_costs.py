@@ -27,7 +27,8 @@ def plain_of(monkeypatch):
 def test_what_is_dearer_takes_longer(plain_of, capsys, tmp_path):
     bench.main(["--scales=tiny,long", "--rounds=3", "--threads=1", f"--json={tmp_path / 'costs.json'}"])
     first, head, _, long, path = capsys.readouterr().out.splitlines()
-    assert first.startswith("torch ") and "a step over tiny's" in head and path.endswith("costs.json")
+    assert first.startswith("torch ") and ", 1 thread of " in first
+    assert "a step over tiny's" in head and path.endswith("costs.json")
     assert long.startswith("long") and float(long.split()[2]) > 2 < float(long.split()[5])
     found = json.loads((tmp_path / "costs.json").read_text())
     row = found["rows"][1]
