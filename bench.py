@@ -382,15 +382,12 @@ def check(args):
             raise UserError(f"--{name}={getattr(args, name)} must be at most {LARGEST:,}")
     args.what = args.what or ("train" if args.mechanisms else "train,decode")
     if args.mechanisms:
-        known = ["all", *mechanisms()]
-        if unknown := sorted({*args.mechanisms.split(",")} - {*known}):
-            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {', '.join(known)}")
+        check_names("--mechanisms", args.mechanisms, ["all", *mechanisms()])
     if args.scales and (args.mechanisms or args.heads_off or args.nanogpt or args.task):
         raise UserError("--scales times the plain GPTs of scales: leave out --mechanisms, --heads_off, "
                         "--nanogpt and --task")
-    known = typing.get_args(configurator.Scale)
-    if unknown := sorted({*args.scales.split(",")} - {*known}) if args.scales else []:
-        raise UserError(f"--scales: no {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.scales:
+        check_names("--scales", args.scales, typing.get_args(configurator.Scale))
     if args.mechanisms and args.heads_off:
         raise UserError("--mechanisms and --heads_off are two different benchmarks: one at a time")
     if any(not 0 <= share < 1 for share in args.heads_off or ()):
@@ -401,6 +398,12 @@ def check(args):
         nanogpt().check(args.nanogpt)
     if args.block_size < 2:
         raise UserError(f"--block_size={args.block_size} must be at least 2")
+
+
+def check_names(option, names, known):
+    """UserError: some of an option's names, with commas between, are not known."""
+    if unknown := sorted({*names.split(",")} - {*known}):
+        raise UserError(f"{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def run(args):

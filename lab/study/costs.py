@@ -125,6 +125,20 @@ def stepper(variant, device, steps, training):
     return take_steps
 
 
+def clock_of(device, threads):
+    """("processor" or "wall", its function) by which runs on a device are timed, see step_time_ratios()."""
+    if torch.device(device).type == "cpu" and threads == 1:
+        return "processor", time.process_time
+    return "wall", time.perf_counter
+
+
+def taking_turns(pair, device, clock, rounds):
+    """[[seconds of each of a pair of actions] of each round], after a call of each that does not count."""
+    for action in pair:
+        action()  # compilation, the plain GPT's again; allocation, caches
+    return [[timed(action, device, clock) for action in pair] for _ in range(rounds)]
+
+
 def step_time_ratios(variants, plain, device, threads, training, rounds=11, steps=4):
     """{name: row} of the variants: time of a training step over that of `plain`, and under which load.
 
@@ -135,8 +149,7 @@ def step_time_ratios(variants, plain, device, threads, training, rounds=11, step
     plain_ms: medians of a step; clock: processor or wall; load: processes that wanted to run in the minute
     before (None: not known); cores; processor; compiled: whether either side was.
     """
-    on_processor = torch.device(device).type == "cpu" and threads == 1
-    clock = time.process_time if on_processor else time.perf_counter
+    name_of_clock, clock = clock_of(device, threads)
     rows = {}
     with as_in_a_run(device, threads):
         plain_steps = stepper(plain, device, steps, training)
@@ -145,15 +158,13 @@ def step_time_ratios(variants, plain, device, threads, training, rounds=11, step
             # in a run it is the one model that is compiled; after several, torch would run the next one eager
             torch._dynamo.reset()
             pair = plain_steps, stepper(variant, device, steps, training)
-            for take_steps in pair:
-                take_steps()  # compilation, the plain GPT's again; allocation, caches
-            seconds = [[timed(take_steps, device, clock) for take_steps in pair] for _ in range(rounds)]
+            seconds = taking_turns(pair, device, clock, rounds)
             ratios = [b / a for a, b in seconds]
             ratio, low, high = median_interval(ratios)
             plain_ms, ms = (1000 * statistics.median(side) / steps for side in zip(*seconds))
             rows[variant.name] = dict(
                 ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms, rounds=rounds,
-                clock="processor" if on_processor else "wall", threads=threads, load=load,
+                clock=name_of_clock, threads=threads, load=load,
                 cores=os.cpu_count(), processor=processor(device),
                 compiled=any(each.train.compile for each in (variant, plain)))
     if torch.device(device).type == "cuda":

@@ -69,6 +69,12 @@ class Spec(Record):
     data: Optional[dict[str, Optional[str]]] = None
 
 
+def of_one_length(where, *lists):
+    """What is wrong with lists that should be of one length, in words; None: nothing."""
+    if len({len(each) for each in lists}) > 1:
+        return f"{where} has lists of several lengths"
+
+
 @dataclass(kw_only=True)
 class Curve(Record):
     """Bits per byte of one run against tokens and seconds: on validation, and on training text."""
@@ -78,8 +84,7 @@ class Curve(Record):
     train: list[Optional[float]]
 
     def fault(self, where):
-        if len({len(getattr(self, each.name)) for each in fields(self)}) > 1:
-            return f"{where} has lists of several lengths"
+        return of_one_length(where, self.tokens, self.seconds, self.bpb, self.train)
 
 
 @dataclass(kw_only=True)
@@ -449,6 +454,12 @@ class TwoLooks(Record):
     pairs: list[list]
 
 
+def fault_of_levels(study):
+    """What is wrong with the level and the margin of a study's verdicts, in words; None: nothing."""
+    if not 0 < study.alpha < 1 or not study.margin > 0:
+        return f"alpha={study.alpha} must be between 0 and 1 and margin={study.margin} positive"
+
+
 @dataclass(kw_only=True)
 class StudyResults(Figures):
     """All that a study of one size on one text found; its figures follow from the rest.
@@ -514,9 +525,8 @@ class StudyResults(Figures):
             return f"{said}measure={shown(self.measure)} must be one of {', '.join(MEASURES)}"
         if "plain" not in self.arms:
             return f"{said}arms has no plain, the plain GPT"
-        if not 0 < self.alpha < 1 or not self.margin > 0:
-            return f"{said}alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive"
-        if words := self.fault_of_pairs() or self.fault_of_crossed() or self.fault_of_looks():
+        if words := (fault_of_levels(self) or self.fault_of_pairs() or self.fault_of_crossed()
+                     or self.fault_of_looks()):
             return said + words
         for i, c in enumerate(self.comparisons):
             if unknown := [name for name in (c.variant, c.baseline) if name not in self.arms]:
@@ -598,8 +608,8 @@ class AnswersOverSeeds(Record):
     runs: list[str]
 
     def fault(self, where):
-        if len({len(self.seeds), len(self.acc), len(self.learned_from), len(self.runs)}) > 1:
-            return f"{where} has lists of several lengths"
+        if words := of_one_length(where, self.seeds, self.acc, self.learned_from, self.runs):
+            return words
         if wrong := [acc for acc in self.acc if not 0 <= acc <= 1]:
             return f"{where}.acc has {wrong[0]}, which is no share"
 
@@ -644,8 +654,7 @@ class CurveOnTask(Record):
     acc: list[float]
 
     def fault(self, where):
-        if len(self.step) != len(self.acc):
-            return f"{where} has lists of several lengths"
+        return of_one_length(where, self.step, self.acc)
 
 
 @dataclass(kw_only=True)
@@ -748,8 +757,8 @@ class TasksResults(Record):
     def fault(self, where):
         if not self.tasks:
             return "tasks holds none"
-        if not 0 < self.alpha < 1 or not self.margin > 0:
-            return f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive"
+        if words := fault_of_levels(self):
+            return words
         for i, row in enumerate(self.verdicts):
             arms = self.tasks[row.task].arms if row.task in self.tasks else {}
             if not arms.keys() >= {row.variant, row.baseline}:

@@ -7,7 +7,6 @@ The plain GPT of each scale takes turns with tiny's. On one thread of a CPU the 
 which stands still while others have the core. Tokens are random, and scored in batches as large as a study's.
 """
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import numpy as np
 from model import GPT
 from nanoheads.common import table
 from nanoheads.scoring import score
-from nanoheads.timing import median_interval, timed
+from nanoheads.timing import median_interval
 from lab.study import costs
 from lab.study.variants import StudyConfig, VariantBuilder
 
@@ -47,15 +46,13 @@ def costs_of(names, device, threads, rounds, steps, training):
     training: train.py's functions, see costs.ready().
     """
     tiny, rows = plain_of("tiny"), []
-    clock = time.process_time if device == "cpu" and threads == 1 else time.perf_counter
+    _, clock = costs.clock_of(device, threads)
     for name in names:
         each = plain_of(name)
         step = costs.step_time_ratios([each], tiny, device, threads, training, rounds, steps)[name]
         scorers = scorer(tiny, device), scorer(each, device)
         with costs.as_in_a_run(device, threads):
-            for score_text in scorers:
-                score_text()  # allocation, caches
-            seconds = [[timed(score_text, device, clock) for score_text in scorers] for _ in range(rounds)]
+            seconds = costs.taking_turns(scorers, device, clock, rounds)
         tokens = tokens_of(tiny) / tokens_of(each)
         rows.append((name, step["ms"], step["ratios"], [b / a * tokens for a, b in seconds]))
     return rows

@@ -39,7 +39,7 @@ def test_what_is_dearer_takes_longer(plain_of, capsys, tmp_path):
 def test_tokens_are_compared_and_not_batches(plain_of, monkeypatch):
     """A batch is as long as a context where that is longer."""
     monkeypatch.setattr(scale_costs, "SCORED", 64)
-    monkeypatch.setattr(scale_costs, "timed", lambda action, device, clock: action.tokens)
+    monkeypatch.setattr(costs, "timed", lambda action, device, clock: action.tokens)
     monkeypatch.setattr(costs, "step_time_ratios", lambda variants, *_: {
         each.name: dict(ms=1.0, ratios=[1.0]) for each in variants})
 
