@@ -90,11 +90,10 @@ FAULTS = (
     Fault("checksums inside of a checkpoint are not looked at", "checkpoint.py",
           "if broken := zipfile.ZipFile(file).testzip():", "if broken := None:",
           ("test_checkpoint.py::test_a_damaged_checkpoint_is_read_as_it_was_or_refused_in_a_line",)),
-    Fault("what is off or 0 is not kept of what was asked for", "checkpoint.py",
+    Fault("what is off or 0 is not kept of what was asked for", "nanoheads/start.py",
           "if key not in OF_A_COMMAND and (key not in defaults or value != defaults[key])}",
           "if key not in OF_A_COMMAND and value and (key not in defaults or value != defaults[key])}",
-          ("test_configurator.py::test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_"
-           "and_in_a_checkpoint",)),
+          ("test_configurator.py::test_what_is_off_or_0_is_kept_of_what_was_asked_for",)),
     # ---- text ----
     Fault("bytes in the place of characters", "tokenizer.py",
           "count_chars(a) - count_chars(b))", "len(a) - len(b))",

@@ -169,6 +169,13 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
     assert trained_with(asdict(train), "x.pt") == train
 
 
+def test_what_is_off_or_0_is_kept_of_what_was_asked_for():
+    """A run that goes on would otherwise have the default again."""
+    off = dict(eval_tokens=0, grad_clip=0.0, compile=False)
+    asked = start.asked_for(GPTConfig(), TrainConfig(**off))
+    assert {key: asked.get(key) for key in off} == off
+
+
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(st.dictionaries(
     st.sampled_from(sorted(set(configurator.keys_of(BOTH)) - NOT_DRAWN)), ANYTHING, min_size=1, max_size=3))
