@@ -9,7 +9,6 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --mechanisms=mine.py              # one in a file of your own (docs/add-a-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --task recall                     # a step on a task beside one on text
-    python bench.py --scales deep,long,bpe            # what cheap scales cost beside tiny
 
 A training step is train.training_step(), as in a run. Contestants take turns, a few steps each, round after
 round: a machine that slows down slows all of them.
@@ -30,7 +29,6 @@ import math
 import multiprocessing
 import statistics
 import sys
-import typing
 
 from nanoheads import threads  # before torch, whose threads it has wait briefly
 
@@ -328,7 +326,6 @@ def arguments(argv):
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
     p.add_argument("--task", choices=TASKS,
                    help="a step on this task beside one on text, and drawing its rows")
-    p.add_argument("--scales", help="names with commas between: the plain GPT of each scale beside tiny's")
     p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
     p.add_argument("--mechanisms",
                    help="all, or names of model.MECHANISMS, all_on, with commas between: "
@@ -382,12 +379,9 @@ def check(args):
             raise UserError(f"--{name}={getattr(args, name)} must be at most {LARGEST:,}")
     args.what = args.what or ("train" if args.mechanisms else "train,decode")
     if args.mechanisms:
-        check_names("--mechanisms", args.mechanisms, ["all", *mechanisms()])
-    if args.scales and (args.mechanisms or args.heads_off or args.nanogpt or args.task):
-        raise UserError("--scales times the plain GPTs of scales: leave out --mechanisms, --heads_off, "
-                        "--nanogpt and --task")
-    if args.scales:
-        check_names("--scales", args.scales, typing.get_args(configurator.Scale))
+        known = ["all", *mechanisms()]
+        if unknown := sorted({*args.mechanisms.split(",")} - {*known}):
+            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {', '.join(known)}")
     if args.mechanisms and args.heads_off:
         raise UserError("--mechanisms and --heads_off are two different benchmarks: one at a time")
     if any(not 0 <= share < 1 for share in args.heads_off or ()):
@@ -398,12 +392,6 @@ def check(args):
         nanogpt().check(args.nanogpt)
     if args.block_size < 2:
         raise UserError(f"--block_size={args.block_size} must be at least 2")
-
-
-def check_names(option, names, known):
-    """UserError: some of an option's names, with commas between, are not known."""
-    if unknown := sorted({*names.split(",")} - {*known}):
-        raise UserError(f"{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def run(args):
@@ -425,10 +413,10 @@ def run(args):
     done = []
     for row in rows:
         done.append(row)
-        write(args, done, vars(args), rate, finished=False)
+        write(args, done, rate, finished=False)
         if args.mechanisms:  # which come one by one
             say(line_of(row), flush=True)
-    write(args, done, vars(args), rate, finished=True)
+    write(args, done, rate, finished=True)
     if text := table_of(done):
         print(text)
     if rate:
@@ -439,26 +427,11 @@ def run(args):
         raise UserError(f"{len(failed)} failed: {', '.join(failed)}")
 
 
-def run_scales(args):
-    """What the plain GPT of each scale costs beside tiny's: a training step, a token that is scored."""
-    scale_costs = from_lab("lab.study.scale_costs", "--scales")
-    torch.set_num_threads(args.threads)
-    machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
-    say(f"torch {torch.__version__}, {machine}, {plural(args.rounds, 'round')}", flush=True)
-    rows = scale_costs.costs_of(args.scales.split(","), args.device, args.threads, args.rounds, args.steps,
-                                train)
-    say(*scale_costs.costs_table(rows).splitlines())
-    keys = ("name", "ms", "step_ratios", "scored_token_ratios")
-    write(args, [dict(zip(keys, row)) for row in rows], vars(args), None, finished=True)
-    if args.json:
-        say(args.json)
-
-
-def write(args, rows, arguments, rate, finished):
+def write(args, rows, rate, finished):
     """What is measured so far, into --json; finished: whether that is all."""
     if args.json:
         write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
-                                   arguments=arguments, finished=finished,
+                                   arguments=vars(args), finished=finished,
                                    measured_matmul_tflops=rate, rows=rows))
 
 
@@ -470,7 +443,7 @@ def main(argv=None):
         args = arguments(argv)
         own_mechanism.take_argument(args)
         check(args)
-        (run_scales if args.scales else run)(args)
+        run(args)
 
 
 if __name__ == "__main__":
