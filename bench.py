@@ -9,6 +9,7 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --mechanisms=mine.py              # one in a file of your own (docs/add-a-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --task recall                     # a step on a task beside one on text
+    python bench.py --race --nanogpt ../nanoGPT       # how soon its loss is reached: --race --help
 
 A training step is train.training_step(), as in a run. Contestants take turns, a few steps each, round after
 round: a machine that slows down slows all of them.
@@ -17,8 +18,7 @@ The ratio of a round is within that round; what is printed is the median over ro
 
 With --mechanisms each takes turns with the plain GPT alone, and is gone before the next is built. Rows are
 printed and written (--json) as they are made, so that a run that is stopped keeps them. One that fails is a
-row too. Decoding after long contexts and the race to nanoGPT's loss are `python -m lab.bench.contexts` and
-`python -m lab.bench.race`.
+row too.
 """
 
 import argparse
@@ -52,8 +52,6 @@ from nanoheads.timing import (mfu, on_cuda, peak_memory, progress_bar, take_turn
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
-# former options, and the program that measures it now
-IN_LAB = {"--race": "lab.bench.race", "--contexts": "lab.bench.contexts"}
 LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
 
 
@@ -438,8 +436,9 @@ def write(args, rows, rate, finished):
 @as_program("bench")
 def main(argv=None):
     with last_words("bench", "smaller sizes need less"):
-        for option in IN_LAB.keys() & {*(sys.argv[1:] if argv is None else argv)}:
-            raise UserError(f"{option} is part of lab/ now; see python -m {IN_LAB[option]} --help")
+        argv = sys.argv[1:] if argv is None else list(argv)
+        if "--race" in argv:  # which has flags of its own
+            return from_lab("lab.bench.race", "--race").main([arg for arg in argv if arg != "--race"])
         args = arguments(argv)
         own_mechanism.take_argument(args)
         check(args)

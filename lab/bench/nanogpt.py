@@ -34,18 +34,19 @@ def autocast(args):
 
 def setting(args):
     """How it computes, for the first line, where ours computes in another way; else ""."""
-    differs = not on_cuda(args) and (args.dtype != "float32" or vars(args).get("compile"))
+    differs = not on_cuda(args) and (args.dtype != "float32" or args.compile)
     return "; nanoGPT float32, not compiled" if differs else ""
 
 
-def load(path, args, block_size):
+def load(path, args):
     """(its GPT of these sizes on the device, its optimizer)."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints what it counts
-        config = module.GPTConfig(vocab_size=args.vocab_size, block_size=block_size, n_layer=args.n_layer,
-                                  n_head=args.n_head, n_embd=args.n_embd, dropout=0.0, bias=False)
+        config = module.GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size,
+                                  n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
+                                  dropout=0.0, bias=False)
         model = module.GPT(config).to(args.device)
         kind = torch.device(args.device).type
         return model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), kind)
@@ -54,7 +55,7 @@ def load(path, args, block_size):
 def contestant(path, args):
     """What bench.py measures: build() -> (model, its training step, decode)."""
     def build():
-        model, optimizer = load(path, args, args.block_size)
+        model, optimizer = load(path, args)
         context = autocast(args)
         compiled = torch.compile(model) if args.compile and on_cuda(args) else model
 

@@ -1,8 +1,8 @@
 """
 How soon is the result that nanoGPT's README names reached? Trains nanoGPT and recipe=modern on a CPU.
 
-    python -m lab.bench.race --nanogpt ../nanoGPT [--seeds 5] [--iters 175] [--json FILE]
-    python -m lab.bench.race --nanogpt ../nanoGPT --dtype bfloat16 --compile    # ours so; nanoGPT as before
+    python bench.py --race --nanogpt ../nanoGPT [--seeds 5] [--iters 175] [--json FILE]
+    python bench.py --race --nanogpt ../nanoGPT --dtype bfloat16 --compile    # ours so; nanoGPT as before
 
 Each side trains by its own train.py as its users would, in turn, at the CPU setting of nanoGPT's README, and
 is scored on all of validation in float32. Both need shakespeare_char prepared, each by its own script. The
@@ -18,13 +18,10 @@ import sys
 import time
 from pathlib import Path
 
-from nanoheads import threads  # before torch, whose threads it has wait briefly
-
 import torch
 
-from nanoheads import checkpoint
-from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, say, writable,
-                              write_json)
+from nanoheads import checkpoint, threads
+from nanoheads.common import ROOT, ArgumentParser, UserError, say, writable, write_json
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score
 from lab.bench import nanogpt
@@ -104,7 +101,8 @@ def run_timed(command, folder):
 
 
 def arguments(argv):
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(prog="bench.py --race", description=__doc__,
+                       formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--nanogpt", required=True, help="a nanoGPT checkout")
     p.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     p.add_argument("--iters", type=int, default=175, help="our training steps (default: 175)")
@@ -115,25 +113,20 @@ def arguments(argv):
     return p.parse_args(argv)
 
 
-@as_program("race")
-def main(argv=None):
-    with last_words("race"):
-        args = arguments(argv)
-        for name in ("seeds", "iters", "threads"):
-            if getattr(args, name) < 1:
-                raise UserError(f"--{name}={getattr(args, name)} must be at least 1")
-        nanogpt.check(args.nanogpt)
-        if args.json:
-            args.json = str(writable(args.json))
-        torch.set_num_threads(args.threads)
-        torch.set_float32_matmul_precision("high")
-        print(f"torch {torch.__version__}, {threads.on_processor()}, "
-              f"{args.dtype}{', compiled' if args.compile else ''}; nanoGPT float32, not compiled: "
-              "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
-        race(args)
-        if args.json:
-            say(args.json)
-
-
-if __name__ == "__main__":
-    main()
+def main(argv):
+    """What `bench.py --race` does with the other arguments. Raises UserError."""
+    args = arguments(argv)
+    for name in ("seeds", "iters", "threads"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}={getattr(args, name)} must be at least 1")
+    nanogpt.check(args.nanogpt)
+    if args.json:
+        args.json = str(writable(args.json))
+    torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")
+    print(f"torch {torch.__version__}, {threads.on_processor()}, "
+          f"{args.dtype}{', compiled' if args.compile else ''}; nanoGPT float32, not compiled: "
+          "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
+    race(args)
+    if args.json:
+        say(args.json)

@@ -122,6 +122,7 @@ def test_a_mechanism_of_ones_own_trains_and_is_looked_into_first(core):
     ("a study", ["compare.py", "--mechanisms=sink"]),
     ("--audit", ["sample.py", "--ckpt=out/plain", "--audit=x.jsonl", "--device=cpu"]),
     ("--nanogpt", ["bench.py", "--nanogpt=."]),
+    ("--race", ["bench.py", "--race", "--nanogpt=."]),
     ("--heads", ["plot_curves.py", "--heads", "out/plain"]),
     ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"])],
     ids=lambda each: str(each)[:20])

@@ -1,4 +1,4 @@
-"""Our models beside nanoGPT, of which there is a stand-in, and decoding after long contexts."""
+"""Our models beside nanoGPT, of which there is a stand-in."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bench
-from lab.bench import contexts, nanogpt, race
+from lab.bench import nanogpt, race
 
 SIZES = ["--n_layer=1", "--n_head=6", "--n_embd=48", "--batch_size=2", "--rounds=1", "--steps=1",
          "--threads=1", "--device=cpu"]
@@ -24,20 +24,6 @@ def test_all_contestants_are_measured_in_one_run_and_written_as_json(checkout, t
         assert r["tokens_per_s"] > 0 and r["reference"] == "nanogpt"
         assert r["time_ratio_low"] <= r["time_ratio"] <= r["time_ratio_high"]
     assert rows[0]["time_ratio"] == 1 and "decode" in capsys.readouterr().out
-
-
-def test_decoding_after_a_context_is_measured(capsys):
-    contexts.main(["8", *SIZES])
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("plain", "dense", "skip"))
-
-
-def test_decoding_after_a_context_beside_nanogpt(checkout, tmp_path):
-    path = tmp_path / "contexts.json"
-    contexts.main(["4", "8", "--nanogpt", checkout, "--json", str(path), *SIZES])
-    found = json.loads(path.read_text())
-    assert found["finished"] and [(r["what"], r["name"]) for r in found["rows"]] == [
-        (context, name) for context in ("4", "8") for name in ("nanogpt", "gpt2", "modern")]
 
 
 def test_on_a_cpu_nanogpt_computes_in_float32_whatever_ours_does(checkout, monkeypatch):

@@ -13,13 +13,13 @@ Each part has its own time, and one that fails or takes too long stops no other:
     plain32      90 s  the same with batch 32
     mechanisms  130 s  the step of ten mechanisms beside the plain GPT's, four layers of that width
 More, when there is more time:
-    decode      150 s  tokens/s of cached decoding at 124M after 128 to 1,024 tokens
+    decode      240 s  tokens/s of cached decoding at 124M, 1,023 tokens behind the first
     study       400 s  does compare.py run as it should: two mechanisms, two seeds, four runs at once
     compiled    480 s  does every mechanism agree with float64 when it is compiled
     every       480 s  the step of every mechanism, twelve layers
     test        480 s  the test suite on a machine with CUDA
     train       400 s  both recipes on the same bytes, scored on the whole test split, with curves
-    long        480 s  context 16,384: peak memory, routing, decoding, pruned heads
+    long        480 s  context 16,384: peak memory, routing; the step and decoding with pruned heads
 
 All figures go to gpu-check.json in --out as they are made, so that a kill loses none; log.txt there has all
 that is printed.
@@ -117,16 +117,13 @@ def long(args, out):
                for context in (1024, 16384)]
     return [[bench(args, "--what", "memory", *one, "--block_size", 16384, "--mechanisms", LONG,
                    file=out("memory.json"))], *routing,
-            [python("-m", "lab.bench.contexts", 1024, 4096, 16384, "--batch_size", 1, *times,
-                    "--device", args.device, "--json", out("contexts.json"))],
             [bench(args, "--heads_off", 0, .25, .5, .75, *times, file=out("pruned.json"))]]
 
 
 def decode(args, out):
     beside = ["--nanogpt", args.nanogpt] if args.nanogpt else []
-    return [[python("-m", "lab.bench.contexts", 128, 256, 512, 1024, *beside, "--vocab_size", 50304,
-                    "--batch_size", 1, "--rounds", 9, "--steps", 20, "--device", args.device,
-                    "--json", out("decode.json"))]]
+    return [[bench(args, *beside, "--what", "decode", "--no-compile", *size(args), "--vocab_size", 50304,
+                   "--batch_size", 1, "--rounds", 3, file=out("decode.json"))]]
 
 
 def study(args, out):
@@ -154,7 +151,7 @@ PARTS = {
     "plain32": Part(90, lambda args, out: [[plain(args, 32, out("plain32.json"))]]),
     "mechanisms": Part(130, lambda args, out: [[mechanisms(args, "acag,sink" if args.small else MECHANISMS,
                                                            out("mechanisms.json"))]]),
-    "decode": Part(150, decode),
+    "decode": Part(240, decode),
     "study": Part(400, study),
     "compiled": Part(480, lambda args, out: [[agree(args, out("compiled.jsonl"), "--compile")]]),
     "every": Part(480, lambda args, out: [[mechanisms(args, "all", out("every.json"), layers=12)]]),
@@ -255,7 +252,7 @@ def figures(folder):
 
 
 def rows_in(path):
-    """The rows of a file that bench.py, contexts.py or agree.py is writing."""
+    """The rows of a file that bench.py or agree.py is writing."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

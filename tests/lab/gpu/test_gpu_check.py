@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 import bench
-from lab.bench import contexts
 from tests.lab.gpu import agree, on_card
 from helpers import ROOT
 
-PARSERS = {"bench.py": bench.arguments, "lab.bench.contexts": contexts.arguments,
-           "tests.lab.gpu.agree": agree.arguments}
+PARSERS = {"bench.py": bench.arguments, "tests.lab.gpu.agree": agree.arguments}
 # writes two rows, waits until they are among the results, and goes on as sys.argv says
 WRITER = """
 import json, os, signal, sys, time
