@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STUDY ?= config/studies/controls.py
 GPU_VENV ?= .venv-gpu
 
-.PHONY: demo test test-lab test-all planted lint compare bench plots notebook gpu-check gpu-bytes clean
+.PHONY: demo test test-lab test-all planted lint compare bench plots notebook gpu-check clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -61,12 +61,6 @@ notebook: .venv/ready-test
 gpu-check:
 	$(PYTHON) -m tests.lab.gpu.environment $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m tests.lab.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(CARDS),--cards $(CARDS)) \
-	    $(if $(JOBS),--jobs=$(JOBS))
-
-# bytes moved and kernels of a training step at GPT-2 124M; NANOGPT=/path compares with nanoGPT's model.py
-gpu-bytes:
-	$(PYTHON) -m tests.lab.gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m tests.lab.gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
 	    $(if $(JOBS),--jobs=$(JOBS))
 
 clean:

@@ -5,7 +5,6 @@ Compile training, evaluation and decoding for NVIDIA GPUs on a machine without o
     make gpu-check QUICK=1             six entries
     make gpu-check ENTRIES="acag sink" those
     make gpu-check CARDS="sm_75 sm_120" six entries on T4 and RTX 20 (float16), RTX 50; sm_100 is B200
-    make gpu-bytes NANOGPT=/path       bytes moved at GPT-2 124M, beside nanoGPT's model.py
 
 Results go to results/gpu-compile.json, each with the commit whose code was compiled. What that commit has
 there already is not compiled again, so that an interrupted check goes on. The exit code is 1 where anything
@@ -21,24 +20,22 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from pathlib import Path
 
 from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, last_words
 from tests.lab.gpu import environment, report
-from tests.lab.gpu.entries import (ENTRIES, MORE_CARDS, MUON, NANOGPT, QUICK, byte_checks, checks,
-                                   more_checks, quick_checks)
+from tests.lab.gpu.entries import ENTRIES, MORE_CARDS, MUON, QUICK, checks, more_checks, quick_checks
 
 LOG = ROOT / "out/gpu-check.log"  # what torch and triton say meanwhile
-WORK = {"steps": "graphs", "train": "binaries", "eval": "binaries", "bytes": "code"}
+WORK = {"steps": "graphs", "train": "binaries", "eval": "binaries"}
 CHECKS_OF_PROCESS = 30  # Dynamo keeps something of each model
 LIMIT = 600  # seconds that one check may take
 
 
 # ---- the processes that compile ----
 
-def compile_all(wanted, jobs, nanogpt, done):
+def compile_all(wanted, jobs, done):
     """Compile the wanted checks in `jobs` processes at a time; done(check, row) is called after each."""
     alike, lock = {}, threading.Lock()
     for check in wanted:
@@ -51,7 +48,7 @@ def compile_all(wanted, jobs, nanogpt, done):
             done(check, row)
 
     with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(compile_alike, checks, nanogpt, done_in_turn) for checks in portions]
+        running = [pool.submit(compile_alike, checks, done_in_turn) for checks in portions]
         try:
             for each in running:
                 each.result()
@@ -60,11 +57,11 @@ def compile_all(wanted, jobs, nanogpt, done):
             raise
 
 
-def compile_alike(checks, nanogpt, done):
+def compile_alike(checks, done):
     """Compile checks of one kind of work and one card in a process; where it dies, the rest in another."""
     left = list(checks)
     while left:
-        process = start(left, nanogpt)
+        process = start(left)
         for check in list(left):
             row = answer(process)
             if row is None and process.wait() == -signal.SIGINT:  # Ctrl-C reaches this process too
@@ -79,10 +76,10 @@ def compile_alike(checks, nanogpt, done):
         process.wait()
 
 
-def start(checks, nanogpt):
+def start(checks):
     """A process that compiles checks of one kind of work and one card: steps.py."""
     kind, card = checks[0].kind, checks[0].card
-    request = dict(work=WORK[kind], checks=checks, nanogpt=nanogpt)
+    request = dict(work=WORK[kind], checks=checks)
     variables = {**os.environ, **environment.variables(sys.prefix, card.removeprefix("sm_"))}
     LOG.parent.mkdir(exist_ok=True)
     with open(LOG, "a") as log:
@@ -99,7 +96,7 @@ def answer(process):
     return json.loads(line) if line.endswith("\n") else None
 
 
-def compile_and_keep(wanted, commit, jobs, nanogpt=None):
+def compile_and_keep(wanted, commit, jobs):
     """compile_all(), each row kept in the results file. Returns all rows of that file."""
     rows = report.read()
     with tqdm(total=len(wanted), unit="check", smoothing=0.1, mininterval=1) as bar:
@@ -109,7 +106,7 @@ def compile_and_keep(wanted, commit, jobs, nanogpt=None):
             bar.set_postfix_str(check.key)
             bar.update()
 
-        compile_all(wanted, jobs, nanogpt, done)
+        compile_all(wanted, jobs, done)
     return rows
 
 
@@ -122,8 +119,6 @@ def arguments(argv):
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} entries, head size 64 alone")
     parser.add_argument("--cards", nargs="+", choices=list(MORE_CARDS), metavar="CARD",
                         help=f"a training step of a few entries on these: {', '.join(MORE_CARDS)}")
-    parser.add_argument("--bytes", action="store_true", help="bytes moved at GPT-2 124M instead")
-    parser.add_argument("--nanogpt", help="nanoGPT's folder, for --bytes")
     parser.add_argument("--tables", action="store_true", help="write the tables of docs/gpu.md alone")
     parser.add_argument("--again", action="store_true", help="compile what is there of this commit too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
@@ -132,7 +127,7 @@ def arguments(argv):
 
 def wanted_checks(args):
     """The checks that the command line asks for. Raises UserError."""
-    known = (*ENTRIES, MUON, NANOGPT) if args.bytes else (*ENTRIES, MUON)
+    known = *ENTRIES, MUON
     for name in args.entries:
         if name not in known:
             raise UserError(f"no entry is called {name!r}; there are {', '.join(known)}")
@@ -141,13 +136,7 @@ def wanted_checks(args):
     entries = tuple(args.entries) or None
     if args.cards:
         return more_checks(args.cards, entries)
-    if args.quick:
-        return quick_checks(entries)
-    if not args.bytes:
-        return checks(entries)
-    if args.nanogpt and not Path(args.nanogpt, "model.py").is_file():
-        raise UserError(f"--nanogpt: there is no {Path(args.nanogpt, 'model.py')}")
-    return [check for check in byte_checks(entries) if args.nanogpt or check.entry != NANOGPT]
+    return (quick_checks if args.quick else checks)(entries)
 
 
 def prepare():
@@ -168,8 +157,8 @@ def main(argv=None):
         todo = wanted if args.again else report.missing(wanted, commit)
         if todo:
             prepare()
-        rows = compile_and_keep(todo, commit, args.jobs, args.nanogpt)
-        print(report.byte_overview(rows, wanted) if args.bytes else report.overview(rows, wanted))
+        rows = compile_and_keep(todo, commit, args.jobs)
+        print(report.overview(rows, wanted))
         if report.write_page():
             print(f"{report.PAGE.relative_to(ROOT)}: tables written")
         lines = report.wrong(rows, wanted)

@@ -2,11 +2,10 @@
 What the GPU check compiles: every mechanism, combinations that share a kernel, and variants of the plain GPT.
 
 A check is one thing to compile: an entry, a kind, a head size, a dtype and a card. Its key is these, joined:
-"acag train 64 bfloat16 sm_90". There are four kinds:
+"acag train 64 bfloat16 sm_90". There are three kinds:
     steps   five training steps with moving schedules, Dynamo alone
     train   a training step, forward and backward
     eval    FlexAttention in evaluation, traces, a prompt and one cached decode step
-    bytes   a training step at GPT-2 124M, 12 x 1024, down to code
 """
 
 import functools
@@ -20,8 +19,7 @@ MORE_CARDS = {"sm_75": "float16", "sm_100": "bfloat16", "sm_120": "bfloat16"}
 HEAD_SIZES = (16, 32, 128)  # beside 64, which all have
 NO_LABELS = " (no labels)"  # the end of an entry's name
 SIZE = dict(vocab_size=256, n_layer=2, n_head=4, block_size=256, recipe="modern")
-SIZE_124M = dict(vocab_size=50304, n_layer=12, n_head=12, n_embd=768, block_size=1024)
-BATCH, BATCH_124M = 2, 12
+BATCH = 2
 
 SCORE = dict(constraint_names=["a"], constraint_gate="score")
 
@@ -77,9 +75,6 @@ ALL_SIZES = ("plain", "all_on", "fox", "relative_bias", "constraint_score", "a2c
              "a2c_key_bias+sink", "roles+sink")
 # no model: Muon's update, as the optimizer calls it on a GPU
 MUON = "muon"
-# of the table of bytes: nanoGPT's own model, where it is at hand
-NANOGPT = "nanogpt"
-BYTES = (NANOGPT, "gpt2", "plain", *MECHANISMS, "all_on")
 QUICK = ("plain", "gpt2", "acag", "sink", "all_on", "fox")
 
 
@@ -100,15 +95,12 @@ class Check(NamedTuple):
 def settings(check):
     """The GPTConfig of a check's model."""
     flags = dict(ENTRIES[check.entry])
-    if check.kind == "bytes":
-        size = {"recipe": "modern", **SIZE_124M}
-    else:
-        size = {**SIZE, "n_embd": SIZE["n_head"] * check.head_size}
-        if (check.head_size, check.dtype) != (64, "bfloat16") and not {"unet", "value_residual"} & {*flags}:
-            size["n_layer"] = 1  # the kernels are those of two
+    size = {**SIZE, "n_embd": SIZE["n_head"] * check.head_size}
+    if (check.head_size, check.dtype) != (64, "bfloat16") and not {"unet", "value_residual"} & {*flags}:
+        size["n_layer"] = 1  # the kernels are those of two
     if check.kind == "steps":
         flags.update(schedules(flags))
-    if flags.get("constraint_names") and "constraint_layers" not in flags and check.kind != "bytes":
+    if flags.get("constraint_names") and "constraint_layers" not in flags:
         flags["constraint_layers"] = [size["n_layer"] - 1]
     return GPTConfig(**{**size, **flags})
 
@@ -141,7 +133,7 @@ def uses_flex_attention(entry):
 
 
 def checks(entries: Optional[tuple] = None):
-    """Every Check of these entries (None: of all), the table of bytes aside."""
+    """Every Check of these entries; None: of all."""
     found = []
     for entry in entries or (*ENTRIES, MUON):
         if entry == MUON:
@@ -163,11 +155,6 @@ def more_checks(cards, entries: Optional[tuple] = None):
     """A training step of a few entries on each of some MORE_CARDS."""
     return [Check(entry, "train", dtype=MORE_CARDS[card], card=card) for card in cards
             for entry in entries or QUICK]
-
-
-def byte_checks(entries: Optional[tuple] = None):
-    """The checks of bytes of these entries; None: both recipes, nanoGPT, and each mechanism."""
-    return [Check(name, "bytes") for name in dict.fromkeys(entries or BYTES)]
 
 
 def quick_checks(entries: Optional[tuple] = None):

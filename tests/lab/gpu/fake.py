@@ -104,8 +104,8 @@ def no_compiler(graph, inputs):
     return graph.forward
 
 
-def prepare(binaries=True):
-    """Patch torch in this process. binaries: compile kernels too, not only write their code."""
+def prepare():
+    """Patch torch in this process."""
     fake_tensor.init_gpu_context = lambda *args, **kwargs: None
     torch.autograd.set_multithreading_enabled(False)  # a thread of the device's would ask it for a stream
     torch.cuda.set_rng_state = lambda *args, **kwargs: None
@@ -114,7 +114,7 @@ def prepare(binaries=True):
     after_aot.save_graph_repro = lambda *args, **kwargs: None
     after_aot.generate_compiler_repro_string = lambda *args, **kwargs: ""
     GraphLowering.get_attr = lower_constant
-    triton_heuristics.CachingAutotuner.precompile = compile_kernel if binaries else lambda *a, **k: None
+    triton_heuristics.CachingAutotuner.precompile = compile_kernel
 
     functorch_config.enable_autograd_cache = False
     functorch_config.force_non_lazy_backward_lowering = True  # the backward pass is compiled at once

@@ -5,19 +5,14 @@ import re
 import subprocess
 from contextlib import suppress
 
-from model import MECHANISMS
 from nanoheads.common import ROOT, UserError, table, write_atomic
-from tests.lab.gpu.entries import (BYTES, CARDS, ENTRIES, MORE_CARDS, NANOGPT, Check, byte_checks, checks,
-                               more_checks, switches)
+from tests.lab.gpu.entries import CARDS, ENTRIES, MORE_CARDS, Check, checks, more_checks, switches
 from tests.lab.gpu.environment import TORCH
 
 RESULTS = ROOT / "results/gpu-compile.json"
 PAGE = ROOT / "docs/gpu.md"
 CODE = ("model.py", "train.py", "nanoheads", "lab")  # what is compiled
 MARK = re.compile(rf"(<!-- table: (\w+) {RESULTS.name} -->\n).*?(<!-- end -->)", re.S)
-OF_NANOGPT = {"gpt2": 1.00, "plain": 1.25}  # bytes that the two recipes may move, in those of nanoGPT
-OF_PLAIN, OF_PLAIN_WITH_ACAG = 1.15, 1.50   # and a mechanism, in those of the plain GPT
-RECIPES = {NANOGPT: "nanoGPT's `model.py`", "gpt2": "`recipe=gpt2`", "plain": "`recipe=modern`"}
 
 
 # ---- the results file ----
@@ -34,7 +29,7 @@ def read():
 
 def write(rows):
     """Write {key: row}, a line each; those of checks that are no more are left out."""
-    every = *checks(), *more_checks(MORE_CARDS, tuple(ENTRIES)), *byte_checks((*BYTES, *ENTRIES))
+    every = *checks(), *more_checks(MORE_CARDS, tuple(ENTRIES))
     known = [check.key for check in every]
     lines = [f" {json.dumps(key)}: {json.dumps(rows[key], sort_keys=True)}" for key in known if key in rows]
     text = f'{{"torch": "{TORCH}", "checks": {{\n' + ",\n".join(lines) + "\n}}\n"
@@ -113,51 +108,6 @@ def overview(rows, wanted):
     return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in cards), "wrong"], lines)
 
 
-def byte_overview(rows, wanted):
-    """A line for each entry: bytes and kernels of its training step at GPT-2 124M."""
-    lines = []
-    for check in wanted:
-        row = rows.get(check.key, {})
-        moved = f"{row['bytes'] / 1e9:.2f}" if "bytes" in row else "–"
-        lines.append([check.entry, moved, row.get("kernels", "–"), row.get("commit") or "–"])
-    return table(["entry", "GB moved", "kernels", "commit"], lines)
-
-
-# ---- the table of bytes ----
-
-def byte_row(name, row, base, goal):
-    """A line of the table; base: the row that bytes are compared with."""
-    if "error" in row:
-        return [name, "does not compile", "", "", row["commit"]]
-    share = row["bytes"] / base["bytes"]
-    missed = "" if goal is None or round(share, 2) <= goal else f", goal {goal:.2f}"
-    return [name, f"{row['bytes'] / 1e9:.2f}", f"{share:.2f} x{missed}", row["kernels"], row["commit"]]
-
-
-def byte_tables(rows):
-    """Two tables in Markdown: the recipes beside nanoGPT, each mechanism beside the plain GPT."""
-    found = {check.entry: rows[check.key] for check in byte_checks() if check.key in rows}
-    nanogpt, plain = found.get(NANOGPT), found.get("plain")
-    tables = []
-    if nanogpt:
-        lines = [byte_row(RECIPES[name], found[name], nanogpt, OF_NANOGPT.get(name))
-                 for name in RECIPES if name in found]
-        tables.append(in_markdown(["", "GB moved", "of nanoGPT's", "kernels", "commit"], lines))
-    if plain:
-        lines = [byte_row(f"`{name}`", found[name], plain, goal_of(name))
-                 for name in (*MECHANISMS, "all_on") if name in found]
-        tables.append(in_markdown(["", "GB moved", "of the plain GPT's", "kernels", "commit"], lines))
-    return "\n\n".join(tables)
-
-
-def goal_of(name):
-    """The share of the plain GPT's bytes that a mechanism may move; None: all of them together."""
-    if name == "all_on":
-        return None
-    flags = MECHANISMS[name]
-    return OF_PLAIN_WITH_ACAG if flags.get("acag") and not flags.get("acag_detach") else OF_PLAIN
-
-
 # ---- the table of shared memory ----
 
 def shared_table(rows):
@@ -187,7 +137,7 @@ def commits_table(rows):
     if not rows:
         return ""
     found = {}
-    for check in (*checks(), *byte_checks()):
+    for check in checks():
         row = rows.get(check.key, {"date": "", "commit": "not compiled yet"})
         found.setdefault((row["date"], row["commit"]), []).append(check.entry)
     lines = [[commit, day, len(entries), in_short(dict.fromkeys(entries))]
@@ -201,7 +151,7 @@ def in_short(entries):
 
 
 # what docs/gpu.md can hold of the results file
-TABLES = {"commits": commits_table, "bytes": byte_tables, "shared": shared_table}
+TABLES = {"commits": commits_table, "shared": shared_table}
 
 
 def in_markdown(head, lines):

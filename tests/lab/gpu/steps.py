@@ -5,7 +5,6 @@ It runs in the environment that environment.py made, with its variables: tensors
 compiled and never launched.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -23,8 +22,7 @@ from nanoheads import optim
 from nanoheads.config import TrainConfig
 from nanoheads.ranks import Process
 from tests.lab.gpu import fake
-from tests.lab.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
-                               settings)
+from tests.lab.gpu.entries import BATCH, MUON, NO_LABELS, TRAINING, Check, settings
 from tests.lab.gpu.fake import SEEN
 
 STEPS = 5
@@ -37,22 +35,22 @@ def ready(check, config):
     return train.ready_to_step(model, training.for_recipe(config.recipe), Process("cuda"))
 
 
-def tokens(batch, config):
-    return torch.zeros(batch, config.block_size, dtype=torch.long, device="cuda")
+def tokens(config):
+    return torch.zeros(BATCH, config.block_size, dtype=torch.long, device="cuda")
 
 
-def labels(check, config, batch):
+def labels(check, config):
     """What constraint heads are trained on, where the check is with labels."""
     if not config.constraint_names or check.entry.endswith(NO_LABELS):
         return None
-    return {name: torch.zeros(batch, config.block_size, device="cuda") for name in config.constraint_names}
+    return {name: torch.zeros(BATCH, config.block_size, device="cuda") for name in config.constraint_names}
 
 
-def one_step(check, batch=BATCH):
+def one_step(check):
     """Compile a training step."""
     config = settings(check)
     run = ready(check, config)
-    gradients(run, tokens(batch, config), labels(check, config, batch))
+    gradients(run, tokens(config), labels(check, config))
 
 
 def gradients(run, x, targets):
@@ -67,12 +65,12 @@ def steps(check):
     """Five training steps, the schedules moving: the number of graphs after each."""
     config = settings(check)
     run, graphs = ready(check, config), []
-    x = tokens(BATCH, config)
+    x = tokens(config)
     for run.step in range(STEPS):
         for block in run.model.transformer.h:  # as the controller does
             if block.attn.sentinel is not None:
                 block.attn.sentinel.set_coef(config.sentinel_coef * run.step / STEPS)
-        gradients(run, x, labels(check, config, BATCH))
+        gradients(run, x, labels(check, config))
         train.clear_gradients(run)
         graphs.append(SEEN.graphs)
     return {"graphs": graphs}
@@ -83,7 +81,7 @@ def evaluate(check):
     """Compile FlexAttention as evaluation, traces, a prompt and one cached step use it, where any does."""
     config = settings(check)
     model = fake.to_cuda(GPT(config)).eval()
-    x, cache = tokens(BATCH, config), KVCache(config)
+    x, cache = tokens(config), KVCache(config)
     _, autocast = optim.precision(check.dtype, "cuda")
     with autocast:
         model(x)
@@ -101,20 +99,7 @@ def muon():
         torch.compile(optim.orthogonalise)(matrices, low_precision=True)
 
 
-def nanogpt(folder):
-    """Compile nanoGPT's training step, as its train.py does."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(folder, "model.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.GPTConfig(**SIZE_124M, dropout=0.0, bias=False)
-    model = torch.compile(fake.to_cuda(module.GPT(config)).train())
-    x = tokens(BATCH_124M, config)
-    with torch.autocast("cuda", torch.bfloat16):
-        _, loss = model(x, x)
-    loss.backward()
-
-
-def run(check, nanogpt_folder=None):
+def run(check):
     """What compiling a check shows, as it goes into the results file; check.py judges it."""
     SEEN.clear()
     torch.set_float32_matmul_precision("high")  # as train.py sets it
@@ -123,14 +108,12 @@ def run(check, nanogpt_folder=None):
         with FakeTensorMode():
             if check.entry == MUON:
                 muon()
-            elif check.entry == NANOGPT:
-                nanogpt(nanogpt_folder)
             elif check.kind == "eval":
                 evaluate(check)
             elif check.kind == "steps":
                 row.update(steps(check))
             else:
-                one_step(check, BATCH_124M if check.kind == "bytes" else BATCH)
+                one_step(check)
     except Exception as e:
         traceback.print_exc()  # into the log
         row["error"] = first_line(e)
@@ -163,11 +146,10 @@ def main():
     os.dup2(2, 1)  # what torch prints is no answer
     warnings.simplefilter("ignore")
     request = json.loads(sys.argv[1])
-    fake.prepare(binaries=request["work"] == "binaries")
+    fake.prepare()
     fake.compile_with(fake.no_compiler if request["work"] == "graphs" else fake.inductor)
     for check in request["checks"]:
-        row = run(Check(*check), request["nanogpt"])
-        print(json.dumps(row), file=answers, flush=True)
+        print(json.dumps(run(Check(*check))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def results(monkeypatch):
     monkeypatch.setattr(check, "prepare", lambda: None)
     found = SimpleNamespace(rows={}, compiled=[], commit="1234abcd", row=lambda check: FINE)
 
-    def compile_all(wanted, jobs, nanogpt, done):
+    def compile_all(wanted, jobs, done):
         found.compiled = list(wanted)
         for each in wanted:
             done(each, dict(found.row(each)))
@@ -48,12 +48,11 @@ def run(*argv):
 def test_every_mechanism_is_compiled_on_every_card():
     trained = {(c.entry, c.card) for c in entries.checks() if c.kind == "train"}
     assert {(name, card) for name in (*MECHANISMS, "all_on", "muon") for card in CARDS} <= trained
-    assert {c.entry for c in entries.byte_checks()} >= set(MECHANISMS)
 
 
 @pytest.mark.slow
 def test_every_check_is_a_model_that_can_be_built():
-    for each in (*entries.checks(), *entries.byte_checks()):
+    for each in entries.checks():
         if each.entry in ENTRIES:
             assert entries.settings(each).problems() == [], each.key
 
@@ -155,7 +154,7 @@ def compiled(tmp_path, monkeypatch):
 
     compiled.started: the checks of each process.
     """
-    def start(checks, nanogpt):
+    def start(checks):
         run.started.append(checks)
         command = [sys.executable, "-c", STAND_IN, json.dumps({"checks": checks})]
         return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -164,11 +163,11 @@ def compiled(tmp_path, monkeypatch):
     def run(wanted, jobs=2, signal="SIGKILL"):
         rows = {}
         monkeypatch.setenv("SIGNAL", signal)
-        check.compile_all(wanted, jobs, None, lambda each, row: rows.__setitem__(each, row))
+        check.compile_all(wanted, jobs, lambda each, row: rows.__setitem__(each, row))
         return rows
 
     run.started = []
-    monkeypatch.setattr(check, "start", lambda checks, nanogpt: start(list(checks), nanogpt))
+    monkeypatch.setattr(check, "start", lambda checks: start(list(checks)))
     return run
 
 
@@ -242,8 +241,7 @@ def test_the_recipe_is_for_the_torch_that_the_project_pins():
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["acg"], "no entry is called 'acg'"),
-    (["--bytes", "--nanogpt=/nowhere"], "there is no /nowhere/model.py")])
+    (["acg"], "no entry is called 'acg'"), (["--jobs=0"], "--jobs=0 must be at least 1")])
 def test_a_wrong_argument_is_one_line(results, argv, words):
     said = run(*argv)
     assert words in said and "\n" not in said
@@ -258,7 +256,7 @@ def test_a_broken_results_file_is_named(tmp_path, monkeypatch):
 
 def test_results_come_back_as_they_were_written(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path / "gpu.json")
-    rows = {check.key: FINE for check in (Check("acag", "train"), Check("accumulated", "bytes"))}
+    rows = {check.key: FINE for check in (Check("acag", "train"), Check("accumulated", "train"))}
     report.write({**rows, "gone train 64 bfloat16 sm_90": FINE})
     assert report.read() == rows
     assert json.loads(report.RESULTS.read_text())["torch"] == environment.TORCH
@@ -266,33 +264,10 @@ def test_results_come_back_as_they_were_written(tmp_path, monkeypatch):
 
 # ---- tables ----
 
-def test_bytes_are_compared_with_nanogpt_and_the_plain_gpt():
-    sizes = {"nanogpt": (40, 200), "gpt2": (42, 210), "plain": (48, 220),
-             "acag": (60, 300), "sink": (57, 250)}
-    rows = {Check(name, "bytes").key: {"bytes": gb * 10**9, "kernels": n, "commit": "1234abcd"}
-            for name, (gb, n) in sizes.items()}
-    rows[Check("xsa", "bytes").key] = {"error": "no", "bytes": 0, "kernels": 0, "commit": "5678abcd"}
-    lines = report.byte_tables(rows).splitlines()
-    assert "| `recipe=gpt2` | 42.00 | 1.05 x, goal 1.00 | 210 | 1234abcd |" in lines
-    assert "| `recipe=modern` | 48.00 | 1.20 x | 220 | 1234abcd |" in lines
-    assert "| `acag` | 60.00 | 1.25 x | 300 | 1234abcd |" in lines
-    assert "| `sink` | 57.00 | 1.19 x, goal 1.15 | 250 | 1234abcd |" in lines
-    assert "| `xsa` | does not compile |  |  | 5678abcd |" in lines
-
-
 def test_the_overview_has_a_line_for_each_entry():
     rows = {Check("xsa", "train", card=card).key: {**FINE, "shared": 200000} for card in CARDS}
     head, line, *_ = report.overview(rows, entries.checks(("xsa", "plain"))).splitlines()
     assert line.split() == ["xsa", "44", "100.0", "195", "195", "195", "3", "of", "7"]
-
-
-def test_bytes_are_printed_of_what_was_asked_for_alone(results, capsys):
-    results.rows[Check("sink", "bytes").key] = {**FINE, "commit": "old"}
-    assert run("xsa", "accumulated", "--bytes") == 0
-    head, *lines = capsys.readouterr().out.splitlines()[:3]
-    assert head.split() == ["entry", "GB", "moved", "kernels", "commit"]
-    assert [line.split() for line in lines] == [["xsa", "0.10", "44", "1234abcd"],
-                                                ["accumulated", "0.10", "44", "1234abcd"]]
 
 
 def test_a_table_says_of_which_commit_the_results_are():
@@ -300,7 +275,7 @@ def test_a_table_says_of_which_commit_the_results_are():
     rows = {Check("acag", "train").key: old, Check("xsa", "train").key: new, Check("xsa", "steps").key: new}
     new, old, none = report.commits_table(rows).splitlines()[2:]
     assert new == "| 22222222 | 2026-11-25 | 2 | `xsa` |" and old == "| 11111111 | 2026-11-23 | 1 | `acag` |"
-    left = len(entries.checks()) + len(entries.byte_checks()) - 3
+    left = len(entries.checks()) - 3
     assert none.startswith(f"| not compiled yet |  | {left} | ")
 
 
