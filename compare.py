@@ -39,14 +39,13 @@ from types import SimpleNamespace
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 import train
-from nanoheads import answer_interrupts, configurator, own_mechanism
+from nanoheads import answer_interrupts, configurator, own_mechanism, promises
 from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
                               plural, say, table, without_lab, writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
 from nanoheads.files import LONGEST, find, joined
 
 try:
-    from lab.probes import promises
     from lab.study import (budget, commands, costs, effects, findings, looks, power, queue, report, results,
                            tables, task_report, task_study, trial)
     from lab.study import scores as score_file

@@ -891,7 +891,8 @@ def main(argv=None):
             from nanoheads import own_mechanism  # only here: most runs have none
             own_mechanism.take(command, every=asked.get("check", False))
         if asked.get("check"):
-            return from_lab("lab.probes.promises", "--check").main(command)
+            from nanoheads import promises
+            return promises.main(command)
         # that becomes a GPTConfig and a TrainConfig; configurator.resolve() says which wins; what --resume
         # --out_dir=X leaves open is as X/config.json says
         trusted = asked.get("trust_code", False)

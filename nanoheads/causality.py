@@ -5,7 +5,7 @@ The first half asks any function from token ids: the function is asked again wit
 and what should have stayed is compared. The second half asks a GPT so, at the size at which it is trained and
 scored. train.py does with a mechanism that is not in TRIED, before it trains it. A study does with each of
 its runs, with the new model and with the trained one before its score is used. `train.py --check`
-(lab/probes/promises.py: small models, in float64) and `lab/probe.py leak` (any function) ask the same. They
+(nanoheads/promises.py: small models, in float64) and `lab/probe.py leak` (any function) ask the same. They
 differ in what they ask, in the positions that they change, and in what may differ by rounding.
 
 rows    the other rows of a batch become others: what is computed of a row stays

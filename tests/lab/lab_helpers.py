@@ -159,7 +159,7 @@ def in_this_process(monkeypatch):
     """A place to run trials without processes, in a moment.
 
     The time of a step is made up, samples are short, and nobody looks for leaks before and after each run:
-    tests/lab/probes/test_lookahead.py has runs that look, and takes most of a run's time for it.
+    tests/lab/study/test_leaks_in_a_study.py has runs that look, and takes most of a run's time for it.
     """
     monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
     monkeypatch.setattr(causality, "refuse", lambda *args, **keys: "nowhere, in a test")

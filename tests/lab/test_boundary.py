@@ -101,9 +101,11 @@ def test_runs_are_sampled_evaluated_and_drawn(core):
     assert ".png" in core("plot_curves.py", "out/plain")
 
 
-def test_a_mechanism_of_ones_own_trains_and_is_looked_into_first(core):
+def test_a_mechanism_of_ones_own_is_checked_and_trained(core):
     """One that mixes the rows of a batch is refused before the first step."""
     (core.folder / "mine.py").write_text(CODE, encoding="utf-8")
+    checked = core("train.py", "--mechanism=mine.py", "--check").splitlines()[1:]
+    assert checked and all(line.startswith("forget ") and line.endswith(" kept") for line in checked)
     run = [*SMALL, f"--dataset={core.data}"]
     core("train.py", "--mechanism=mine.py", *run, "--out_dir=out/mine")
     core("evaluate.py", "--ckpt=out/mine", "--device=cpu", "--trust_code")
@@ -113,7 +115,6 @@ def test_a_mechanism_of_ones_own_trains_and_is_looked_into_first(core):
 
 
 @pytest.mark.parametrize("what, command", [
-    ("--check", ["train.py", "--mechanism=sink", "--check"]),
     ("changing or measuring heads while a model is trained", ["train.py", *SMALL, "--controller_log=True"]),
     ("labels=weak", ["train.py", *SMALL, "--mechanism=constraint_a", "--labels=weak"]),
     ("policy_rules=rules.json", ["train.py", *SMALL, "--mechanism=agency", "--policy=True",
@@ -127,7 +128,7 @@ def test_a_mechanism_of_ones_own_trains_and_is_looked_into_first(core):
     ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"])],
     ids=lambda each: str(each)[:20])
 def test_what_is_the_labs_says_so_in_a_line(core, what, command):
-    if command[0] == "train.py" and "--check" not in command and "--trial" not in command:
+    if command[0] == "train.py" and "--trial" not in command:
         command = [*command, f"--dataset={core.data}", "--out_dir=out/other"]
     said = core(*command, fails=True)
     assert said == f"{command[0].removesuffix('.py')}: {what} {MISSING}\n"

@@ -19,12 +19,11 @@ import compare
 import model
 from helpers import ROOT, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
-from nanoheads import checkpoint, own_mechanism as own
+from nanoheads import checkpoint, own_mechanism as own, promises
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, keys_of, made, read
 from lab.hub import huggingface as hf
-from lab.probes import promises
 from lab.study import digest
 from lab.study.variants import StudyConfig
 

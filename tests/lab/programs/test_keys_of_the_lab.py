@@ -1,7 +1,6 @@
-"""Keys and subcommands of studies, and --check, on the command line."""
+"""Keys and subcommands of studies on the command line."""
 
 import re
-from contextlib import suppress
 
 import pytest
 
@@ -10,10 +9,8 @@ from nanoheads import configurator
 from nanoheads.config import (TrainConfig)
 from nanoheads.configurator import Presets, help_text
 from nanoheads.common import UserError
-from lab.probes import promises
 from lab.study import commands
 from lab.study.variants import StudyConfig
-from train import main
 
 
 def test_every_key_of_the_real_configs_has_help():
@@ -36,17 +33,6 @@ def test_columns_of_help_stay_apart_and_hold_all_words(classes):
         columns |= {first.rindex(cells[3])} if cells[3:] else set()
         columns |= {len(line) - len(line.lstrip()) for line in rest}
     assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.HELP_WIDE
-
-
-@pytest.mark.parametrize("argv, checks", [
-    (["--mechanism", "xsa", "--check"], True), (["--check=True", "--mechanism=xsa"], True),
-    (["--check", "true", "--mechanism=xsa"], True), (["--check=no", "--mechanism=xsa", "--help"], False)])
-def test_check_is_a_key_as_all_others_are(argv, checks, monkeypatch):
-    asked = []
-    monkeypatch.setattr(promises, "main", lambda command: asked.append(command.names()))
-    with suppress(SystemExit):  # of --help
-        main(argv)
-    assert asked == [{"mechanism": ["xsa"]}] * checks
 
 
 # ---- subcommands of compare.py ----
