@@ -28,8 +28,8 @@ import nanoheads.threads  # noqa: F401  before torch: sets how long its threads 
 from nanoheads import checkpoint, other_names, task_scores
 from nanoheads.common import (ArgumentParser, UserError, as_program, from_lab, last_words, pick_device, say,
                               writable, write_json)
-from nanoheads.sampling import (add_arguments, check, encode, generate, model_and_tokenizer, read_prompt,
-                                side_by_side, stop_of)
+from nanoheads.sampling import (add_arguments, add_special, check, encode, generate, model_and_tokenizer,
+                                read_prompt, side_by_side, stop_of)
 from nanoheads.tokenizer import Tokenizer
 
 
@@ -200,6 +200,7 @@ def main(argv=None):
     p.add_argument("--max_new_tokens", type=int,
                    help="length of each, in tokens (default: 300; of several checkpoints 200)")
     add_arguments(p)
+    add_special(p)
     p.add_argument("--audit", metavar="FILE",
                    help="write what mechanisms do to each text, as JSON lines; a page of that name, .html, "
                         "comes beside them")

@@ -51,7 +51,7 @@ PROBES = {
     "fewshot": ("lab.probes.fewshot", "Accuracy on items of several choices, with examples in front."),
     "constraints": ("lab.probes.constraints.command", "What constraint heads know of their labels."),
     "inspect": ("lab.heads.inspection", "What heads changed by hand cost: gates, states, pruning."),
-    "text": ("lab.probes.continuations", "What models write: repetition, diversity, loops, bits/byte."),
+    "text": ("lab.probes.text", "What models write: repetition, diversity, loops, bits/byte."),
     "look": ("lab.heads.look", "What mechanisms do to a text, token by token, as a page."),
     "leak": ("lab.probes.leak", "Whether any function from token ids to logits looks ahead."),
 }

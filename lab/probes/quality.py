@@ -102,16 +102,16 @@ def mean(values):
 def leave_one_out(samples, bits=None):
     """{figure: [P + 1]}: of all samples, then without those of each prompt in turn, for jackknife().
 
-    samples [P][S] are bytes: S of each of P prompts. A set is one sample of each prompt; where there is one
-    prompt, its samples. bits [P][S]: of each under a judge, which gives "judge", bits per byte.
+    samples [P][S] are bytes: S of each of P prompts, two or more. A set is one sample of each prompt. bits
+    [P][S]: of each under a judge, which gives "judge", bits per byte.
     """
     each = [[of_sample(raw) for raw in row] for row in samples]
     texts = [[words(raw) for raw in row] for row in samples]
     P, found = len(samples), []
-    for keep in [list(range(P)), *([p for p in range(P) if p != left] for left in range(P) if P > 1)]:
+    for keep in [list(range(P)), *([p for p in range(P) if p != left] for left in range(P))]:
         rows = [texts[p] for p in keep]
         now = {name: mean([one[name] for p in keep for one in each[p]]) for name in each[0][0]}
-        now |= of_sets(list(zip(*rows)) if P > 1 else rows)
+        now |= of_sets(list(zip(*rows)))
         if bits is not None:
             size = sum(len(raw) for p in keep for raw in samples[p])
             now["judge"] = sum(sum(bits[p]) for p in keep) / size if size else math.nan

@@ -20,11 +20,11 @@ from nanoheads.dataset import Dataset
 import helpers
 from model import GPTConfig
 from lab.probe import main
-from lab.probes import continuations, quality as textquality, shared
-from lab.probes.continuations import text_table
+from lab.probes import quality as textquality, shared, text as probe_text
 from lab.probes.intervals import jackknife
 from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
 from lab.probes.shared import nats_after
+from lab.probes.text import text_table
 
 PROGRAM = "probe.py text"  # see the fixture refusal
 
@@ -194,18 +194,6 @@ def test_sets_are_one_sample_of_each_prompt():
     assert figures["self_bleu"][0] == pytest.approx(np.mean([slow_self_bleu(t) for t in texts]))
 
 
-def test_one_prompt_has_sets_of_its_samples_and_no_interval():
-    samples = made_up(P=1)
-    figures = leave_one_out(samples)
-    assert same(figures["self_bleu"][0], slow_self_bleu([words(raw) for raw in samples[0]]))
-    assert all(math.isnan(jackknife(values)[1]) for values in figures.values())
-
-
-def test_one_sample_in_all_has_no_self_bleu():
-    figures = leave_one_out(made_up(P=1, S=1))
-    assert math.isnan(figures["self_bleu"][0]) and figures["rep_1"][0] > 0
-
-
 @pytest.mark.slow
 def test_the_interval_of_a_mean_is_that_of_t():
     """Over prompts: more samples of a prompt, when they are the same again, say nothing more."""
@@ -323,13 +311,15 @@ def sums_as_chars(tmp_path, bytes_data):
 
 @pytest.fixture
 def written(tmp_path, capsys):
-    """written(args) -> (the runs of its --json, the printed lines) of probe.py text."""
+    """written(args) -> (what --json has of each run, then of the text itself; the printed lines)."""
     def call(*args, short=SHORT):
         out = tmp_path / "text.json"
         main(["text", *short, *args, "--json", str(out)])
         lines = capsys.readouterr().out.splitlines()
         assert lines.pop() == str(out)
-        return json.loads(out.read_text())["runs"], lines
+        found = json.loads(out.read_text())
+        every = [*(dict(run["results"], name=run["name"]) for run in found["runs"]), found["text"]]
+        return [dict(each, prompts=found["prompts"]) for each in every], lines
     return call
 
 
@@ -340,9 +330,9 @@ def test_figures_are_those_of_the_samples(ckpt, written):
         got = [math.nan if v is None else v for v in real["figures"][name]]
         assert same(got, list(jackknife(values))), name
     assert "judge" not in run["figures"] and "bits/byte" not in lines[1]
-    assert run["tokens_per_s"] > 0 and real["tokens_per_s"] is None
-    assert run["name"] == ckpt and lines[-3].split("  ")[0].endswith("/a.pt")
-    assert lines[-2].startswith("the text itself  ")
+    assert run["tokens_per_s"] > 0
+    assert run["name"] == ckpt and lines[-2].split("  ")[0].endswith("/a.pt")
+    assert lines[-1].startswith("the text itself  ")
     assert lines[0] == ("sums, test: 3 prompts, 2 samples of 24 tokens each, seed 1337, temperature 0.8")
 
 
@@ -387,7 +377,7 @@ def test_each_setting_matters_and_is_said(ckpt, written, more):
 def test_the_first_is_the_baseline_of_the_others(tmp_path, ckpt, written, bytes_data):
     other = write_checkpoint(tmp_path / "b.pt", make_model(n_head=4), bytes_data)
     (first, again, second, real), lines = written("--ckpt", ckpt, "--ckpt", ckpt, "--ckpt", other)
-    assert first["less_the_first"] is None and real["less_the_first"] is None
+    assert first["less_the_first"] is None
     assert {value for value, _ in again["less_the_first"].values()} == {0.0}
     assert again["less_the_first"]["loop"] == [0.0, 0.0]
     assert second["less_the_first"]["distinct_1"][0] == pytest.approx(
@@ -403,25 +393,6 @@ def test_greedy_text_of_a_random_model_loops(ckpt, written):
     (random, _), _ = written("--ckpt", ckpt, "--temperature", "3", short=size)
     assert greedy["figures"]["loop"][0] > 0.5 > 0.1 > random["figures"]["loop"][0]
     assert greedy["figures"]["first_repeat"][0] < 150 < 300 == random["figures"]["first_repeat"][0]
-
-
-def test_prompts_of_a_file_have_no_text_itself(ckpt, written, tmp_path):
-    (tmp_path / "p.txt").write_text("1 plus\n\n\\n2\n")
-    (run,), lines = written("--ckpt", ckpt, "--prompts", str(tmp_path / "p.txt"), short=["--tokens", "9"])
-    assert run["prompts"] == ["1 plus", "\n2"] and [len(row) for row in run["samples"]] == [8, 8]
-    assert lines[0].startswith(f"{tmp_path / 'p.txt'}: 2 prompts, 8 samples of 9 tokens")
-    (tmp_path / "p.txt").write_text("1 plus")
-    (alone,), lines = written("--ckpt", ckpt, "--prompts", str(tmp_path / "p.txt"), short=["--tokens", "9"])
-    assert alone["samples"][0] == run["samples"][0]  # whatever the other prompts are
-    assert all(half is None for _, half in alone["figures"].values()) and "±" not in lines[2]
-
-
-def test_one_sample_of_one_prompt_has_a_dash(ckpt, written, tmp_path):
-    (tmp_path / "p.txt").write_text("1 plus")
-    (run,), lines = written("--ckpt", ckpt, "--prompts", str(tmp_path / "p.txt"),
-                            short=["--tokens", "1", "--samples", "1"])
-    assert run["figures"]["self_bleu"] == [None, None]
-    assert " – " in lines[-2] and "1 of 1 samples" in lines[-1] and "fewer than 4 words" in lines[-1]
 
 
 def test_a_prompt_longer_than_the_block_goes_on(ckpt, written):
@@ -454,7 +425,7 @@ def test_a_model_that_stops_at_once_says_nothing(tmp_path, written, bytes_data, 
     (run, _), lines = written("--ckpt", path, "--judge", ckpt, "--stop", "--temperature", "0")
     assert run["samples"] == [["", ""]] * 3
     assert all(value == [None, None] for value in run["figures"].values())
-    assert "6 of 6 samples" in lines[-2]
+    assert set(lines[-2].split()[1:-1]) == {"–"}
 
 
 def test_padding_of_the_vocabulary_has_no_text(tmp_path, written, chars_data):
@@ -482,6 +453,15 @@ def test_a_judge_that_is_not_larger_is_named(ckpt, written):
 
 
 @pytest.mark.slow
+def test_bytes_judge_a_model_of_characters(tmp_path, ckpt, written, sums_as_chars):
+    """The same text, whatever its tokens are: the same bits per byte."""
+    chars = write_checkpoint(tmp_path / "c.pt", make_model(vocab_size=len(SUMS)), sums_as_chars)
+    (_, as_chars), _ = written("--ckpt", chars, "--judge", ckpt)
+    (_, as_bytes), _ = written("--ckpt", ckpt, "--judge", ckpt)
+    assert as_chars["figures"] == as_bytes["figures"] and as_chars["figures"]["judge"][0] > 0
+
+
+@pytest.mark.slow
 def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_data):
     judge = make_model(n_embd=32)
     path = write_checkpoint(tmp_path / "judge.pt", judge, bytes_data)
@@ -491,55 +471,11 @@ def test_bits_are_the_judges_of_what_was_said(ckpt, written, tmp_path, bytes_dat
     assert real["figures"]["judge"][0] == pytest.approx(nats / math.log(2) / (3 * 24), abs=1e-3)
 
 
-@pytest.mark.slow
-def test_vocabularies_of_two_kinds_compare(tmp_path, ckpt, written, sums_as_chars):
-    """The same prompts, the same number of bytes, judged by bytes."""
-    chars = write_checkpoint(tmp_path / "c.pt", make_model(vocab_size=len(SUMS)), sums_as_chars)
-    (a, b, real), _ = written("--ckpt", ckpt, "--ckpt", chars, "--judge", ckpt)
-    assert a["prompts"] == b["prompts"]
-    assert {len(text) for row in b["samples"] for text in row} == {24} and b["figures"]["judge"][0] > 0
-    (c, _, text), _ = written("--ckpt", chars, "--ckpt", ckpt, "--judge", ckpt)
-    assert text["figures"] == real["figures"]
-    assert c["samples"] == b["samples"]
-
-
-@pytest.mark.slow
-def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, written, bytes_data):
-    folder = tmp_path / "wide"
-    folder.mkdir()
-    text = {split: "é" * 900 + "abcdefgh" * 50 for split in ("train", "val", "test")}
-    write_dataset(folder, text, "char", sorted(set("éabcdefgh")))
-    wide = write_checkpoint(tmp_path / "w.pt", make_model(vocab_size=9), folder)
-    (tmp_path / "p.txt").write_text("abc\nha\n")
-    a, b = written("--ckpt", wide, "--ckpt", ckpt, "--prompts", str(tmp_path / "p.txt"),
-                   short=["--tokens", "26", "--samples", "1"])[0]
-    assert [len(row[0]) for row in a["samples"]] == [26, 26]
-    # 1,300 characters are 2,200 bytes: 26 are 44
-    assert b["tokens"] == 44 and a["tokens"] == 26
-
-
 # ---- bad input: one line ----
 
 def test_a_mistake_in_the_judge_is_found_before_anything_is_written(ckpt, refusal, monkeypatch):
-    monkeypatch.setattr(continuations, "continuations", lambda *a, **k: pytest.fail("written"))
+    monkeypatch.setattr(probe_text, "continuations", lambda *a, **k: pytest.fail("written"))
     assert "no checkpoint" in refusal(["text", "--ckpt", ckpt, *SHORT, "--judge", "nowhere.pt"])
-
-
-def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
-    calls, right = [], continuations.continuations
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return right(*args, **kwargs)
-
-    monkeypatch.setattr(continuations, "continuations", interrupted)
-    with pytest.raises(SystemExit) as e:
-        main(["text", *SHORT, "--ckpt", ckpt, "--ckpt", ckpt])
-    shown = capsys.readouterr()
-    assert e.value.code == 130 and shown.out.count("a.pt  ") == 1 and "rep-4" in shown.out
-    assert shown.err.strip() == "probe.py text: interrupted"
 
 
 # ---- the table ----
@@ -548,13 +484,11 @@ def test_the_table_is_aligned_and_fits_120_columns():
     figures = {name: (v, h) for name, v, h in [("rep_4", 0.0164, 0.03), ("distinct_2", 0.9, 0.01),
                                                ("self_bleu", 0.31, 0.02), ("loop", 1.0, math.nan),
                                                ("first_repeat", 1024.0, 12.34), ("judge", 2.5, 0.1)]}
-    run = dict(figures=figures, less_the_first=figures, tokens_per_s=12345.6, about="how", short=0)
-    lines = text_table([dict(run, name="/a/long/way/to/the/folder/of/a/run/seed1"),
-                        dict(run, name="b", tokens_per_s=None)]).splitlines()
-    assert lines[0] == "how" and max(map(len, lines)) <= 120
-    assert len({len(line) for line in lines[1:3] + lines[4:5]}) == 1
-    assert "0.016 ±0.030" in lines[2] and "1024.0 ±12.3" in lines[2] and "  1.000  " in lines[2]
-    assert "+0.016 ±0.030" in lines[3] and "12,346" in lines[2]
+    lines = text_table([("/a/long/way/to/the/folder/of/a/run/seed1", figures, 12345.6),
+                        ("  less the first", figures, None), ("b", figures, 3.0)]).splitlines()
+    assert max(map(len, lines)) <= 120 and len({len(lines[i]) for i in (0, 1, 3)}) == 1
+    assert "0.016 ±0.030" in lines[1] and "1024.0 ±12.3" in lines[1] and "  1.000  " in lines[1]
+    assert "+0.016 ±0.030" in lines[2] and "12,346" in lines[1]
 
 
 def test_the_library_of_bleu_is_loaded_only_where_it_is_used(monkeypatch):

@@ -22,7 +22,7 @@ from lab.heads.rules import Rules
 from lab.hub import huggingface
 from lab.labels import labellers
 from lab.labels.targets import Targets
-from lab.probes import continuations, fewshot
+from lab.probes import fewshot
 from lab.study import queue, results, scores, trial
 
 
@@ -155,8 +155,7 @@ def test_text_of_a_file_has_one_kind_of_line_end(tmp_path):
 
 @pytest.mark.parametrize("read", [
     lambda path: sampling.read_prompt(f"FILE:{path}"), lambda path: look.read_ids(path, Tokenizer("byte")),
-    lambda path: continuations.prompts_of_file(path, Tokenizer("byte"), True), fewshot.read_items, Rules.read,
-    results.read, scores.read, own_mechanism.opened,
+    fewshot.read_items, Rules.read, results.read, scores.read, own_mechanism.opened,
     lambda path: labellers.read_spans(path, dict(characters=9, tokens=9))])
 @pytest.mark.parametrize("endless", [True, False])
 def test_a_file_without_an_end_is_one_line(read, endless, tmp_path, monkeypatch):

@@ -185,8 +185,6 @@ def furnish(home, bytes_data, chars_data):
     (home / "folder.html").mkdir()
     (home / "linked.html").symlink_to(home / "t.txt")
     (home / "blank.txt").write_text("\n\n")
-    (home / "utf16.txt").write_bytes(b"\xff\xfe")
-    (home / "prompts.txt").write_text("1 plus\n12 é", encoding="utf-8")
     (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
     (home / "no_span.jsonl").write_text("")
     (home / "plain.py").write_text(f"{SMALL}dataset = 'sums'\n")
@@ -431,10 +429,8 @@ COMMANDS = [
 
     # ---- probe.py text ----
     *under("lab/probe.py text --ckpt=plain.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
-        ("--samples=0", "samples=0 must be at least 1"),
-        ("--tokens=0", "tokens=0 must be at least 1"),
+        ("--samples=0", "argument --samples: invalid positive value: '0'"),
         ("--num_prompts=1", "num_prompts=1 must be at least 2"),
-        ("--prompt_tokens=0", "prompt_tokens=0 must be at least 1"),
         ("--seed=-1", "--seed=-1 must not be negative"),
         ("--temperature=nan", "temperature=nan must be"),
         ("--temperature=-1", "temperature=-1.0 must be"),
@@ -447,18 +443,11 @@ COMMANDS = [
         ("--judge=nowhere.pt", "no checkpoint nowhere.pt"),
         ("--judge=chars.pt", "its 18 characters cannot spell all that "),
         ("--judge=large.pt", "--judge large.pt gives nan nats"),
-        ("--ckpt=letters.pt", "prompt 1, for letters.pt: 'p' (U+0070) at position 1 is not among the 10"),
+        ("--ckpt=letters.pt", "letters.pt and plain.pt were trained on different data"),
         ("--json=no/such/folder.json", "cannot write into")),
     *under("lab/probe.py text",
         ("--ckpt=large.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
-         "large.pt: the probabilities are not numbers"),
-        ("--ckpt=plain.pt --prompts=p.txt --num_prompts=4", "--num_prompts means nothing with --prompts")),
-    *under("lab/probe.py text --ckpt=chars.pt",
-        ("--prompts=nowhere.txt", "cannot be read: No such file or directory"),
-        ("--prompts=blank.txt", "holds no prompt; it takes one a line"),
-        ("--prompts=utf16.txt", "cannot be read: it is not UTF-8 text"),
-        ("--prompts=prompts.txt",
-         "prompts.txt, line 2: 'é' (U+00E9) at position 3 is not among the 18 symbols")),
+         "large.pt: the probabilities are not numbers")),
 
     # ---- probe.py fewshot ----
     *under("lab/probe.py fewshot --ckpt=plain.pt --device=cpu",

@@ -1,0 +1,190 @@
+"""
+What models write: continuations of the same prompts from each checkpoint, beside the text itself.
+
+    python -m lab.probe text --ckpt out/a [--ckpt out/b ...] [--judge out/big] [--tokens 256] [--json FILE]
+
+rep-4         share of a sample's four words in a row that came before
+distinct-2    share of pairs of words that are different, over a sample of each prompt
+self-BLEU     how much of a sample is also in those of the other prompts, 0 to 1
+loop          share of a sample's bytes in its longest stretch that goes round and round
+first repeat  at which byte 16 bytes come back for the first time
+bits/byte     of the samples under a larger model, the --judge, given the prompts: how coherent they are
+
+Prompts are cut evenly from the split. Prompt i is continued with the seed --seed + i by every checkpoint, and
+differences are paired by prompt. --json has all measures (lab/probes/quality.py) and the samples.
+"""
+
+import math
+import time
+from typing import NamedTuple
+
+import torch
+
+from model import GPT
+from nanoheads import sampling
+from nanoheads.common import UserError, last_folders, table
+from nanoheads.logits import check_sampling
+from nanoheads.sampling import bfloat16_on_gpu, same_tokens, settings_of, stop_of, until_stop, write
+from nanoheads.scoring import bits
+from nanoheads.timing import progress_bar
+from nanoheads.tokenizer import Tokenizer
+from lab.probes.intervals import jackknife
+from lab.probes.quality import leave_one_out
+from lab.probes.shared import about_text, ask, finite, nats_after, numbers_of, open_checkpoints, positive
+
+TEXT, LESS = "the text itself", "  less the first"  # names of rows that are no checkpoint
+SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
+             first_repeat="first repeat", judge="bits/byte")  # of a measure, in the table; all are in --json
+
+
+class Judge(NamedTuple):
+    """A checkpoint that reads what others write: its name, the model, its vocabulary."""
+    name: str
+    model: GPT
+    tokenizer: Tokenizer
+
+
+def check(args):
+    """UserError, ValueError: settings of which nothing can be sampled."""
+    if args.num_prompts < 2:
+        raise UserError(f"--num_prompts={args.num_prompts} must be at least 2, for an interval")
+    if args.seed >= 1 << 62:
+        raise UserError(f"--seed={args.seed} must be at most 2^62 - 1")
+    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+
+
+def open_judge(args, tokenizer):
+    """The Judge that --judge names. UserError: it cannot spell what is written in another vocabulary."""
+    found = sampling.model_and_tokenizer(args.judge, args.device, args.dataset)
+    judge = Judge(f"--judge {args.judge}", *found)
+    if judge.tokenizer.vocab and not same_tokens(tokenizer, judge.tokenizer):
+        raise UserError(f"{judge.name}: its {judge.tokenizer.vocab_size:,} characters cannot spell all that "
+                        "may be written")
+    return judge
+
+
+def cut_prompts(args, data):
+    """([P] lists of ids, [P] what follows each of them), cut evenly from the split. UserError."""
+    split, size = data.tokens(args.split), args.prompt_tokens + args.tokens
+    step = len(split) // args.num_prompts
+    if step < size:
+        raise UserError(f"{args.num_prompts:,} prompts of {args.prompt_tokens:,} tokens, each with the "
+                        f"{args.tokens:,} after it, need {args.num_prompts * size:,} tokens; "
+                        f"the {args.split} split of {data.dir} has {len(split):,}")
+    cuts = [split[i * step:i * step + size].tolist() for i in range(args.num_prompts)]
+    return [cut[:args.prompt_tokens] for cut in cuts], [cut[args.prompt_tokens:] for cut in cuts]
+
+
+def continuations(ckpt, prompts, args, settings):
+    """(the ids [P][S] that a checkpoint writes after each prompt, tokens per second)."""
+    device, found, made, seconds = next(ckpt.model.parameters()).device, [], 0, 0.0
+    for i, prompt in enumerate(progress_bar(prompts, ckpt.name)):
+        idx = torch.tensor([prompt] * args.samples, device=device)
+        began = time.perf_counter()
+        try:
+            with bfloat16_on_gpu(device):
+                new = write(ckpt.model, idx, args.tokens, args.seed + i, **settings)
+        except UserError as e:
+            raise UserError(f"{ckpt.name}: {e}")
+        seconds += time.perf_counter() - began
+        made += args.samples * len(new[0])
+        found.append(new)
+    return found, made / seconds
+
+
+def bits_under(judge, tokenizer, prompts, samples):
+    """Bits [P][S] of samples [P][S] under the judge, given the prompts [P]; ids of tokenizer. UserError."""
+    def read(ids):
+        if same_tokens(tokenizer, judge.tokenizer):
+            return ids
+        raw = tokenizer.decode_bytes(ids)
+        text = raw if judge.tokenizer.encoding == "byte" else raw.decode("utf-8", "replace")
+        return judge.tokenizer.encode(text).tolist()
+
+    pairs = [(read(prompt), read(ids)) for prompt, row in zip(prompts, samples) for ids in row]
+    nats = finite(nats_after(judge.model, judge.tokenizer.separator, pairs), judge)
+    return bits(nats, 1).reshape(len(samples), -1).tolist()
+
+
+def measured(samples, prompts, tokenizer, judge, stop):
+    """(what leave_one_out() gives, the texts [P][S]) of samples [P][S] of ids, each up to the stop token."""
+    samples = [[until_stop(ids, tokenizer, stop) for ids in row] for row in samples]
+    raw = [[tokenizer.decode_bytes(ids) for ids in row] for row in samples]
+    found = leave_one_out(raw, bits_under(judge, tokenizer, prompts, samples) if judge else None)
+    return found, [[one.decode("utf-8", "replace") for one in row] for row in raw]
+
+
+def with_intervals(found):
+    """{figure: (value, half of its interval)} of what leave_one_out() gives."""
+    return {key: jackknife(values) for key, values in found.items()}
+
+
+# ---- output ----
+
+def about(args, ckpts, data, judge):
+    """The lines above the table: what was written, and how; who judges it."""
+    line = (f"{about_text(data, args)}: {args.num_prompts:,} prompts, {args.samples:,} "
+            f"sample{'s' * (args.samples > 1)} of {args.tokens:,} tokens each, seed {args.seed}, "
+            f"temperature {args.temperature:g}")
+    for name, off in (("top_k", None), ("top_p", None), ("repetition_penalty", 1.0), ("stop", False)):
+        if getattr(args, name) != off:
+            line += f", {name} {getattr(args, name)}"
+    if judge is None:
+        return [line]
+    size, largest = judge.model.num_params(), max(ckpt.model.num_params() for ckpt in ckpts)
+    larger = "" if size > largest else f", no more than the {largest:,} of those it judges"
+    return [line, f"judge: {args.judge}, {size:,} parameters{larger}"]
+
+
+def text_table(rows, width=120):
+    """A line for each row (name, figures, tokens per second or None)."""
+    shown = {key: title for key, title in SHOWN.items() if key in rows[0][1]}
+
+    def cell(key, value, half, sign):
+        digits = 1 if key == "first_repeat" else 3
+        spread = "" if math.isnan(half) else f" ±{half:.{digits}f}"
+        return "–" if math.isnan(value) else f"{value:{sign}.{digits}f}{spread}"
+
+    lines = []
+    for name, figures, speed in rows:
+        sign = "+" if name == LESS else ""
+        cells = [cell(key, *figures[key], sign) for key in shown]
+        lines.append((name, *cells, f"{speed:,.0f}" if speed else ""))
+    return table(("run", *shown.values(), "tokens/s"), lines, width=width, cut=last_folders)
+
+
+# ---- the probe ----
+
+def probe(args):
+    """What models write: repetition, diversity, loops, bits per byte."""
+    check(args)
+    ckpts, data, _ = open_checkpoints(args)
+    tokenizer = data.tokenizer
+    judge = open_judge(args, tokenizer) if args.judge else None
+    settings, stop = settings_of(args, tokenizer), stop_of(args, tokenizer)
+    prompts, real = cut_prompts(args, data)
+    results, lines, first = [], [], None
+    for ckpt in ckpts:
+        made, speed = continuations(ckpt, prompts, args, settings)
+        found, samples = measured(made, prompts, tokenizer, judge, stop)
+        figures, less = with_intervals(found), None
+        lines.append((ckpt.name, figures, speed))
+        if first:
+            less = with_intervals({key: found[key] - first[key] for key in found})
+            lines.append((LESS, less, None))
+        first = first or found
+        results.append(dict(figures=figures, less_the_first=less, tokens_per_s=speed, samples=samples))
+    found, samples = measured([[ids] for ids in real], prompts, tokenizer, judge, stop)
+    lines.append((TEXT, with_intervals(found), None))
+    numbers = dict(numbers_of(ckpts, data, args, results), prompts=[*map(tokenizer.decode, prompts)],
+                   text=dict(figures=with_intervals(found), samples=samples))
+    return numbers, [*about(args, ckpts, data, judge), text_table(lines)]
+
+
+def main(argv):
+    ask("text", probe, "test", argv, more=sampling.add_arguments,
+        num_prompts=(positive, 16, "prompts, cut evenly from the split"),
+        prompt_tokens=(positive, 64, "tokens of a prompt"),
+        samples=(positive, 8, "continuations of each prompt"),
+        tokens=(positive, 256, "the length of each continuation"),
+        judge=dict(metavar="CKPT", help="a larger model, for the bits per byte of the samples under it"))
