@@ -1,23 +1,14 @@
 """
 Ask trained checkpoints what one loss does not say; paired, since all checkpoints read the same windows.
 
-    python -m lab.probe needle --ckpt out/a [--ckpt out/b ...] [--contexts 1024 4096] [--depths 0.1 0.9]
-    python -m lab.probe late --ckpt out/a [--ckpt out/b ...] [--context 1024]
-    python -m lab.probe keys --ckpt out/a [--remove 4 8] [--nearest 2]
     python -m lab.probe heads --ckpt out/a
-    python -m lab.probe engagement --ckpt out/a [--ckpt out/b ...] [--samples 128]
-    python -m lab.probe states --ckpt out/a [--pieces 64]
-    python -m lab.probe detectors --ckpt out/a [--ckpt out/b ...]
-    python -m lab.probe fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
-    python -m lab.probe constraints score|adjudicate|explain|skip --ckpt out/a [...]
-    python -m lab.probe inspect --ckpt out/a [--set gate.0.3=0] [--prune 0.1 0.2] [--save out/b]
+    python -m lab.probe constraints score|adjudicate|explain --ckpt out/a [...]
     python -m lab.probe text --ckpt out/a [--ckpt out/b ...] [--judge out/big]
     python -m lab.probe look --ckpt out/a [--ckpt out/b] --text FILE
     python -m lab.probe leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
 
-`python -m lab.probe needle --help` says what a probe measures, and how. Intervals are 95 %: by t over samples
-(needle, detectors, engagement), windows (keys), items (fewshot), pieces of the text (states) or blocks of
-neighbouring windows (late, heads); by the jackknife over prompts (text); of constraints as its help says.
+`python -m lab.probe heads --help` says what a probe measures, and how. Intervals are 95 %: by t over blocks
+of neighbouring windows (heads); by the jackknife over prompts (text); of constraints as its help says.
 """
 
 import argparse
@@ -36,21 +27,9 @@ from nanoheads.configurator import near
 
 # word -> (the module whose main() takes what follows, help); imported when asked for
 PROBES = {
-    "needle": ("lab.probes.needle", "Recall of a planted fact by context and depth."),
-    "late": ("lab.probes.late", "Loss by position in the window."),
-    "keys": ("lab.probes.keys",
-             "What the next token loses with the keys that a ranking puts first."),
     "heads": ("lab.probes.heads",
               "Entropy and gate gradient of each head, beside what its absence costs."),
-    "engagement": ("lab.probes.engagement",
-                   "What each head sends and what its absence costs, by kind of text."),
-    "states": ("lab.probes.states",
-               "Heads that agency would call overloaded, misaligned or idle, beside the loss."),
-    "detectors": ("lab.probes.detectors",
-                  "What each head looks at: the token before, copies, what followed them."),
-    "fewshot": ("lab.probes.fewshot", "Accuracy on items of several choices, with examples in front."),
     "constraints": ("lab.probes.constraints.command", "What constraint heads know of their labels."),
-    "inspect": ("lab.heads.inspection", "What heads changed by hand cost: gates, states, pruning."),
     "text": ("lab.probes.text", "What models write: repetition, diversity, loops, bits/byte."),
     "look": ("lab.heads.look", "What mechanisms do to a text, token by token, as a page."),
     "leak": ("lab.probes.leak", "Whether any function from token ids to logits looks ahead."),

@@ -6,13 +6,29 @@ import numpy as np
 import torch
 from scipy.stats import rankdata, spearmanr
 
-from nanoheads.scoring import score, windows_of
+from nanoheads.common import table
+from nanoheads.scoring import score, window_ids, windows_of
 from nanoheads.timing import progress_bar
 from lab.heads.measuring import all_heads, attentions, closed, static_gates
 from lab.probes.intervals import over_windows
-from lab.probes.shared import (CONTEXT, about_windows, ask, numbers_of, open_checkpoints, plus_minus,
-                               position_in_windows, run_table, token_nats, window_text)
+from lab.probes.shared import CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus
 
+
+# ---- windows ----
+
+def window_text(data, split, start, end, device):
+    """Inputs and targets, [end - start] each, of a window."""
+    ids = torch.from_numpy(window_ids(data.tokens(split), data.separator, start, end)).to(device)
+    return ids[:-1], ids[1:]
+
+
+def token_nats(ckpt, data, args):
+    """Nats of every scored token, [n] float64. UserError where they are not finite."""
+    nats = score(ckpt.model, data, args.split, max_tokens=args.tokens, per_token=True)
+    return finite(nats.astype(np.float64), ckpt)
+
+
+# ---- heads ----
 
 def head_metrics(model, data, split, cuts, progress=None):
     """(entropy of its rows in nats, |d loss / d gate|) of every head, block by block, [heads] each: means."""
@@ -57,7 +73,7 @@ def in_words(tests):
 
 def rows_of(ckpt, data, args, cuts, progress):
     """What is written of a checkpoint: nats per token, a row for each head, ranks beside the loss change."""
-    window, _ = position_in_windows(cuts)
+    window = np.repeat(np.arange(len(cuts)), [end - start for start, end, _ in cuts])  # of each token
     plain = token_nats(ckpt, data, args)
     entropy, slope = head_metrics(ckpt.model, data, args.split, cuts, progress)
     rows = []
@@ -79,19 +95,17 @@ def probe(args):
     steps = sum(len(cuts) + len(all_heads(ckpt.model)) for ckpt in ckpts)
     with progress_bar(steps, "heads") as progress:
         rows = [rows_of(ckpt, data, args, cuts, progress) for ckpt in ckpts]
-    heads = run_table(ckpts, [row["heads"] for row in rows], [
-        ("block", lambda r: r["layer"]),
-        ("head", lambda r: r["head"]),
-        ("entropy, nats", lambda r: f"{r['entropy']:.3f}"),
-        ("|d loss / d gate|", lambda r: f"{r['gate_gradient']:.2e}"),
-        ("loss change when off, nats", lambda r: plus_minus(r["change"])),
-    ])
-    above, below = [about_windows(data, args, cuts, context)], []
+    above = [f"{about_text(data, args)}: {sum(cut[2] for cut in cuts):,} tokens "
+             f"in {len(cuts):,} disjoint windows of {context:,}"]
+    cells, below = [], []
     for ckpt, row in zip(ckpts, rows):
+        cells += [(ckpt.name, r["layer"], r["head"], f"{r['entropy']:.3f}", f"{r['gate_gradient']:.2e}",
+                   plus_minus(r["change"])) for r in row["heads"]]
         above.append(f"{ckpt.name}: {row['nats_per_token']:.4f} nats per token with all heads")
         below.append(f"{ckpt.name}, Spearman with the loss change, n = {row['n']} heads: "
                      f"{in_words(row['spearman'])}")
-    return numbers_of(ckpts, data, args, rows), [*above, heads, *below]
+    head = ("run", "block", "head", "entropy, nats", "|d loss / d gate|", "loss change when off, nats")
+    return numbers_of(ckpts, data, args, rows), [*above, table(head, cells), *below]
 
 
 def main(argv):

@@ -16,8 +16,10 @@ differences are paired by prompt. --json has all measures (lab/probes/quality.py
 
 import math
 import time
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from model import GPT
@@ -25,12 +27,13 @@ from nanoheads import sampling
 from nanoheads.common import UserError, last_folders, table
 from nanoheads.logits import check_sampling
 from nanoheads.sampling import bfloat16_on_gpu, same_tokens, settings_of, stop_of, until_stop, write
-from nanoheads.scoring import bits
+from nanoheads.scoring import (LOGITS_AT_ONCE, bits, nats_of_last, refuse_replaced, window_ids,
+                               windows)
 from nanoheads.timing import progress_bar
 from nanoheads.tokenizer import Tokenizer
 from lab.probes.intervals import jackknife
 from lab.probes.quality import leave_one_out
-from lab.probes.shared import about_text, ask, finite, nats_after, numbers_of, open_checkpoints, positive
+from lab.probes.shared import about_text, ask, finite, numbers_of, open_checkpoints, positive
 
 TEXT, LESS = "the text itself", "  less the first"  # names of rows that are no checkpoint
 SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
@@ -90,6 +93,36 @@ def continuations(ckpt, prompts, args, settings):
         made += args.samples * len(new[0])
         found.append(new)
     return found, made / seconds
+
+
+@torch.no_grad()
+def nats_after(model, separator, pairs):
+    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
+
+    Windows move by half a block: beyond the first, a token sees at least half a block before it.
+    """
+    device, T = next(model.parameters()).device, model.config.block_size
+    rows = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
+    pieces = []  # (number of its pair, ids of a window, how many of its last tokens are scored)
+    for number, (prompt, continuation) in enumerate(pairs):
+        text = np.array([*prompt, *continuation])
+        for start, end, scored in windows(len(text), T, max(1, T // 2)):
+            scored = min(scored, end - len(prompt))  # the prompt is context alone
+            if scored > 0:
+                pieces.append((number, window_ids(text, separator, start, end), scored))
+
+    # windows of one length and one scored part go together
+    def shape(piece):
+        return len(piece[1]), piece[2]
+    totals = np.zeros(len(pairs))
+    for (_, scored), group in groupby(sorted(pieces, key=shape), shape):
+        group = list(group)
+        for first in range(0, len(group), rows):
+            batch = group[first:first + rows]
+            ids = torch.from_numpy(np.stack([piece[1] for piece in batch])).to(device)
+            np.add.at(totals, [piece[0] for piece in batch], nats_of_last(model, ids, scored).sum(1))
+    refuse_replaced()
+    return totals
 
 
 def bits_under(judge, tokenizer, prompts, samples):

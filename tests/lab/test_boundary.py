@@ -134,11 +134,6 @@ def test_what_is_the_labs_says_so_in_a_line(core, what, command):
     assert said == f"{command[0].removesuffix('.py')}: {what} {MISSING}\n"
 
 
-def test_the_text_with_planted_facts_is_the_labs_to_prepare(core):
-    said = core("data/needle/prepare.py", "--source", "a folder", fails=True)
-    assert said == "needle: the lab makes this text; type: python -m lab.needle --source 'a folder'\n"
-
-
 @pytest.mark.slow
 def test_the_cores_tests_pass(core):
     said = core("-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider", "tests/core")

@@ -4,7 +4,6 @@ What constraint heads know of their labels, beside a prior and probes of a plain
     python -m lab.probe constraints score --ckpt out/c [...] --plain out/plain [--plain ...] --labels weak
     python -m lab.probe constraints adjudicate --ckpt out/c --plain out/plain --labels weak [--task cited]
     python -m lab.probe constraints explain --ckpt out/c [--k 5]
-    python -m lab.probe constraints skip --ckpt out/c [--below 0.5 0.9]
 
 score       For each name: AUROC, average precision, F1, calibration of the heads' scores token by token;
             against the prior, a linear probe and an MLP probe of as many parameters as the heads have. Probes
@@ -12,19 +11,17 @@ score       For each name: AUROC, average precision, F1, calibration of the head
 adjudicate  Passages of held-out documents, classified by what is made of the heads' scores, against the mean
             hidden state of the plain GPT and against its probes' scores.
 explain     Do the tokens with the highest scores explain a passage's score? They are hidden from all later
-            tokens, as in probe.py keys, against those with the lowest, random ones, and their neighbours.
-skip        Heads whose router gate stays below a threshold are not computed (constraint_skip): how many,
-            what that does to bits per byte, to scoring a window and to writing a context.
+            tokens, against those with the lowest, random ones, and their neighbours.
 
 A token whose label is above 1/2 is positive, below negative; exactly 1/2 and unknown are left out. Thresholds
 and weight decay are chosen on val; --split val measures on its second half and chooses on the first. One
 checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair with as many --plain.
 """
 
-from lab.probes.constraints import adjudicate, explain, score, skip
+from lab.probes.constraints import adjudicate, explain, score
 from lab.probes.shared import parser_of
 
-COMMANDS = dict(score=score, adjudicate=adjudicate, explain=explain, skip=skip)
+COMMANDS = dict(score=score, adjudicate=adjudicate, explain=explain)
 
 
 def main(argv):

@@ -1,18 +1,69 @@
 """
-Do the tokens with the highest scores explain a passage's score? They are hidden from all later tokens, as in
-probe.py keys, against those with the lowest, random ones, and their neighbours.
+Do the tokens with the highest scores explain a passage's score? They are hidden from all later tokens, and so
+are, for comparison, those with the lowest, random ones, and neighbours of the highest.
+
+A token that is hidden still sees itself, and positions stay. The running mean that the router reads still
+holds it.
 """
 
+from contextlib import contextmanager
+
 import numpy as np
+import torch
+from torch import nn
 
 from nanoheads.common import UserError, plural, table
 from nanoheads.timing import progress_bar
 from lab.probes.constraints.setup import names_of, numbers_of_setup, open_setup, read, windows_of_split
 from lab.probes.intervals import over_windows
-from lab.probes.keys import without_each
 from lab.probes.shared import CONTEXT, about_text, ask, finite, plus_minus, positive
 
 SETS = ("highest", "lowest", "neighbours", "random")
+
+
+@contextmanager
+def without_keys(model, removed):
+    """Within it, no later query of row b of a batch sees the keys removed[b] (bool [B, T], True: gone).
+
+    Only the mask is replaced, and with it the count of keys that ACAG and the statistics of the rows go by.
+    """
+    masks = {name: getattr(model, name) for name in ("mask", "whole_mask")}
+    try:
+        for name, mask in masks.items():
+            setattr(model, name, mask and MaskWithout(mask, removed))
+        yield
+    finally:
+        for name, mask in masks.items():
+            setattr(model, name, mask)
+
+
+class MaskWithout(nn.Module):
+    """A model's mask of which row b of a batch does not show the keys removed[b] to later queries."""
+
+    def __init__(self, mask, removed):
+        super().__init__()
+        self.mask, self.removed, self.mask_mod = mask, removed, mask.mask_mod
+
+    def make(self, past, T, pad, device, cached, counted, maps, begins=None):
+        itself = torch.eye(T, dtype=torch.bool, device=device)
+        self.seen = self.mask.dense(past, T, pad, device) & ~self.removed[:, None, None] | itself
+        return self.seen
+
+    def n_keys(self, positions):  # of rows without padding alone
+        return self.seen.sum(-1)
+
+
+@torch.no_grad()
+def without_each(model, ids, removed, take):
+    """take(the same ids in several rows), [rows, ...], of ids [T] without each set of keys: [sets, ...].
+
+    removed [sets, T], bool: True at the keys of a set.
+    """
+    found, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
+    for sets in torch.from_numpy(removed).split(rows):
+        with without_keys(model, sets.to(ids.device)):
+            found.append(take(ids.expand(len(sets), -1)))
+    return np.concatenate(found)
 
 
 def removal_sets(scores, k, draws, rng):

@@ -418,7 +418,7 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
     (["config/tiny.py", "--mechanism=moh,unet_add"], "out/tiny-moh+unet_add"),
     (["config/acag.py", "--scale=small"], "out/small-acag"),
     (["config/shakespeare_modern.py"], "out/shakespeare_modern"),
-    (["config/needle.py", "--mechanism=acag"], "out/needle-acag"),
+    (["config/task.py", "--mechanism=acag"], "out/task-acag"),
     (["config/tiny.py", "--out_dir=here"], "here"),
     (["config/tiny.py", "--out_dir=None"], "out/tiny"),
     (["--scale=tiny", "--routing=published"], "out/tiny-routing=published"),  # not the plain GPT's folder

@@ -1,4 +1,4 @@
-"""Fine-tuning: rates of their own, late skips, a frozen trunk, documents as rows, few-shot items."""
+"""Fine-tuning: rates of their own, late skips, a frozen trunk, documents as rows."""
 import json
 import os
 import re
@@ -603,6 +603,3 @@ def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path
     config = checkpoint.read(tmp_path / "run/ckpt.pt")["config"]
     want = dict(finetune_gpt2="unet", finetune_gpt_neo_acag="acag", finetune_smollm2="xsa")
     assert [key for key in want.values() if config[key]] == [want[name]]
-
-
-# ---- few-shot items ----

@@ -113,8 +113,8 @@ def line_of(program, *argv):
         (probe, ["heads", "--ckpt"]),
         (probe, ["inspect", "--ckpt"]),
         (probe, ["look", "--start=abc", "--ckpt"]),
-        (probe, ["constraints", "skip", "--ckpt"]),
-        (probe, ["detectors", "--ckpt"]),
+        (probe, ["constraints", "explain", "--ckpt"]),
+        (probe, ["text", "--ckpt"]),
     ],
 )
 def test_no_program_runs_the_code_beside_a_checkpoint(program, argv, ran, tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, ro
 from torch.nn import functional as F
 
 import helpers
-from model import GPT, GPTConfig
 from nanoheads import checkpoint, timing
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
@@ -24,13 +23,12 @@ from lab.probe import main as probe
 from lab.probes import intervals
 from lab.probes.constraints import explain, metrics, token_probes
 from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
-from lab.probes.constraints.explain import removal_sets, scores_without, window_changes
+from lab.probes.constraints.explain import removal_sets, scores_without, window_changes, without_keys
 from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures, over_documents,
                                             over_text)
 from lab.probes.constraints.score import PRIOR
 from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
 from lab.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
-from lab.probes.keys import gone, without_keys
 
 NAMES = ["digit", "noise"]
 SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)
@@ -584,7 +582,7 @@ def test_changes_are_those_of_keys_that_nobody_sees():
         assert (size, mean_size) == pytest.approx((abs(final), abs(mean)))
         assert found[name, "neighbours"][0] == pytest.approx(move[2, -1], abs=1e-4)
         assert found[name, "random"][2] == pytest.approx(np.abs(move[3:, -1]).mean(), abs=1e-4)
-    nothing = scores_without(model, ids, np.stack([gone(24, [])]))
+    nothing = scores_without(model, ids, np.zeros((1, 24), bool))
     assert nothing[0, :, 1] == pytest.approx(before[1], abs=1e-4)
 
 
@@ -618,33 +616,3 @@ def test_explain_reports_every_run(models, saved, tmp_path, capsys):
     less = [r for r in found["rows"] if r["removed"] == "highest less random"][-1]
     high, chance = ([r for r in found["rows"] if r["removed"] == s][-1] for s in ("highest", "random"))
     assert less["mean"][0] == pytest.approx(high["mean"][0] - chance["mean"][0]) and less["mean"][0] != 0
-
-
-# ---- skip ----
-
-@pytest.mark.slow
-def test_skipping_counts_what_is_closed_and_scores_what_is_left(data, saved, tmp_path, capsys):
-    """Shares counted gate by gate; bits per byte of a model with that threshold in its config."""
-    model = with_heads(noise=0.3)
-    path = saved("a", model)
-    main(["skip", "--ckpt", path, "--below", "0.5", "1", "--rounds", "1", "--batch", "4", "--tokens", "640",
-          "--json", str(tmp_path / "f.json")])
-    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
-    starts = starts_of(Part("test", 0, 6001), 32, 128)
-    ids = torch.from_numpy(np.stack([data.tokens("test")[s:s + 32] for s in starts]).astype(np.int64))
-    gates = model(ids, traces=True).traces["blocks.2.router_gates"].tolist()
-    low = [[[gate < 0.5 for gate in token] for token in row] for row in gates]
-    closed = np.mean([[all(token[h] for token in row) for h in range(2)] for row in low])
-    whole, half, none = rows
-    assert (whole["below"], whole["windows"]) == ("all", 0) and (none["windows"], none["tokens"]) == (1, 1)
-    assert half["windows"] == pytest.approx(closed) and half["tokens"] == pytest.approx(np.mean(low))
-    assert half["tokens"] not in (0, 1)
-    for below, row in ((0.0, whole), (0.5, half), (1.0, none)):
-        other = GPT(GPTConfig(**{**asdict(model.config), "constraint_skip": below})).eval()
-        other.load_state_dict(model.state_dict())
-        nats, count = lm_score(other, data, "test", max_tokens=640)
-        assert row["bpb"] == pytest.approx(nats / count / np.log(2), rel=1e-5)
-    assert whole["bpb"] != none["bpb"] and whole["a window"][0] == 1
-    assert "windows closed" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="turns no head off"):
-        main(["skip", "--ckpt", saved("b", with_heads(constraint_mode="published"))])

@@ -20,11 +20,10 @@ from nanoheads.dataset import Dataset
 import helpers
 from model import GPTConfig
 from lab.probe import main
-from lab.probes import quality as textquality, shared, text as probe_text
+from lab.probes import quality as textquality, text as probe_text
 from lab.probes.intervals import jackknife
 from lab.probes.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
-from lab.probes.shared import nats_after
-from lab.probes.text import text_table
+from lab.probes.text import nats_after, text_table
 
 PROGRAM = "probe.py text"  # see the fixture refusal
 
@@ -255,8 +254,8 @@ def test_the_judge_scores_each_byte_in_its_context(block_size):
 
 
 def test_the_slow_judge_catches_another_context(monkeypatch):
-    right = shared.windows
-    monkeypatch.setattr(shared, "windows", lambda n, T, stride: right(n, T, T))
+    right = probe_text.windows
+    monkeypatch.setattr(probe_text, "windows", lambda n, T, stride: right(n, T, T))
     assert not judge_agrees(8)
 
 

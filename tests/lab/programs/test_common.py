@@ -22,7 +22,6 @@ from lab.heads.rules import Rules
 from lab.hub import huggingface
 from lab.labels import labellers
 from lab.labels.targets import Targets
-from lab.probes import fewshot
 from lab.study import queue, results, scores, trial
 
 
@@ -131,7 +130,6 @@ def set_aside(read, path):
     ("log.jsonl", lambda path: runlog.read_rows(path) == []),
     ("log.jsonl", lambda path: queue.progress_of(path.parent) is None),
     ("trial.json", lambda path: set_aside(lambda: trial.read_json(path), path)),
-    ("items.jsonl", lambda path: refused(lambda: fewshot.read_items(path))),
     ("rules.json", lambda path: refused(lambda: Rules.read(path))),
     ("results.json", lambda path: refused(lambda: results.read(path))),
     ("config.json", lambda path: start.asked_in(path.parent) is None),
@@ -155,7 +153,7 @@ def test_text_of_a_file_has_one_kind_of_line_end(tmp_path):
 
 @pytest.mark.parametrize("read", [
     lambda path: sampling.read_prompt(f"FILE:{path}"), lambda path: look.read_ids(path, Tokenizer("byte")),
-    fewshot.read_items, Rules.read, results.read, scores.read, own_mechanism.opened,
+    Rules.read, results.read, scores.read, own_mechanism.opened,
     lambda path: labellers.read_spans(path, dict(characters=9, tokens=9))])
 @pytest.mark.parametrize("endless", [True, False])
 def test_a_file_without_an_end_is_one_line(read, endless, tmp_path, monkeypatch):

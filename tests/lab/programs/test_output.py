@@ -106,11 +106,11 @@ def test_help_is_shown_whatever_the_encoding(program, monkeypatch):
 
 
 def test_all_else_that_runs_prints_in_the_same_way():
-    """What runs a study's trial, and every script of data/ but needle's, which is lab/needle.py."""
+    """What runs a study's trial, and every script of data/."""
     assert hasattr(trial.main, "__wrapped__")
     for path in ROOT.glob("data/**/*.py"):
         text = path.read_text(encoding="utf-8")
-        if "__main__" in text and path.parent.name != "needle":
+        if "__main__" in text:
             assert text.endswith('if __name__ == "__main__":\n    run(main)\n')
 
 
@@ -125,8 +125,8 @@ def test_tables_lose_no_more_than_a_character(encoding, args, tmp_path, monkeypa
     ckpts = ["--ckpt", str(tmp_path / "run"), "--ckpt", str(tmp_path / "other.pt")]
     import_module("evaluate").main(ckpts)
     assert re.search(r"run +\d.* 3 .*\n.*other.pt +\d.* \? ", shown())
-    import_module("lab.probe").main(["late", *ckpts, "--tokens=64"])
-    assert re.search(r"other.pt .*[+-]0.0000 [?±]0.0000", shown())
+    import_module("lab.probe").main(["heads", *ckpts, "--tokens=64"])
+    assert re.search(r"other.pt .*[+-]\d\.\d{4} [?±]\d\.\d{4}", shown())
     (tmp_path / "scores.csv").write_text("variant,seed,score,tokens\n" + "".join(
         f"{variant},{seed},{3 + 0.01 * seed},{tokens}\n"
         for variant, tokens in (("plain", 10), ("wider", 20)) for seed in range(3)))
@@ -165,14 +165,14 @@ def test_escapes_in_names_are_shown_by_every_program(bytes_data, tmp_path, monke
             (train.main, *keys, f"--out_dir={out}", "--resume"), (train.main, f"--dataset={red}"),
             (train.main, f"--{red}=1"), (train.main, f"{red}.py"), (sample.main, f"--{red}"),
             (prune.main, "--ckpt", out, f"--to={red}"), (plot_curves.main, f"--x={red}"),
-            (probe.main, "late", "--ckpt", out, f"--{red}"), (probe.main, "constraints", red),
+            (probe.main, "heads", "--ckpt", out, f"--{red}"), (probe.main, "constraints", red),
             (probe.main, "look", f"--{red}", "--ckpt", out, "--start=a"), (bench.main, f"--what={red}"),
             (lambda argv: run(lambda: prepare_text.main(argv)), f"--encoding={red}"),
             (sample.main, *ckpt, "--max_new_tokens=3"), (sample.main, "--ckpt", out, f"--set={red}=1"),
             (evaluate.main, *ckpt, f"--json={out}.json"), (evaluate.main, "--ckpt", red),
             (prune.main, *ckpt[2:], "--to=0.5", "--by=random", "--rounds=0", f"--out_dir={out}-half"),
             (export_hf.main, "--ckpt", out, "--out", f"{out}-hf"), (plot_curves.main, red),
-            (plot_curves.main, out), (probe.main, "late", *ckpt, f"--json={out}.json"), (probe.main, red),
+            (plot_curves.main, out), (probe.main, "heads", *ckpt, f"--json={out}.json"), (probe.main, red),
             (compare.main, f"--scores={csv}", f"--out_dir={out}-report"), (compare.main, f"--recheck={csv}"),
             (compare.main, "--base", plain, "--device=cpu", f"--variants={{{red!r}: {{'n_head': 1}}}}",
              "--dry_run"),

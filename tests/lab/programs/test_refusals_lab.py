@@ -51,15 +51,6 @@ NO_RESULTS = {  # files that are no results of a study, and what is said of them
 RULES = [
     ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
     ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
-ITEM = '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n\n'
-ITEMS = [  # lines that are no items of probe.py fewshot
-    ("{", "line 3"), ("[1]", "line 3"), ('{"prompt": "a", "choices": ["b", "c"]}', "answer"),
-    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer"),
-    ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer"),
-    ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "texts"),
-    ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
-    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
-    ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")]
 # tables of another program's scores: the first line, one that is wrong, and what is said of it
 SCORES = [("variant,seed,score", line, f"line 5: {words}") for line, words in (
     ("a,9", "2 cells, where the first line has 3"), ("a,9,1,1", "4 cells, where the first line has 3"),
@@ -140,7 +131,6 @@ def furnish(home, bytes_data, chars_data):
     save_model("chars.pt", make_model(vocab_size=chars.vocab_size), chars)
     save_model("nan.pt", filled(make_model(recipe="modern"), "lm_head.weight", torch.nan), sums)
     save_model("large.pt", filled(make_model(), "transformer.wte.weight", 3e38), sums)
-    save_model("context24.pt", gpt(**{**HEADS, "block_size": 24}), sums)
     # of constraint heads
     save_model("heads.pt", gpt(**HEADS, **SCORERS), sums)
     save_model("base.pt", gpt(**HEADS), sums)
@@ -184,15 +174,12 @@ def furnish(home, bytes_data, chars_data):
     (home / "other.txt").write_text("abcZ")
     (home / "folder.html").mkdir()
     (home / "linked.html").symlink_to(home / "t.txt")
-    (home / "blank.txt").write_text("\n\n")
     (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
     (home / "no_span.jsonl").write_text("")
     (home / "plain.py").write_text(f"{SMALL}dataset = 'sums'\n")
     (home / "theirs.py").write_text(FUNCTIONS)
     for i, (text, _) in enumerate(RULES):
         (home / f"rules{i}.json").write_text(text)
-    for i, (line, _) in enumerate(ITEMS):
-        (home / f"items{i}.jsonl").write_text(ITEM + line)
     for i, (head, line, _) in enumerate(SCORES):
         more = "," * (head.count(",") - 2)
         before = "".join(f"{row}{more}\n" for row in ("plain,1,2.0", "plain,2,2.1", "a,2,1.9"))
@@ -295,7 +282,7 @@ COMMANDS = [
     # ---- probe.py ----
     *under("lab/probe.py",
         *((f"{word} --ckpt x", f"^probe: no probe {word!r}; did you mean {meant}?$") for word, meant in (
-            ("neddle", "needle"), ("constraint", "constraints"), ("few-shot", "fewshot"), ("Keys", "keys"))),
+            ("haeds", "heads"), ("constraint", "constraints"), ("Text", "text"))),
         ("xyz", *PROBES)),
 
     # ---- probe.py inspect ----
@@ -357,7 +344,6 @@ COMMANDS = [
         ("adjudicate --ckpt=heads.pt --labels=./weak --task=cited", "is about testifiability"),
         ("adjudicate --ckpt=heads.pt --labels=./weak --passage=3200", "no passage of 3,200 tokens"),
         ("explain --ckpt=heads.pt --k=16", "--k 16: highest and lowest"),
-        ("skip --ckpt=heads.pt --below 0.5 nan", "--below=0.5 nan must be"),
         ("score --ckpt=broken.pt --labels=./weak",
          "transformer.h.2.attn.constraint.b2 holds NaN or infinities"),
         ("explain --ckpt=broken.pt", "its weights are damaged")),
@@ -369,19 +355,6 @@ COMMANDS = [
         ("--ckpt=heads2.pt", "other constraint heads"),
         ("--split=train", "--split train"), ("--split=dev", "no split 'dev'"),
         ("--tokens=-1", "--tokens=-1 must not be negative"), ("--picture=folder.html", "--picture:")),
-
-    # ---- probe.py detectors, engagement ----
-    *under("lab/probe.py detectors --device=cpu",
-        ("--ckpt=plain.pt --length=16", "more than a context of 32"),
-        ("--ckpt=plain.pt --split=dev", "no split 'dev'"),
-        ("--ckpt=plain.pt --seed=-1", "must not be negative"), ("--ckpt=nan.pt", "damaged")),
-    *under("lab/probe.py engagement --device=cpu",
-        ("--ckpt=context24.pt --samples=1", "must be at least 2"),
-        ("--ckpt=context24.pt --context=8", "at least 16"),
-        ("--ckpt=context24.pt --samples=99", "are more than val"),
-        ("--ckpt=context24.pt --split=dev", "no split 'dev'"),
-        ("--ckpt=context24.pt --period=13 --samples=6", "at most 12, half of"),
-        ("--ckpt=nan.pt --samples=6", "damaged")),
 
     # ---- probe.py leak ----
     *under("lab/probe.py leak --vocab=37",
@@ -397,22 +370,16 @@ COMMANDS = [
         ("--module=none.py:f", "there is no file"),
         ("--module=model.py", "name a file and a function")),
 
-    # ---- probe.py late, needle, heads, keys, states ----
-    *under("lab/probe.py",
-        ("late --ckpt=none", "no checkpoint"),
-        ("late --ckpt=rope.pt --context=99999", "a context of 99,999 is longer than the test split"),
-        *((f"{more} --ckpt=plain.pt", "learned positions, which end at 32") for more in (
-            "late --context=64", "needle --contexts 64 128", "heads --context=33", "keys --context=64")),
-        ("late --ckpt=rope.pt --ckpt=backwards.pt", "trained on different data"),
-        ("late --ckpt=rope.pt --split=dev", "no split 'dev'"),
-        ("late --ckpt=rope.pt --json=folder.html", "is not a file"),
-        ("late --ckpt=nan.pt", "its weights are damaged"),
-        ("needle --ckpt=letters.pt --contexts 64", "not byte"),
-        ("needle --ckpt=rope.pt --contexts 32", "too short for a fact"),
-        ("needle --ckpt=rope.pt --depths 0.5 1.5", "must be from 0 (the beginning) to 1"),
-        ("keys --ckpt=rope.pt --seed=-1", "--seed=-1 must not be negative"),
-        ("keys --ckpt=rope.pt --nearest=20", "leaves 5 keys to remove 8 of"),
-        ("states --ckpt=rope.pt --pieces=2", "--pieces 2 (at least 3)")),
+    # ---- probe.py heads ----
+    *under("lab/probe.py heads",
+        ("--ckpt=none", "no checkpoint"),
+        ("--ckpt=rope.pt --context=99999", "a context of 99,999 is longer than the val split"),
+        ("--ckpt=plain.pt --context=33", "learned positions, which end at 32"),
+        ("--ckpt=rope.pt --ckpt=backwards.pt", "trained on different data"),
+        ("--ckpt=rope.pt --split=dev", "no split 'dev'"),
+        ("--ckpt=rope.pt --json=folder.html", "is not a file"),
+        ("--ckpt=rope.pt --seed=-1", "--seed=-1 must not be negative"),
+        ("--ckpt=nan.pt", "its weights are damaged")),
 
     # ---- of texts, and the checkpoint was trained on a task ----
     *under("lab/probe.py",
@@ -448,13 +415,6 @@ COMMANDS = [
     *under("lab/probe.py text",
         ("--ckpt=large.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
          "large.pt: the probabilities are not numbers")),
-
-    # ---- probe.py fewshot ----
-    *under("lab/probe.py fewshot --ckpt=plain.pt --device=cpu",
-        ("--file=x --split=val", "--split val"), ("--shots -1", "--shots -1"), ("--file=x", "x"),
-        ("--file=blank.txt", "blank.txt holds no item"), ("--file=nowhere", "nowhere"),
-        *((f"--file=items{i}.jsonl", f"items{i}.jsonl, line 3", words)
-          for i, (_, words) in enumerate(ITEMS))),
 
     # ---- prune.py ----
     *under("lab/prune.py --ckpt=run",
@@ -508,10 +468,7 @@ COMMANDS = [
         ("--json=/nowhere/x", "--json"),
         ("--block_size=1", "--block_size=1"), ("--n_head=3", "n_embd=128")),
 
-    # ---- lab/needle.py, lab/label.py ----
-    *under("lab/needle.py --out=mine",
-        ("--source=chars", "is char, not byte"), ("--source=sums --per-kib=0", "--per-kib=0"),
-        ("--source=none", "no dataset")),
+    # ---- lab/label.py ----
     *under("lab/label.py --dataset=sums",
         ("--by=weak --noise=0.1", "--noise is for --by=synthetic, not for --by=weak"),
         ("--by=synthetic --from=start", "--from is for --by=weak"),
@@ -587,7 +544,7 @@ COMMANDS = [
         ("--variants=\"{'x': {'block_size': 8}}\"", "x: block_size cannot be set here"),
         ("--variants=\"{'x': {'agency': True, 'agency_learned': True}}\"",
          "x: agency_learned predicts from what is measured of the heads: set controller_log"),
-        ("--variants=\"{'x': {'dataset': 'needle'}}\"", "x: dataset cannot be set here"),
+        ("--variants=\"{'x': {'dataset': 'pystdlib'}}\"", "x: dataset cannot be set here"),
         ("--variants=\"{'early': {'patience': 2}}\"", "early: patience=2 would end runs", "leave it out"),
         ("--variants=\"{3: {'xsa': True}}\"", "variants: the name 3 must be text in quotes"),
         ("--variants=\"{'': {'xsa': True}}\"", "variants: the name '' must be text in quotes"),

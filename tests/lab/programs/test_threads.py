@@ -120,21 +120,19 @@ if os.path.basename(folder) == "lab":  # started as modules
     runpy.run_module("lab." + name.removesuffix(".py"), run_name="__main__", alter_sys=True)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-IN_DATA = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("data/*/prepare.py"))
-           if path.parent.name != "needle"]  # which says where it is
+IN_DATA = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("data/*/prepare.py"))]
 CTRL_C = "os.kill(os.getpid(), signal.SIGINT)"
 
 
 def at_import(program, code, **more):
-    argv = ["late"] if program == "lab/probe.py" else []  # a probe is imported when its name is known
+    argv = ["heads"] if program == "lab/probe.py" else []  # a probe is imported when its name is known
     return subprocess.run([sys.executable, "-c", AT_IMPORT, str(ROOT / program), *argv, "--help"], input=code,
                           text=True, timeout=60, capture_output=True, cwd=ROOT, **more,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="os.kill() asks nobody there")
-@pytest.mark.parametrize("program", [*PROGRAMS, "lab/label.py", "lab/needle.py", "data/prepare_text.py",
-                                     *IN_DATA])
+@pytest.mark.parametrize("program", [*PROGRAMS, "lab/label.py", "data/prepare_text.py", *IN_DATA])
 def test_ctrl_c_while_a_program_imports_is_one_line(program):
     done = at_import(program, CTRL_C)
     name = program.split("/")[-1].removesuffix(".py")
@@ -172,7 +170,7 @@ def test_where_a_shell_has_it_ignored_ctrl_c_stays_ignored():
     ("train", ["--nope"]), ("compare", ["--nope"]), ("sample", ["--ckpt=none"]),
     ("evaluate", ["--ckpt=none"]),
     ("lab.prune", ["--ckpt=none", "--to=0.5", "--by=random", "--out_dir=none"]),
-    ("lab.probe", ["late", "--ckpt=none"]), ("bench", ["--block_size=1"]), ("plot_curves", ["none"]),
+    ("lab.probe", ["heads", "--ckpt=none"]), ("bench", ["--block_size=1"]), ("plot_curves", ["none"]),
     ("lab.export_hf", ["--ckpt=none", "--out=none"]), ("data.prepare_text", [])])
 def test_once_a_program_works_ctrl_c_is_a_keyboard_interrupt(program, argv, monkeypatch, tmp_path):
     """Which each of them answers in its own way: the last save, the rows that are done."""
