@@ -286,8 +286,7 @@ def aux_losses(model, constraint_targets=None):
 class Control(HeadControl):
     """Gates, states and consent of an inserted model by hand, as of a GPT: set_head() and gates().
 
-    It is such a model to find_violations() and states_of() of lab/heads/states.py, too, and
-    lab/heads/loaded.py measures and moves its heads.
+    It is such a model to find_violations() and states_of() of lab/heads/states.py, too.
     """
 
     def __init__(self, model):

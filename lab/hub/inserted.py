@@ -46,11 +46,9 @@ class Gates(AttentionCore):
         self.call, self.extra = None, None    # of the pass that is under way
         self.losses, self.predictions = {}, {}  # of the last one, as of a Heads
         self.keeps_lse, self.lowest_lse = False, None  # the lowest log-sum-exp of each head, [H]
-        self.wants_traces, self.traces = False, {}  # of the last pass, with n_keys [T] of its first row
 
     def __getstate__(self):  # a tensor of a graph cannot be copied
-        return {**super().__getstate__(), "call": None, "extra": None, "losses": {}, "predictions": {},
-                "traces": {}}
+        return {**super().__getstate__(), "call": None, "extra": None, "losses": {}, "predictions": {}}
 
     def fill_buffers(self):
         """Those that no file has, which from_pretrained() leaves without values."""
@@ -70,14 +68,12 @@ class Gates(AttentionCore):
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
         forward_pass = ForwardPass(
             cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
-            wants_predictions=self.n_extra > 0, wants_traces=self.wants_traces,
+            wants_predictions=self.n_extra > 0,
             n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
         heads = Heads(forward_pass, x, q, k, v)
         self.scale, self.attn_dropout = self.head_size ** -0.5 if scale is None else scale, dropout
         heads, y = self.outputs(heads)
         self.call, self.losses, self.predictions = None, heads.losses, heads.predictions
-        if self.wants_traces:
-            self.traces = {**heads.traces, "n_keys": n_keys[0, 0]}
         if self.keeps_lse:
             self.lowest_lse = heads.row_stats.lse.amin((0, 2))
         if self.n_extra:
