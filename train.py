@@ -179,10 +179,8 @@ def loop(run, closing):
         if (logging or saving or measuring or run.is_due(config.eval_interval)
                 or stop_asked and run.process.world == 1):
             values, stopping = read_values(run, means, stop_asked)
-        if run.controller:
-            copied = run.controller.step(run)
-            if copied is not None:  # heads or blocks came or went
-                set_up_again(run, copied)
+        if run.controller and run.controller.step(run):  # heads came or went
+            set_up_again(run)
         count_time(run, time.perf_counter() - began)
         if run.profile and run.profile.ended():
             write_profile(run)
@@ -592,14 +590,11 @@ def ready_to_step(model, config, process=Process()):
     return run
 
 
-def set_up_again(run, copied):
-    """set_up() after heads or blocks came or went; the optimizers go on with the moments of what is left.
-
-    copied: {new parameter: the one whose moments it begins with}.
-    """
+def set_up_again(run):
+    """set_up() after heads came or went; the optimizers go on with the moments of what is left."""
     before = run.optimizers
     set_up(run)
-    carry_moments(before, run.optimizers, copied)
+    carry_moments(before, run.optimizers)
 
 
 def load_optimizers(run, state, path):

@@ -61,7 +61,6 @@ class ControllerConfig:
         0.002, "nats that the held-out loss must fall within patience, else grow", at_least=0)
     grow_used: float = flag(0.5, "where no head sends less than this x an equal share of its layer")
     grow_ramp: int = flag(100, "steps over which a new head's gate opens", at_least=1)
-    grow_stack: bool = flag(False, "a control: once, on a plateau, the blocks are doubled instead")
 
     policy: bool = flag(
         False, "move the states and consent of agency's heads",
@@ -80,7 +79,7 @@ class ControllerConfig:
     def dynamic_heads(self):
         """Whether heads are measured or changed during a run."""
         return bool(self.controller or self.controller_log or self.prune_gate or self.grow_heads
-                    or self.grow_stack or self.policy or self.sparsity_warmup)
+                    or self.policy or self.sparsity_warmup)
 
 
 @dataclass
@@ -335,9 +334,9 @@ def controller_conflicts(model, config):
     bad = []
     defaults = {name: f.default for name, f in ControllerConfig.__dataclass_fields__.items()}
     for what, on in (("controller", config.dynamic_heads), ("prune", config.prune_gate),
-                     ("policy", config.policy), ("grow", config.grow_heads or config.grow_stack)):
+                     ("policy", config.policy), ("grow", config.grow_heads)):
         loose = [key for key, default in defaults.items() if key.startswith(f"{what}_") and not on
-                 and key not in ("grow_from", "grow_heads", "grow_stack", "prune_gate")
+                 and key not in ("grow_from", "grow_heads", "prune_gate")
                  and getattr(config, key) not in (default, [])]
         bad += [f"{key}={getattr(config, key)!r} means nothing without {what}: see --help"
                 for key in loose]
@@ -357,12 +356,6 @@ def controller_conflicts(model, config):
     if config.grow_heads and config.grow_from is None and model.head_ids is None and not config.prune_gate:
         bad.append(f"grow_heads={config.grow_heads}: all {model.n_head} heads are there from the start; "
                    "set grow_from, the number to begin with")
-    if config.grow_stack and (config.grow_heads or model.unet or model.constraint_names
-                              or model.window_layers is not None):
-        bad.append("grow_stack doubles equal blocks: not with grow_heads, unet, constraint_names or "
-                   "window_layers")
-    if config.grow_stack and model.joined:
-        bad.append(f"grow_stack doubles equal blocks: not with {', '.join(model.joined)}")
     if config.dynamic_heads and model.block_size < 2:
         bad.append("block_size must be at least 2 to measure heads")
     if config.policy:

@@ -369,14 +369,10 @@ def seed_step(kind, *key):
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that replay a step's kernels
 
 
-def carry_moments(before, after, copied):
-    """Give optimizers made anew the moments that those before them have of the same parameters.
-
-    copied: {new parameter: the one whose moments it begins with}.
-    """
+def carry_moments(before, after):
+    """Give optimizers made anew the moments that those before them have of the same parameters."""
     moments = {p: state for optimizer in before for p, state in optimizer.state.items()}
     for optimizer in after:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            state = moments.get(copied.get(p, p))
-            if state is not None:
-                optimizer.state[p] = {key: t.clone() if torch.is_tensor(t) else t for key, t in state.items()}
+            if p in moments:
+                optimizer.state[p] = moments[p]

@@ -13,8 +13,8 @@ that.
 
 The runs cover bfloat16, alone and with the batch in portions; two ranks over gloo; a run that was stopped at
 step 6 and resumed; labels of constraint heads; a teacher; a trunk that is frozen and thawed; documents; heads
-that are pruned and grown and blocks that are stacked, after which the optimizers are made anew; and float16
-with a step that overflows, where every optimizer must leave out the update, or none.
+that are pruned and grown, after which the optimizers are made anew; and float16 with a step that overflows,
+where every optimizer must leave out the update, or none.
 """
 import argparse
 import json
@@ -63,8 +63,6 @@ RUNS = {
                 "--prune_margin=1"]],
     "grown": [[*TRAIN, "--grow_from=2", "--grow_heads=1", "--controller_interval=2", "--controller_warmup=1",
                "--controller_patience=1", "--grow_delta=9", "--grow_ramp=4"]],
-    "stacked": [[*TRAIN, "--grow_stack", "--controller_interval=2", "--controller_warmup=1",
-                 "--controller_patience=1", "--grow_delta=9"]],
 }
 
 

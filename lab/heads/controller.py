@@ -2,7 +2,7 @@
 Dynamic heads: between two steps of training the heads are measured, and gates, heads and states change by it.
 
 It measures a small fixed text (measuring.py), so that the training step is the one that it would be without;
-gates.py moves the gates, surgery.py drops, grows and stacks, states.py moves agency's states. Source: the
+gates.py moves the gates, surgery.py drops and grows heads, states.py moves agency's states. Source: the
 Adaptive Transformer write-up, sections 2.2, 3, 4.2, 7.
 
 heads.jsonl        a row each measurement: the metrics of every head, states, and what was done
@@ -31,7 +31,7 @@ def starting_config(model_config, config):
     last = Path(config.out_dir) / "ckpt.pt"
     if config.dynamic_heads and config.resume and last.is_file():
         saved = checkpoint.config_of(checkpoint.read(last), last)
-        return replace(model_config, head_ids=saved.head_ids, n_layer=saved.n_layer)
+        return replace(model_config, head_ids=saved.head_ids)
     if config.grow_from is None:
         return model_config
     return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
@@ -91,8 +91,8 @@ class Controller:
             share_with_agency(self.measured.units, run.model)
 
     def act(self, run):
-        """Move states and gates, drop, grow, stack; (whether heads came or went, {new parameter: copied})."""
-        c, changed, copied = run.config, False, {}
+        """Move states and gates, drop and grow heads; whether any came or went."""
+        c, changed = run.config, False
         if c.policy:
             self.states.follow_policy(self.measured, run)
         if run.model.config.agency_learned:
@@ -107,26 +107,18 @@ class Controller:
             if grown and c.policy:
                 self.states.withhold(run)
             changed |= grown
-        if c.grow_stack:
-            copied = self.surgery.stack(self.measured, run)
-            if copied:
-                self.states.begin(self.measured.units.shape)
-        return changed, copied
+        return changed
 
     def step(self, run):
-        """Between two steps: measure where it is due, and let heads change.
-
-        Returns None, or where heads or blocks came or went {new parameter: the one whose moments it takes}.
+        """Between two steps: measure where it is due, and let heads change. Returns whether any came or went.
         """
         c = run.config
         if run.step % c.controller_interval:
             self.surgery.open_ramps(run)
-            return None
+            return False
         began = time.perf_counter()
         self.measure(run)
-        changed, copied = False, {}
-        if self.measured.count >= c.controller_warmup:
-            changed, copied = self.act(run)
+        changed = self.measured.count >= c.controller_warmup and self.act(run)
         self.surgery.open_ramps(run)  # by hand, so after the states: a head withdrawn just now stays so
         if run.model.config.agency:
             self.states.watch(run)
@@ -141,14 +133,14 @@ class Controller:
             share = self.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
             run.process.print0(f"heads: {self.measured.count} measurements took {share:.1%} of the "
                                f"training time; wrote {run.out_dir / 'heads.jsonl'}")
-        return copied if changed or copied else None
+        return changed
 
     def row(self, run):
         """A row of heads.jsonl; what is measured of MLPs or blocks is a dict of its own, a value a block."""
         model, ids, measured = run.model, head_ids(run.model), self.measured
         row = dict(step=run.step, heldout=round(measured.held_out_loss, 6), seconds=round(self.seconds, 3),
                    heads=ids)
-        for name, values in measured.heads.now.items():  # nothing is known of a model that was just stacked
+        for name, values in measured.heads.now.items():
             row[name] = [rounded(values[layer, own]) for layer, own in enumerate(ids)]
         row["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in static_gates(model)]
         row["active"] = sum(g > model.config.agency_threshold for g in sum(row["static_gate"], []))
@@ -203,6 +195,6 @@ def heads_in_words(events):
     """The heads that came and went, in a line; "": none."""
     heads = {}
     for event in events:
-        if event["what"] in ("pruned", "grown", "stacked"):
+        if event["what"] in ("pruned", "grown"):
             heads.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
     return "   ".join(f"heads {what}: {', '.join(each)}" for what, each in heads.items())

@@ -28,8 +28,7 @@ STATES = list(Agency.STATES)
 STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that they differ in grey too
 # event: marker, in words, side of the step: what ends a head stands before it
 MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -1),
-         "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1),
-         "stacked": ("v", "copied, blocks stacked", 1)}
+         "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1)}
 ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is, by agency_scope
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"

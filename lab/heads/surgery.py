@@ -1,6 +1,6 @@
 """
-Heads and blocks that come and go: gates folded into weights, heads inserted, blocks stacked; and the Surgery
-of a run, which drops, grows and stacks between steps.
+Heads that come and go: gates folded into weights, heads inserted; and the Surgery of a run, which drops and
+grows them between steps.
 
 Nothing here touches the training step. Source: the Adaptive Transformer write-up, sections 2.2 and 7.
 """
@@ -12,11 +12,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
 
 from model import GPT
 from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
-from lab.heads.measuring import all_heads, attentions, closed, head_ids, out_projections, static_gate
+from lab.heads.measuring import attentions, closed, head_ids, out_projections, static_gate
 
 
 def fold_gates(model):
@@ -58,7 +57,7 @@ def passes_on(attn):
     return any(m.passes_on for m in attn.mechanisms())
 
 
-# ---- heads and blocks that are inserted ----
+# ---- heads that are inserted ----
 
 @torch.no_grad()
 def insert_heads(model, heads, optimizers=(), seed=0):
@@ -94,27 +93,6 @@ def insert_heads(model, heads, optimizers=(), seed=0):
     model.config = replace(model.config, head_ids=ids)
 
 
-def stack_blocks(model):
-    """Put a copy of all blocks on top of them (stacking, arXiv 2405.15319); {new parameter: what it copies}.
-
-    Another function than before: a control for growth by heads. ValueError: blocks of several kinds.
-    """
-    c = model.config
-    if c.unet or c.constraint_names or c.window_layers is not None:
-        raise ValueError("blocks with U-Net skips, constraint heads or window_layers are not of one "
-                         "kind: they cannot be stacked")
-    if c.joined:
-        raise ValueError(f"blocks with {', '.join(c.joined)} are not of one kind: they cannot be stacked")
-    blocks, ids = model.transformer.h, model.config.head_ids
-    copies = copy.deepcopy(blocks)
-    for block in copies:
-        block.attn.layer += len(blocks)
-    copied = dict(zip(copies.parameters(), blocks.parameters()))
-    model.transformer.h = nn.ModuleList([*blocks, *copies])
-    model.config = replace(model.config, n_layer=2 * len(blocks), head_ids=ids and [*ids, *map(list, ids)])
-    return copied
-
-
 def put_rows(axis, fresh, rows, optimizers):
     """Put the tensor of a HeadAxis at `rows` of a fresh, larger one, which takes its place.
 
@@ -133,14 +111,14 @@ def put_rows(axis, fresh, rows, optimizers):
 # ---- during a run ----
 
 class Surgery:
-    """Heads dropped, grown and stacked while a model trains; what is done goes into the list `events`.
+    """Heads dropped and grown while a model trains; what is done goes into the list `events`.
 
     frozen: closed and to be dropped; ramps: {(layer, head): first step} of gates that open.
     """
 
     def __init__(self, config, events):
         self.config, self.events = config, events
-        self.frozen, self.ramps, self.stacked = [], {}, False
+        self.frozen, self.ramps = [], {}
 
     def event(self, what, layer, head, **more):
         self.events.append(dict(what=what, layer=layer, head=head, **more))
@@ -195,17 +173,6 @@ class Surgery:
         n = self.config.controller_patience
         return len(losses) > n and min(losses[:-n]) - min(losses[-n:]) < self.config.grow_delta
 
-    def stack(self, measured, run):
-        """On a plateau, once, double the blocks; {new parameter: the one it copies}."""
-        if self.stacked or not self.plateau(measured.losses):
-            return {}
-        copied = stack_blocks(run.model)
-        for layer, head in all_heads(run.model)[len(all_heads(run.model)) // 2:]:
-            self.event("stacked", layer, head)
-        self.stacked, measured.losses = True, []
-        measured.begin(run.model)
-        return copied
-
     def grow(self, measured, run):
         """Insert heads where all are used and the held-out loss no longer falls; whether any."""
         c, model = self.config, run.model
@@ -246,10 +213,8 @@ class Surgery:
 
     def state(self):
         """For a checkpoint: a dict of lists and numbers."""
-        return dict(frozen=self.frozen, stacked=self.stacked,
-                    ramps=[[*place, step] for place, step in self.ramps.items()])
+        return dict(frozen=self.frozen, ramps=[[*place, step] for place, step in self.ramps.items()])
 
     def load(self, state):
-        self.stacked = state["stacked"]
         self.frozen = [tuple(place) for place in state["frozen"]]
         self.ramps = {(layer, head): step for layer, head, step in state["ramps"]}

@@ -80,9 +80,8 @@ def run(bytes_data, tmp_path):
 
 def step_heads(run):
     """What train.py does between two steps: measure, and set up again where heads came or went."""
-    copied = run.controller.step(run)
-    if copied is not None:
-        train.set_up_again(run, copied)
+    if run.controller.step(run):
+        train.set_up_again(run)
 
 
 def measured(run, n=1):
@@ -423,27 +422,6 @@ def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monke
     assert r.model.config.head_ids == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.slow
-def test_stacking_doubles_the_blocks_once_with_their_moments(run, monkeypatch):
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
-    r = run(grow_stack=True)
-    x = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1))
-    train.training_step(r, x[:, :-1], x[:, 1:])
-    first = r.model.transformer.h[0].attn.c_attn.weight
-    moments = r.optimizers[0].state[first]["momentum"].clone()
-    measured(r, 12)
-    assert r.model.config.n_layer == 4 and [attn.layer for attn in attentions(r.model)] == [0, 1, 2, 3]
-    for one, other in ((0, 2), (1, 3)):
-        a, b = (r.model.transformer.h[i].state_dict() for i in (one, other))
-        assert all(torch.equal(a[key], b[key]) for key in a)
-    copy = r.model.transformer.h[2].attn.c_attn.weight
-    assert torch.equal(r.optimizers[0].state[copy]["momentum"], moments)
-    assert torch.equal(r.optimizers[0].state[first]["momentum"], moments)
-    train.training_step(r, x[:, :-1], x[:, 1:])
-    assert not torch.equal(copy, first), "they go ways of their own"
-    assert {e[1] for e in events(r.out_dir)} == {"stacked"} and len(events(r.out_dir)) == 8
-
-
 # ---- whole runs ----
 
 LIFE = dict(sentinel="hard_concrete", agency=True, controller="ann", prune_gate=0.4, prune_margin=5.0,
@@ -459,19 +437,16 @@ LEARNED = {**LIFE, "policy": ..., "policy_budget": ..., "policy_dwell": ...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["rules", "ann", "rl", "stack", "learned"])
+@pytest.mark.parametrize("who", ["rules", "ann", "rl", "learned"])
 def test_a_life_of_16_steps_equals_8_and_8(args, rows, tmp_path, who):
     keys = {**LIVE, **LIFE, "controller": who}
-    if who == "stack":
-        keys = {**LIVE, "controller_interval": 1, "grow_stack": True, "grow_delta": 1.0}
     if who == "learned":
         keys = {**LIVE, **LEARNED}
     main(args("whole", **keys))
     main(args("parts", **{**keys, "max_iters": 7}))
     main([*args("parts", **keys), "--resume"])
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    happened = {"stacked"} if who == "stack" else {"pruned", "grown", "state"}
-    assert happened <= {e[1] for e in events(whole)}, "a life in which something happens"
+    assert {"pruned", "grown", "state"} <= {e[1] for e in events(whole)}, "a life in which something happens"
     assert same(weights(whole / "ckpt.pt"), weights(parts / "ckpt.pt"))
     a, b = (checkpoint.read(folder / "ckpt.pt") for folder in (whole, parts))
     assert a["config"]["head_ids"] == b["config"]["head_ids"]
@@ -994,15 +969,6 @@ def test_a_run_with_states_of_mlps_or_blocks_resumes_exactly(args, rows, tmp_pat
     states = checkpoint.build(checkpoint.read(whole / "ckpt.pt"), "whole").transformer.h
     assert [block.agency.state.item() for block in states] == [
         list(Agency.STATES).index(state) for state in one[-1]["pieces"]["state"]]
-
-
-@pytest.mark.slow
-def test_blocks_with_states_are_stacked_with_them(run):
-    r = run(dict(agency=True, agency_scope="block"), grow_stack=True, grow_delta=99.0, policy=True)
-    r.model.set_head(1, None, state="overloaded")
-    measured(r, 5)
-    assert len(r.model.transformer.h) == 4 and r.controller.states.since.shape == (4, 1)
-    assert len(rows_of(r.out_dir)[-1]["pieces"]["state"]) == 4
 
 
 # ---- learned agency ----

@@ -144,18 +144,6 @@ def test_states_of_mlps_and_blocks_are_a_row_each(home, scope, label):
     assert plot_heads.gates(h, "run") is not None, "gates are of heads still"
 
 
-def test_blocks_that_were_stacked_begin_where_they_do(home):
-    life = [(10, [[0, 1]], []), (20, [[0, 1], [0, 1]], [("stacked", 1, 0), ("stacked", 1, 1)])]
-    found = list(measured(life))
-    for name in ("entropy", "importance", "utilisation", "gate"):
-        del found[1][name]  # of a model that was just stacked nothing is known
-    h = plot_heads.history(write_heads(home / "run", found))
-    assert h.here.tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
-    assert np.isnan(h.gate[1]).all() and np.isfinite(h.static_gate[1]).all()
-    figure = plot_heads.gates(h, "run")
-    assert [line.get_marker() for line in figure.axes[1].lines] == ["v", "v"] and not figure.axes[0].lines
-
-
 def test_gates_that_depend_on_tokens_alone_are_drawn_as_their_mean(home):
     same = [dict(row, static_gate=[[1.0] * len(own) for own in row["heads"]]) for row in measured(LIFE[:2])]
     h = plot_heads.history(write_heads(home / "run", same))

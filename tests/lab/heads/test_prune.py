@@ -21,7 +21,6 @@ from nanoheads.pruning import prune_heads
 from nanoheads.scoring import evaluate, score
 from nanoheads.tasks import TaskData, score_levels, summary
 from lab.heads.measuring import closed, fixed_text, measure, nats_on
-from lab.heads.surgery import stack_blocks
 from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main,
                        removal_order, unfit, without_blocks, without_heads)
 
@@ -476,9 +475,6 @@ def test_blocks_that_flags_name_by_number_are_not_removed(flags):
 def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
     model = tiny(**{flag: True})
     assert flag in unfit("blocks", model) and unfit("random", model) is None
-    with pytest.raises(ValueError, match=f"blocks with {flag} are not of one kind"):
-        stack_blocks(model)
-    assert stack_blocks(tiny(query_gain=True)), "the control"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

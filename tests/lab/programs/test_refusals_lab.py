@@ -242,7 +242,6 @@ COMMANDS = [
         ("--grow_heads=1 --grow_from=5", "grow_from=5 must be from 1 to n_head=2"),
         ("--controller_log --controller_interval=0", "controller_interval=0 must be at least 1"),
         ("--controller_step=3.0", "controller_step=3.0 means nothing"),
-        ("--grow_stack --n_layer=2 --unet=add", "grow_stack doubles equal blocks"),
         ("--sparsity_warmup=5", "sparsity_warmup=5 needs gates"),
         ("--controller_log --controller_tokens=10000000", "measuring heads takes")),
 
