@@ -131,9 +131,8 @@ CONTENT = {
         "_growth_tracker": ("a number of steps", is_count)}),
     "controller": Entry(SOME, "a dict", has_names),                        # of lab/heads, dynamic heads
 
-    # read by nobody: what lab/prune.py and lab/heads/inspection.py did to the model
+    # read by nobody: what lab/prune.py did to the model
     "pruned": Entry(SOME, "a dict", has_names),
-    "edits": Entry(SOME, "a dict", has_names),
 }
 
 

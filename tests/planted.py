@@ -104,7 +104,7 @@ FAULTS = (
           ("test_heads.py::test_metrics_are_those_of_a_head_at_a_time",)),
     Fault("a folded gate not over the head's own", "surgery.py",
           "(hand == own), 1.0, hand / own)", "(hand == own), 1.0, hand)",
-          ("test_inspect_heads.py::"
+          ("test_controller.py::"
            "test_gates_by_hand_go_into_the_projections_of_every_mechanism[sentinel]",)),
     # ---- studies ----
     Fault("p of one tail", "stats.py",

@@ -79,7 +79,7 @@ class Controller:
 
     def as_scored(self, run):
         """The model's state with gates set by hand multiplied into what heads send out, for a best.pt."""
-        return fold_gates(run.model)[0].state_dict()
+        return fold_gates(run.model).state_dict()
 
     # ---- between two steps ----
 

@@ -8,48 +8,30 @@ Nothing here touches the training step. Source: the Adaptive Transformer write-u
 import copy
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from model import GPT
 from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
-from lab.heads.measuring import attentions, closed, head_ids, out_projections, static_gate
+from lab.heads.measuring import attentions, closed, head_ids, static_gate
 
 
 def fold_gates(model):
-    """(a copy whose output projections hold the gates that were set by hand, [Unit] of what it cannot hold).
+    """A copy whose output projections hold the gates that were set by hand: the same logits.
 
-    No factor leads from an own gate of 0 to another: in the copy such a head, MLP or block stays closed.
+    No factor leads from an own gate of 0 to another, so such a head stays closed. Layers that read what a
+    head of another layer holds (passes_on) go on reading one that was closed by hand.
     """
-    model, stuck = copy.deepcopy(model), []
-    for layer, block in enumerate(model.transformer.h):
-        holders = [(block.attn, partial(static_gate, block.attn), partial(scale_heads, block.attn))]
-        if block.agency is not None:
-            holders.append((block.agency, block.agency.gate, partial(scale_outputs, block)))
-        for holder, gates, scale in holders:
-            hand, holder.gate_override = holder.gate_override, None
-            if hand is None:
-                continue
-            own = gates().detach()
-            factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
-            if holder is block.attn and passes_on(holder):
-                # what a closed head sends out is not all that it gives
-                factor = torch.where(factor == 0, math.inf, factor)
-            stuck += [unit for unit in model.units_of(layer)
-                      if unit.holder is holder and not factor[unit.i].isfinite()]
-            scale(torch.where(factor.isfinite(), factor, 1.0))
-    return model, stuck
-
-
-@torch.no_grad()
-def scale_outputs(block, factor):
-    """Multiply what a block's MLP, or the whole block, adds to the stream by factor [1], for good."""
-    whole = block.agency.scope == "block"
-    for projection in (block.mlp.c_proj, *(out_projections(block.attn) if whole else ())):
-        for p in projection.parameters():
-            p.mul_(factor)
+    model = copy.deepcopy(model)
+    for attn in attentions(model):
+        hand, attn.gate_override = attn.gate_override, None
+        if hand is None:
+            continue
+        own = static_gate(attn)
+        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
+        scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
+    return model
 
 
 def passes_on(attn):

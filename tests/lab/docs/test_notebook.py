@@ -17,8 +17,8 @@ import torch
 
 from lab import prune
 import sample
+from nanoheads import scoring
 from nanoheads.dataset import Dataset
-from lab.heads import inspection as inspect_heads
 from helpers import ROOT
 from helpers import make_model
 
@@ -243,23 +243,20 @@ def test_a_fresh_clone_prepares_trains_measures_and_draws(fresh):
 
 
 @pytest.mark.slow
-def test_gates_skips_and_a_folder_are_those_of_the_commands(fresh, stored, capsys, monkeypatch):
-    """probe.py inspect says the same of a gate set by hand and of the skips."""
+def test_gates_skips_and_a_folder_are_those_of_evaluate(fresh, monkeypatch):
+    """evaluate.py --set says the same of a gate set by hand and of the skips."""
     folder, cells = fresh
     tables = {name: table_of(printed(cells[name])) for name in ("gate", "close", "skips", "folder")}
     head = printed(cells["gate"]).split()[0]
     assert tables["gate"]["0.0"][0] == tables["close"][head][1] != tables["gate"]["learned"][0]
     monkeypatch.chdir(folder)
-    args = ["--ckpt=out/heads", "--device=cpu", "--tokens=4096", f"--dataset={folder / 'data/pystdlib'}"]
-    out = []
-    for change in (f"gate.{head}=2", "unet_skips=False"):
-        inspect_heads.main([*args, f"--set={change}"])
-        out.append(capsys.readouterr().out.splitlines()[:2])
-    whole, (bits, difference), closed = tables["gate"]["learned"][0], tables["gate"]["2.0"], tables["skips"]
-    assert out[0][0] == out[1][0] and out[0][0].startswith(f"out/heads: {whole} bits/byte on ")
-    assert out[0][1] == f"gate.{head}=2: {bits} bits/byte ({difference})"
-    assert out[1][1].startswith(f"unet_skips=False: {closed['all'][0]} bits/byte (")
-    assert closed["none"] == [whole]
+    before, twice, skipless = (
+        scoring.evaluate("out/heads", "val", 0, "cpu", folder / "data/pystdlib", change, progress=False,
+                         max_tokens=4096)["bpb"] for change in ([], [f"gate.{head}=2"], ["unet_skips=False"]))
+    whole, closed = tables["gate"]["learned"][0], tables["skips"]
+    assert whole == f"{before:.4f}"
+    assert tables["gate"]["2.0"] == [f"{twice:.4f}", f"{twice - before:+.4f}"]
+    assert closed["all"][0] == f"{skipless:.4f}" and closed["none"] == [whole]
     assert f": {whole} bits/byte\n" in printed(cells["folder"])
     assert tables["folder"]["0.1"] == tables["close"]["0.1"][1:]
 
@@ -370,16 +367,16 @@ def test_a_run_of_ones_own_is_opened_and_not_trained(opened):
 
 
 @pytest.mark.slow
-def test_closed_heads_cost_what_inspect_heads_says(opened, capsys):
+def test_closed_heads_cost_what_evaluate_says(opened):
     run, cells = opened
     shown = table_of(printed(cells["close"]))
     before = shown["all"][-1]
     assert printed(cells["close"]).endswith(f"all open again: {before}, before: {before}\n")
     for head in ("0.0", "1.3"):
-        inspect_heads.main([f"--ckpt={run}", "--device=cpu", f"--set=gate.{head}=0"])
+        whole, closed = (scoring.evaluate(run, "val", 0, "cpu", settings=change, progress=False,
+                                          max_tokens=4096)["bpb"] for change in ([], [f"gate.{head}=0"]))
         _, bits, difference = shown[head]
-        assert bits != before
-        assert f"\ngate.{head}=0: {bits} bits/byte ({difference})\n" in capsys.readouterr().out
+        assert bits == f"{closed:.4f}" != before and difference == f"{closed - whole:+.4f}"
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """controller.py: what moves, prunes and grows heads between steps; exact resumes; nothing where it is off."""
+import copy
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import train
-from model import GPT, Agency, GPTConfig
+from model import GPT, MECHANISMS, Agency, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
@@ -27,8 +28,9 @@ from lab.heads.gates import features_of, move_gates
 from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, Metrics, all_heads, attentions
 from lab.heads.rules import Rules
 from lab.heads.states import States, states_of
+from lab.heads.surgery import fold_gates
 from helpers import ROOT, TINY
-from helpers import same, weights
+from helpers import make_model, same, weights
 from train import main
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=256, recipe="modern")
@@ -399,6 +401,32 @@ def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
     plain = checkpoint.build(checkpoint.read(r.out_dir / "best.pt"), "best.pt")
     assert not torch.allclose(plain(x).logits, scored, atol=1e-3)
     assert torch.equal(r.model(x).logits, scored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
+    model = make_model(n_head=4, n_embd=64, **MECHANISMS[name]).double()
+    shown = copy.deepcopy(model)
+    for layer, attn in enumerate(attentions(model)):
+        for head in attn.all_head_ids()[1:]:
+            shown.set_head(layer, head, gate=0.3 * head - 0.5)
+    x = torch.arange(96).view(3, 32)
+    folded = fold_gates(shown)
+    assert all(attn.gate_override is None for attn in attentions(folded))
+    plain, want, found = (each(x).logits for each in (model, shown, folded))
+    largest = want.abs().max()
+    assert (plain - want).abs().max() > 1e-3 * largest
+    assert (found - want).abs().max() < 1e-6 * largest  # a gate by hand is float32
+
+
+def test_a_head_whose_own_gate_is_0_stays_closed_in_the_copy():
+    model = make_model(n_head=4, n_embd=64, agency=True)
+    model.set_head(0, 1, state="withdrawn")
+    x = torch.arange(96).view(3, 32)
+    want = model(x).logits
+    model.set_head(0, 1, gate=0.5)
+    assert torch.equal(fold_gates(model)(x).logits, want)
 
 
 @pytest.mark.slow

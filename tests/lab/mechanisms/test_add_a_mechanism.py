@@ -413,12 +413,10 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
                     ["lab.export_hf", "--ckpt", out, "--out", tmp_path / "hf"]):
         done = run_here(*command, named)
         assert done.returncode == 0, done.stderr
-    done = run_here("lab.probe", "inspect", "--ckpt", out, named, "--save", tmp_path / "saved")
-    assert done.returncode == 0, done.stderr
-    for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
-        done = run_here("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")
-        assert f"--trust_code runs {tmp_path / folder / 'mine.py'}\n" in done.stderr
-        assert done.returncode == 0 and (tmp_path / folder / "mine.py").read_text() == CODE, done.stderr
+    # a new checkpoint, with a copy of its own
+    done = run_here("evaluate.py", "--ckpt", tmp_path / "less", "--split=val", "--trust_code")
+    assert f"--trust_code runs {tmp_path / 'less' / 'mine.py'}\n" in done.stderr
+    assert done.returncode == 0 and (tmp_path / "less" / "mine.py").read_text() == CODE, done.stderr
     (out / "mine.py").write_text(CODE + "\n# changed\n")
     for allowed in ("--trust_code", named):
         done = run_here("evaluate.py", "--ckpt", out, allowed)

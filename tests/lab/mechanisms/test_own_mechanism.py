@@ -111,7 +111,6 @@ def line_of(program, *argv):
         (export_hf, ["--out=hf", "--ckpt"]),
         (prune, ["--by=random", "--to=0.5", "--ckpt"]),
         (probe, ["heads", "--ckpt"]),
-        (probe, ["inspect", "--ckpt"]),
         (probe, ["look", "--start=abc", "--ckpt"]),
         (probe, ["constraints", "explain", "--ckpt"]),
         (probe, ["text", "--ckpt"]),

@@ -284,28 +284,6 @@ COMMANDS = [
             ("haeds", "heads"), ("constraint", "constraints"), ("Text", "text"))),
         ("xyz", *PROBES)),
 
-    # ---- probe.py inspect ----
-    *under("lab/probe.py inspect --device=cpu --ckpt=all.pt",
-        ("--tokens=-1", "tokens=-1"), ("--ckpt=b", "one at a time, not 2"), ("--split=dev", "no split"),
-        ("--set=gate.0.7=0", "block 0 has no head 7; it has 0, 1, 2"),
-        ("--set=gate.0.1=high", "'high' is not float"),
-        ("--set=state.0.1=tired", "must be one of active, overloaded, misaligned, withdrawn"),
-        ("--prune 0,1", "--prune: '0,1' is no head; write block.number, as in 0.3"),
-        ("--prune 0.0 0.9", "--prune: block 0 has no head 9; it has 0, 1, 2"),
-        ("--prune 5.0", "--prune: there is no block 5; they go from 0 to 1"),
-        ("--prune 1.3", "--prune: 1.3 is a constraint head, which stays for its scores; --set gate.1.3=0"),
-        ("--save=/proc/none/x", "/proc/none"), ("--json=no/such/file.json", "--json: cannot write into")),
-    *under("lab/probe.py inspect --device=cpu",
-        ("--ckpt=plain.pt --set=state.0.1=active", "trained with agency off"),
-        ("--ckpt=plain.pt --set=state.1=active", "name a head"),
-        ("--ckpt=plain.pt --set=gate.0.1=1e38", "the change makes nan bits/byte"),
-        ("--ckpt=plain.pt --save=", "--save is empty"),
-        ("--ckpt=plain.pt --save=with/best.pt", "best.pt is there already"),
-        ("--ckpt=plain.pt --save=with/ckpt.pt", "ckpt.pt is there already"),
-        ("--ckpt=large.pt", "nan bits/byte on val"),
-        ("--ckpt=nowhere.pt", "nowhere.pt"), ("--ckpt=short.pt", "short.pt"),
-        ("--ckpt=no_torch.pt", "no_torch.pt"), ("--ckpt=list.pt", "list.pt")),
-
     # ---- probe.py look ----
     *under("lab/probe.py look --ckpt=fair.pt",
         ("--text=nowhere.txt", "^probe.py look: --text: nowhere.txt cannot be read: No such file"),
@@ -383,12 +361,10 @@ COMMANDS = [
     # ---- of texts, and the checkpoint was trained on a task ----
     *under("lab/probe.py",
         *((f"{word} --ckpt=recall.pt", "recall.pt was trained on the task recall, and this is of a text")
-          for word in (*sorted({*PROBES} - {"constraints", "inspect", "leak", "look"}),
+          for word in (*sorted({*PROBES} - {"constraints", "leak", "look"}),
                        "constraints score --labels=./weak")),
         ("look --levels=2 --ckpt=plain.pt", "--levels is of a task, and plain.pt was trained on a text"),
-        ("look --levels=9 --ckpt=recall.pt", "9 pairs of recall need as many keys"),
-        ("inspect --dataset=sums --ckpt=recall.pt", "and --dataset=sums is of a text"),
-        ("inspect --split=train --ckpt=recall.pt", "--split=train: recall.pt was trained on a task")),
+        ("look --levels=9 --ckpt=recall.pt", "9 pairs of recall need as many keys")),
     *under("lab/prune.py --to=0.5 --by=random",
         ("--ckpt=recall.pt --dataset=sums", "and --dataset=sums is of a text"),
         ("--ckpt=recall.pt --ckpt=rope.pt", "have other heads or other data")),
