@@ -10,8 +10,8 @@ A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed
 checkpoint and one sample the text appears as it is made. More samples do not change the first. With several
 checkpoints the defaults are three samples of 200 tokens and --top_k 200, as in the routing write-up. Without
 --ckpt it is the newest run; where that is one of the write-up's pair, both. --audit writes what mechanisms do
-to each text to a file and a page (docs/look.md); under a text it lists which tokens constraint heads score
-highest.
+to each text to a file, and a picture of attention maps (docs/look.md); under a text it lists which tokens
+constraint heads score highest.
 
 Of checkpoints that were trained on a task (docs/tasks.md) it shows rows with their answers, and marks wrong
 ones:
@@ -202,7 +202,7 @@ def main(argv=None):
     add_arguments(p)
     add_special(p)
     p.add_argument("--audit", metavar="FILE",
-                   help="write what mechanisms do to each text, as JSON lines; a page of that name, .html, "
+                   help="write what mechanisms do to each text, as JSON lines; a picture of that name, .png, "
                         "comes beside them")
     checkpoint.add_pack(p, "; --audit looks at all heads")
     p.add_argument("--json", help="write the texts to this file as well")

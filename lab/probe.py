@@ -31,7 +31,7 @@ PROBES = {
               "Entropy and gate gradient of each head, beside what its absence costs."),
     "constraints": ("lab.probes.constraints.command", "What constraint heads know of their labels."),
     "text": ("lab.probes.text", "What models write: repetition, diversity, loops, bits/byte."),
-    "look": ("lab.heads.look", "What mechanisms do to a text, token by token, as a page."),
+    "look": ("lab.heads.look", "What mechanisms do to a text, token by token."),
     "leak": ("lab.probes.leak", "Whether any function from token ids to logits looks ahead."),
 }
 

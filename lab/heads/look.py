@@ -1,5 +1,5 @@
 """
-What a checkpoint's mechanisms do to a text, token by token: as JSON lines, and as a page to look at.
+What a checkpoint's mechanisms do to a text, token by token: JSON lines, a table, a picture of attention maps.
 
     python -m lab.probe look --ckpt out/a [--ckpt out/b] --text FILE [--maps] [--out look.jsonl]
     python -m lab.probe look --ckpt out/a --start "To be"                          # the prompt itself
@@ -7,8 +7,8 @@ What a checkpoint's mechanisms do to a text, token by token: as JSON lines, and 
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl          # of what it writes
 
 A line is a window of block_size tokens (of two checkpoints the shorter), a row of a task, or a sample (its
-last block_size tokens); of two checkpoints one line each, in turn. Beside the lines comes a page of the same
-name, .html. A line holds
+last block_size tokens); of two checkpoints one line each, in turn. The table, on the terminal, and the
+picture, which has the name of the lines with .png, are of the first window; docs/look.md. A line holds
 
     checkpoint, set    where it comes from: the weights, and what --set changed in them
     text               a file, "prompt", "recall, 2 pairs", or "sample 2"
@@ -32,13 +32,8 @@ score at t is about token t.
 """
 
 import argparse
-import base64
-import hashlib
-import html as escaping
 import json
-import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -49,19 +44,16 @@ from tqdm import tqdm
 
 from nanoheads import checkpoint, task_scores
 from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural, read_whole,
-                              say, writable, write_atomic, write_json)
+                              say, table, writable, write_atomic, write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 from nanoheads.tokenizer import Tokenizer, char_sizes
 from nanoheads.traces import GATE, declared_axes, explain, head_numbers
-from lab.heads.measuring import attentions, in_float64
+from lab.heads.measuring import attentions, in_float64, mean_gate
 
 PROGRAM = "probe.py look"
-FLOATS = 1 << 26  # of attention maps that are held at once
+FLOATS = 1 << 28  # of attention maps that are held at once
 TOP = 5  # tokens that explain() names
-PAGE_TOKENS = 32768  # a page of more is slow in a browser; the lines hold them all
-PAGE_NUMBERS = 1 << 22  # of all series on a page
-PAGE_MAPS = 12 << 20  # bytes of attention maps on a page
-TEMPLATE = Path(__file__).with_name("look_page.html")
+DRAWN = 64  # tokens whose attention maps are drawn
 
 
 # ---- a text ----
@@ -112,61 +104,6 @@ def read_ids(path, tokenizer):
 
 # ---- series ----
 
-class Kind(NamedTuple):
-    """What a trace is, for a person; low, high: the ends of its colours, None: of the numbers there are.
-
-    signed: has 0 a meaning, and a colour for each side? Of the tokens of one character the last one's number
-    counts, or with `sums` their sum.
-    """
-    label: str
-    about: str
-    low: Optional[float] = None
-    high: Optional[float] = None
-    signed: bool = False
-    sums: bool = False
-
-
-KINDS = {
-    "nats": Kind("surprise, nats", "-log p of the token after those before it in this part", 0, sums=True),
-    "a2c.advantage": Kind("A2C advantage", "return less value: did it go better than expected? Near the end "
-                          "of a part, of few tokens", signed=True),
-    "a2c.return": Kind("A2C return", "discounted mean log p of the tokens to come in this part"),
-    "a2c.value": Kind("A2C value", "the return that the value head expects from the text so far"),
-    "advantage": Kind("A2C critic", "the critic's number, which acts on the head's attention logits",
-                      signed=True),
-    "routing_weights": Kind("routing weight", "what the router multiplies the head's output by", 0),
-    "selected": Kind("chosen head", "1 where the router chose the head for this token", 0, 1),
-    "routing_logits": Kind("routing logit", "what the router chooses by", signed=True),
-    "acag_gate": Kind("ACAG gate", "factor on the head's output, from the context's length and the shape of "
-                      "the attention row; the curve shows it against the length", 0),
-    "output_gate": Kind("output gate", "factor on the head's output, from the token", 0, 1),
-    "sink_mass": Kind("sink mass", "share of the attention that goes to nothing", 0, 1),
-    "log_forget": Kind("log forget gate", "log of the factor by which the head fades all earlier keys"),
-    "gate": Kind("static gate", "sentinel, agency or set by hand: the same factor for all tokens", 0, 1),
-    "agency": Kind("agency", "factor of its state, the same for all tokens", 0, 1),
-    "agency_utilisation": Kind("agency: utilisation", "share of the layer's output, as measured last in "
-                               "training; the same for all tokens", 0, 1),
-    "agency_last_signal": Kind("agency: last signal", "the training step in which its state or consent last "
-                               "changed; the same for all tokens", 0),
-    "head_scores": Kind("constraint logit of a head", "the score of each constraint head, before the mean",
-                        signed=True),
-    "router_gates": Kind("constraint router", "gate on the constraint head's output", 0, 1),
-    "entropy": Kind("attention entropy", "of the head's attention row, in nats: 0 reads one token", 0),
-    "concentration": Kind("attention concentration", "sum of squared weights of the row: 1 reads one token",
-                          0, 1),
-    "first_token": Kind("attention to the first token", "weight on the first token of this part", 0, 1),
-}
-
-
-def kind_of(name):
-    """The Kind of a trace, by its name without the block; of one that is not known its name."""
-    if name.startswith("constraint."):
-        label = name.partition(".")[2]
-        return Kind(f"score: {label}", f"probability that the heads give to {label}, from the text up to it",
-                    0, 1)
-    return KINDS.get(name, Kind(name, "a trace of that name"))
-
-
 class Series(NamedTuple):
     """A number for each token: values [T], or [heads, T or 1]; heads: the numbers of the rows, or None."""
     values: np.ndarray
@@ -184,25 +121,24 @@ class Viewer:
         self.undeclared = set()  # traces that have neither such axes nor a gate's
 
     @torch.no_grad()
-    def read(self, ids, take, maps=True):
-        """(logits [T, V], {trace: tensor}) of ids [T]; take(block, map [heads, T, T]) gets the maps.
-
-        One block's maps are in memory at a time.
-        """
+    def read(self, ids, maps=True):
+        """(logits [T, V], {trace: tensor}) of ids [T]; maps: with the attention maps of all blocks."""
         idx = torch.tensor([ids], device=next(self.model.parameters()).device)
         targets = F.pad(idx[:, 1:], (0, 1), value=-1)  # A2C's return is one of what came
-        with maps_to(self.layers, take):
-            output = self.model(idx, targets=targets, traces="maps" if maps else True, logits=True)
+        output = self.model(idx, targets=targets, traces="maps" if maps else True, logits=True)
         return output.logits[0], output.traces
 
     def series(self, traces):
-        """{trace: Series} of a pass, in the order of KINDS: means over what is neither a token nor a head.
+        """{trace: Series} of a pass: means over what is neither a token nor a head; of a map the weight on
+        the first token, of a constraint's logits the probabilities.
 
         Raises UserError for axes that are not as trace_axes has them.
         """
         series, T = {}, traces["blocks.0.entropy"].size(-1)
         for key, x in traces.items():
             axes, (block, name) = self.axes.get(key, GATE), parted(key)
+            if name == "map":
+                axes, key, x = ("row", "head", "token"), f"blocks.{block}.first_token", x[..., 0]
             if len(axes) != x.dim():
                 self.undeclared.add(name)
                 continue
@@ -226,14 +162,13 @@ class Viewer:
                 x, heads = x[left], [heads[row] for row in left]
                 if not left:
                     continue
-            values = x.numpy()
+            values = (x.sigmoid() if name.startswith("constraint.") else x).numpy()
             if key.endswith(".sink_gate"):
                 key, values = key.replace("sink_gate", "sink_mass"), 1 - values
             if key.startswith("a2c."):
                 values[-1] = np.nan  # nothing has come yet
             series[key] = Series(values, heads)
-        rank = {name: number for number, name in enumerate(KINDS)}
-        return dict(sorted(series.items(), key=lambda item: rank.get(parted(item[0])[1], -1)))
+        return series
 
 
 def parted(key):
@@ -242,22 +177,6 @@ def parted(key):
         return None, key
     _, block, name = key.split(".", 2)
     return int(block), name
-
-
-@contextmanager
-def maps_to(layers, take):
-    """Meanwhile the attention maps of each layer, [heads, T, T], go to take(block, map) and no further."""
-    def hook(attn, args, output):
-        p = output[1]["traces"].pop("map", None)
-        if p is not None and p.numel():
-            take(attn.layer, p[0])
-
-    hooks = [attn.register_forward_hook(hook) for attn in layers]
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 # ---- one line ----
@@ -270,70 +189,28 @@ def plain(values):
 
 
 class Look(NamedTuple):
-    """What one checkpoint does in one window: its JSON line, {trace: Series}, {block: packed maps}."""
+    """What one checkpoint does in one window: its JSON line, and {trace: Series}."""
     line: dict
     series: dict
-    maps: dict
 
 
-def packed(p):
-    """Attention maps [heads, T, T] as a base64 text for each head: 8 bits a weight, what lies ahead left out.
-
-    First, for each row, what 0 and 255 stand for, float32, little-endian; then the rows, 1 to T long.
-    """
-    texts, seen = [], np.tri(p.size(-1), dtype=bool)
-    for head in p.float():
-        low, high = head.amin(-1, keepdim=True).clamp_max(0), head.amax(-1, keepdim=True)
-        codes = ((head - low) * (255 / (high - low).clamp_min(1e-30))).round().clamp(0, 255)
-        ends = torch.cat((low, high), -1).cpu().numpy().astype("<f4")
-        raw = ends.tobytes() + codes.to(torch.uint8).cpu().numpy()[seen].tobytes()
-        texts.append(base64.b64encode(raw).decode())
-    return texts
+def fits(viewers, T):
+    """Whether the attention maps of all blocks over T tokens fit into memory."""
+    return max(sum(attn.n_total for attn in viewer.layers) for viewer in viewers) * T * T <= FLOATS
 
 
-class Room:
-    """Bytes that are left on a page for attention maps."""
-
-    def __init__(self):
-        self.left = PAGE_MAPS
-
-    def takes(self, p):
-        """Whether maps [heads, T, T] still fit; then they have their room."""
-        H, T, _ = p.shape
-        size = H * (8 * T + T * (T + 1) // 2)
-        fits = size <= self.left
-        self.left -= size if fits else 0
-        return fits
-
-
-def room_for(viewers, T):
-    """A Room; None where one block's attention maps over T tokens would not fit into memory."""
-    heads = max(attn.n_total for viewer in viewers for attn in viewer.layers)
-    return Room() if heads * T * T <= FLOATS else None
-
-
-def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None):
+def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, first_token=True):
     """The Look at tokens [start, end) of a Text; the whole forward pass is over them alone.
 
-    name: of the text. maps: in the line too. prompt: how many tokens of the Text are one. room: a Room for
-    maps; None: there are none, nor the weight on the first token. Raises UserError for what is no number.
+    name: of the text. maps: in the line too. prompt: how many tokens of the Text are one. first_token: with
+    the attention to the first token, for which maps are made. Raises UserError for what is no number.
     """
     ids, raw, offsets = (part[start:end] for part in text)
-    packed_maps, rows, first = {}, {}, {}
-
-    def take(block, p):
-        first[f"blocks.{block}.first_token"] = Series(p[..., 0].cpu().double().numpy(),
-                                                      viewer.layers[block].all_head_ids())
-        if room and room.takes(p):
-            packed_maps[block] = packed(p)
-        if maps:
-            rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
-
-    logits, traces = viewer.read(ids, take, maps or room)
+    logits, traces = viewer.read(ids, maps or first_token)
     logits = in_float64(logits[:-1])
     after = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
     nats = F.cross_entropy(logits, after, reduction="none").cpu().numpy()
-    series = {"nats": Series(np.append(np.nan, nats), None), **viewer.series(traces), **first}
+    series = {"nats": Series(np.append(np.nan, nats), None), **viewer.series(traces)}
     tokens = [printed(piece) for piece in raw]
     line = dict(checkpoint=printable(viewer.path), set=viewer.settings, text=printable(name), first=start,
                 prompt=min(max(prompt - start, 0), len(ids)), ids=ids, tokens=tokens, offsets=offsets,
@@ -341,13 +218,21 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
     shown = {key: each for key, each in series.items() if key != "nats" and not of_constraints(key)}
     line.update(series={key: plain(each.values) for key, each in shown.items()},
                 heads={key: each.heads for key, each in shown.items() if each.heads})
+    rows = {}
+    for block, p in maps_of(traces).items() if maps else ():
+        rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
     if maps:
         line["maps"] = {str(block): each[:viewer.layers[block].n_head] for block, each in rows.items()}
     line["explain"] = [row for name in viewer.names for row in explain(traces, tokens, name, TOP).split("\n")]
     scored = [parted(key)[0] for key in traces if key.endswith(".head_scores")]
     line["blocks"] = {str(block): constraint_block(viewer, traces, block, tokens, rows) for block in scored}
     check_numbers(viewer, nats, series)
-    return Look(line, series, packed_maps)
+    return Look(line, series)
+
+
+def maps_of(traces):
+    """{block: its attention maps [heads, T, T]}, of blocks that have heads."""
+    return {parted(key)[0]: p[0] for key, p in traces.items() if parted(key)[1] == "map" and p.numel()}
 
 
 def check_numbers(viewer, nats, series):
@@ -364,10 +249,15 @@ def of_constraints(key):
     return name in ("head_scores", "router_gates") or name.startswith("constraint.")
 
 
+def of_block(traces, block):
+    """The traces of a block, by their names without it."""
+    return {parted(key)[1]: value for key, value in traces.items() if parted(key)[0] == block}
+
+
 def constraint_block(viewer, traces, block, tokens, rows):
     """What a line holds of the constraint heads of a block; rows: maps of its heads, {}: none are wanted."""
     names, heads = viewer.names, viewer.model.config.constraint_heads
-    of = {parted(key)[1]: value[0] for key, value in traces.items() if parted(key)[0] == block}
+    of = {name: value[0] for name, value in of_block(traces, block).items()}
     logits = {name: of[f"constraint.{name}"] for name in names}
 
     def by_name(values):
@@ -386,12 +276,7 @@ def constraint_block(viewer, traces, block, tokens, rows):
     return block_line
 
 
-# ---- means over a text ----
-
-def as_shown(values, key):
-    """A series as the page shows it: of a constraint's logits the probabilities."""
-    return 1 / (1 + np.exp(-values)) if key.split(".")[2:3] == ["constraint"] else values
-
+# ---- means, a table, a picture ----
 
 class Means:
     """The mean of each series over the tokens of a text, window after window; tokens without one left out."""
@@ -402,8 +287,7 @@ class Means:
     def add(self, look):
         n = len(look.line["ids"])
         for key, each in look.series.items():
-            values = as_shown(each.values, key)
-            values = np.broadcast_to(values, (*values.shape[:-1], n))  # [.., 1]: the same for all tokens
+            values = np.broadcast_to(each.values, (*each.values.shape[:-1], n))  # [.., 1]: one for all tokens
             there = np.isfinite(values)
             self.sums[key] = self.sums.get(key, 0) + np.where(there, values, 0).sum(-1)
             self.counts[key] = self.counts.get(key, 0) + there.sum(-1)
@@ -419,152 +303,71 @@ class Means:
         return means
 
 
-# ---- the page ----
+def table_of(look):
+    """A table of a window: a row for each token, a column for each trace, its mean over blocks and heads."""
+    line, columns = look.line, {}
+    for key, each in look.series.items():
+        rows = np.atleast_2d(each.values)
+        columns.setdefault(parted(key)[1], []).extend(np.broadcast_to(rows, (len(rows), len(line["ids"]))))
+    columns = {name: np.mean(rows, 0) for name, rows in columns.items()}
+    rows = [(line["first"] + i, repr(token),
+             *(f"{mean[i]:.3f}" if np.isfinite(mean[i]) else "-" for mean in columns.values()))
+            for i, token in enumerate(line["tokens"])]
+    return table(("", "token", *columns), rows, left=[1])
 
-def cells(line, raw):
-    """[[text, its last token, token's character]]: what a person can point at.
 
-    Tokens that share a character are one cell, which has the scores of the last: it alone has seen it all.
-    raw: the bytes of the line's tokens.
+def picture(viewers, ids, name):
+    """A Figure of the attention maps of each Viewer over ids [T], tokens of the text of that name.
+
+    A row of maps is a block. In a map a row is the token that reads and a column the one that is read.
     """
-    groups = []
-    for i, (begin, end) in enumerate(line["offsets"]):
-        if groups and begin < line["offsets"][i - 1][1] and end > begin:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [[printed(b"".join(raw[i] for i in group)), group[-1], line["offsets"][group[0]][0]]
-            for group in groups]
+    from nanoheads.drawing import canvas  # not at the top, since matplotlib takes a second
+    found = [viewer.read(ids)[1] for viewer in viewers]
+    n = max(attn.n_total for viewer in viewers for attn in viewer.layers)
+    heights = [len(viewer.layers) for viewer in viewers]
+    figure = canvas(max(6, 0.4 + 1.3 * n), sum(0.6 + 1.3 * height for height in heights))
+    axes = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for ax, viewer, traces in zip(axes, viewers, found):
+        draw_maps(ax, viewer, traces, max(1, n), len(ids))
+        ax.set_title(f"{title_of(viewer)}: attention of each head (block.head x mean gate)\n"
+                     f"{plural(len(ids), 'token')} of {printable(name)}: a row reads, bright is read",
+                     fontsize=9)
+    return figure
 
 
-def word_starts(pieces):
-    """The number of the first piece of each word: letters and digits, or what stands between, or one blank.
+def draw_maps(ax, viewer, traces, n, T):
+    """Draw attention maps side by side, a block below the other; n: heads for which there is room.
 
-    A piece that begins with a blank and goes on, as GPT-2's do, begins a word.
+    What lies ahead is left white. The colours of a map end at its highest weight.
     """
-    def sort(c):
-        return "blank" if c.isspace() else "word" if c.isalnum() or c in "_'’" else "sign"
-
-    starts, before = [], None
-    for i, piece in enumerate(pieces):
-        here = sort(piece.lstrip()[:1] or " ")
-        glued = piece[:1].strip() and here == before != "blank"
-        if not glued:
-            starts.append(i)
-        before = sort(piece[-1:] or " ")
-    return starts
-
-
-def four_digits(v):
-    """A number, short; None: it is none."""
-    return float(f"{v:.4g}") if np.isfinite(v) else None
+    gap = 1 + T // 5  # cells between two maps, for the numbers of the head
+    grid = np.full((len(viewer.layers) * (T + gap), n * (T + gap)), np.nan)
+    for block, maps in maps_of(traces).items():
+        attn = viewer.layers[block]
+        gates = mean_gate(attn, of_block(traces, block)).tolist()
+        for i, (head, p, gate) in enumerate(zip(attn.all_head_ids(), maps.cpu().numpy(), gates, strict=True)):
+            top, left = block * (T + gap) + gap, i * (T + gap)
+            grid[top:top + T, left:left + T] = np.where(np.tri(T), p / max(p.max(), 1e-30), np.nan)
+            label = f"{block}.{head}" + (f" x {gate:.2f}" if gate != 1 else "")
+            ax.text(left - 0.5, top - 0.7, label, fontsize=8)
+    ax.imshow(grid, vmin=0, vmax=1, interpolation="nearest")
+    ax.set_axis_off()
 
 
-def for_page(looks, raw):
-    """What the page shows of a window: its text once, and of each checkpoint the numbers of its cells."""
-    line, shown = looks[0].line, cells(looks[0].line, raw)
-    lasts = np.array([last for _, last, _ in shown])
-    firsts = np.append(0, lasts[:-1] + 1)
-
-    def short(values, key):  # one for each cell, or the one there is
-        values = as_shown(values, key)
-        if values.shape[-1] > 1:
-            sums = kind_of(parted(key)[1]).sums
-            values = np.add.reduceat(values, firsts, -1) if sums else values[..., lasts]
-        return np.vectorize(four_digits, [object])(values).tolist()
-
-    panes = [dict(values={key: short(each.values, key) for key, each in look.series.items()},
-                  maps=look.maps, explain=look.line["explain"]) for look in looks]
-    return dict(text=line["text"], first=line["first"], tokens=len(line["ids"]), prompt=line["prompt"],
-                cells=shown, words=word_starts([piece for piece, _, _ in shown]), panes=panes)
-
-
-def series_for_page(viewer, series):
-    """[what the page has to know of each series, in the order of its list]."""
-    described = []
-    for key, each in series.items():
-        block, name = parted(key)
-        labels = each.heads
-        if labels and viewer.names:
-            n, per = viewer.layers[block].n_base, viewer.model.config.constraint_heads
-            labels = [i if i < n else f"{i} {viewer.names[(i - n) // per]}" for i in labels]
-        described.append(dict(key=key, block=block, name=name, heads=labels and [*map(str, labels)],
-                              **kind_of(name)._asdict()))
-    return described
-
-
-def page(lines, panes, notes=()):
-    """The page as text. lines: of for_page(), at least one; panes: [(title, series_for_page())].
-
-    It asks the network for nothing.
-    """
-    names = {line["text"] for line in lines}
-    title = " beside ".join(name for name, _ in panes)
-    title += f" on {names.pop() if len(names) == 1 else f'{len(names)} samples'}"
-    data = dict(notes=list(notes), panes=[dict(title=name, series=each) for name, each in panes], lines=lines)
-    # what could end the element, or begin a comment in it, is written in another way
-    data = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    head, script, tail = TEMPLATE.read_text(encoding="utf-8").partition("<script>")
-    script, end, tail = tail.partition("</script>")
-    code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # the policy has the browser refuse what the page promises not to do: load anything, run what is not ours
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{code}'"
-    values = dict(POLICY=policy, TITLE=escaping.escape(printable(title)), DATA=data)
-    head = re.sub(r"\{\{(\w+)\}\}", lambda mark: values[mark[1]], head)
-    return f"{head}<script>{script}{end}{tail}"
-
-
-class Page:
-    """The windows that a page has room for, and what it has to say of those that it has not."""
-
-    def __init__(self, viewers, notes):
-        self.viewers, self.notes = viewers, list(notes)
-        self.lines, self.panes = [], []
-        self.tokens = self.seen = self.numbers = 0
-
-    def add(self, looks, raw):
-        """Take a window, as far as there is room. raw: the bytes of its tokens."""
-        if not self.panes:
-            titles = (" with ".join([printable(r.path), *filter(None, [", ".join(r.settings)])])
-                      for r in self.viewers)
-            self.panes = [(title, series_for_page(r, look.series))
-                          for title, r, look in zip(titles, self.viewers, looks)]
-        self.seen += len(raw)
-        numbers = sum(each.values.size for look in looks for each in look.series.values())
-        if self.lines and (self.seen > PAGE_TOKENS or self.numbers + numbers > PAGE_NUMBERS):
-            self.numbers = PAGE_NUMBERS  # none after it
-            return
-        self.numbers += numbers
-        self.tokens += len(raw)
-        self.lines.append(for_page(looks, raw))
-
-    def text(self, out):
-        """The page; out: the file of the JSON lines."""
-        notes = list(self.notes)
-        if self.tokens < self.seen:
-            notes.append(f"The first {self.tokens:,} of {self.seen:,} tokens; {out.name} has them all.")
-        if missing := sorted({name for viewer in self.viewers for name in viewer.undeclared}):
-            notes.append(f"Not shown, since trace_axes does not name their axes: {', '.join(missing)}.")
-        here = sum(len(pane["maps"]) for line in self.lines for pane in line["panes"])
-        layers = sum(attn.n_total > 0 for viewer in self.viewers for attn in viewer.layers)
-        every = len(self.lines) * layers
-        made = any(key.endswith(".first_token") for key in self.lines[0]["panes"][0]["values"])
-        if made and here < every:
-            notes.append(f"Attention maps fill {PAGE_MAPS >> 20} MB: {here:,} of {every:,} (each of a block "
-                         "in a part of the text) are here, the first.")
-        return page(self.lines, self.panes, notes)
+def title_of(viewer):
+    return ", ".join([printable(viewer.path), *viewer.settings])
 
 
 # ---- files ----
 
 def paths(out, flag):
-    """(the file of the JSON lines, the page beside it), both writable. UserError names the flag."""
+    """(the file of the JSON lines, the picture beside it), both writable. UserError names the flag."""
     out = Path(out)
-    if out.suffix.lower() == ".html":
-        raise UserError(f"{flag}: {out} is the name of the page; the JSON lines need another, such as "
+    if out.suffix.lower() == ".png":
+        raise UserError(f"{flag}: {out} is the name of the picture; the JSON lines need another, such as "
                         f"{out.with_suffix('.jsonl')}")
     lines = writable(out, flag)
-    return lines, writable(no_link(out.with_suffix(".html")), flag)  # a name that nobody typed
+    return lines, writable(no_link(out.with_suffix(".png")), flag)  # a name that nobody typed
 
 
 UNTRAINED = "No label has trained these heads: their scores, about 0.5, mean nothing."
@@ -577,7 +380,7 @@ def untrained(model):
 
 
 def notes_of(viewers):
-    """Sentences for the top of the page and for the terminal."""
+    """Sentences for the terminal."""
     notes = []
     for viewer in viewers:
         own = untrained(viewer.model)
@@ -587,27 +390,33 @@ def notes_of(viewers):
     return notes
 
 
-def write(windows, out, page_path, viewers, notes=()):
-    """Write the lines and the page of windows, each ([a Look of each viewer], bytes of its tokens).
+def write(windows, out):
+    """Write the lines of windows, each [a Look of each checkpoint].
 
-    notes: sentences for the top of the page. Returns explain()'s lines of each window's first Look.
+    Returns (the Looks of the first window, explain()'s lines of each window's first Look).
     """
-    shown, explained = Page(viewers, notes), []
+    first, explained = [], []
 
     def write_lines(f):
-        for looks, raw in windows:
+        for looks in windows:
             for each in looks:
                 f.write(json.dumps(each.line).encode() + b"\n")
             explained.append(looks[0].line["explain"])
-            shown.add(looks, raw)
+            first.extend(looks if not first else ())
 
     try:
         write_atomic(out, write_lines)
     finally:  # of an interrupted one
         out.with_name(out.name + ".part").unlink(missing_ok=True)
-    content = shown.text(out).encode()
-    write_atomic(page_path, lambda f: f.write(content))
-    return explained
+    return first, explained
+
+
+def write_picture(path, viewers, ids, name):
+    """Write the picture of the first DRAWN of the ids."""
+    import matplotlib as mpl
+    from nanoheads.drawing import RC, save
+    with mpl.rc_context(RC):
+        save(picture(viewers, ids[:DRAWN], name), path.with_suffix(""), ["png"])
 
 
 def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, width=None):
@@ -617,28 +426,36 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, wi
     Returns (what --json writes, the lines to print).
     """
     text, T = spell(tokenizer, ids), width or min(viewer.model.config.block_size for viewer in viewers)
-    notes, room = notes_of(viewers), room_for(viewers, min(T, len(ids)))
+    notes, first_token = notes_of(viewers), fits(viewers, min(T, len(ids)))
     if len({viewer.model.config.block_size for viewer in viewers}) > 1:
-        notes.append(f"Parts of {T:,} tokens, the shorter context.")
-    if not (room or maps):
-        notes.append("No attention maps: those of one block would not fit into memory.")
+        notes.append(f"Windows of {T:,} tokens, the shorter context.")
+    if not (first_token or maps):
+        notes.append("No attention to the first token: the maps of all blocks would not fit into memory.")
     starts = tqdm(range(0, len(text.ids), T), "look", disable=not progress, leave=False)
     means = [Means() for _ in viewers]
 
     def windows():
         for s in starts:
-            looks = [look(viewer, text, name, maps, start=s, end=s + T, room=room) for viewer in viewers]
+            looks = [look(viewer, text, name, maps, start=s, end=s + T, first_token=first_token)
+                     for viewer in viewers]
             for mean, each in zip(means, looks):
                 mean.add(each)
-            yield looks, text.raw[s:s + T]
+            yield looks
 
-    write(windows(), *files, viewers, notes)
+    first, _ = write(windows(), files[0])
+    write_picture(files[1], viewers, text.ids[:T], name)
+    if missing := sorted({name for viewer in viewers for name in viewer.undeclared}):
+        notes.append(f"Left out, since trace_axes does not name their axes: {', '.join(missing)}.")
     numbers = dict(text=printable(name), tokens=len(text.ids), windows=len(starts), block_size=T, notes=notes,
-                   lines=str(files[0]), page=str(files[1]),
+                   lines=str(files[0]), picture=str(files[1]),
                    runs=[dict(ckpt=printable(viewer.path), set=viewer.settings, means=mean.means())
                          for viewer, mean in zip(viewers, means)])
     summary = f"{name}: {plural(len(text.ids), 'token')} in {plural(len(starts), 'window')} of {T:,}"
-    return numbers, [summary, *notes, *map(str, files)]
+    lines = [summary, *notes]
+    for viewer, each in zip(viewers, first):
+        lines += ["", f"{title_of(viewer)}, the first window: means over blocks and heads",
+                  *table_of(each).split("\n")]
+    return numbers, [*lines, "", *map(str, files)]
 
 
 def of_samples(viewer, tokenizer, prompt, samples, files):
@@ -647,14 +464,13 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
     prompt: its ids; samples: the ids that follow it, a list each. files: paths().
     """
     T, windows = viewer.model.config.block_size, []
-    room = room_for([viewer], T)
     for number, ids in enumerate(samples, 1):
         text = spell(tokenizer, [*prompt, *ids])
-        start = max(0, len(text.ids) - T)
-        seen = look(viewer, text, f"sample {number}", prompt=len(prompt), start=start, room=room)
-        windows.append(([seen], text.raw[start:]))
-    notes = notes_of([viewer])
-    return ["\n".join([*notes, *rows]) for rows in write(windows, *files, [viewer], notes)]
+        windows.append([look(viewer, text, f"sample {number}", prompt=len(prompt),
+                             start=max(0, len(text.ids) - T), first_token=fits([viewer], T))])
+    _, explained = write(windows, files[0])
+    write_picture(files[1], [viewer], windows[0][0].line["ids"], "sample 1")
+    return ["\n".join([*notes_of([viewer]), *rows]) for rows in explained]
 
 
 def of_task(args, device, files):
@@ -686,7 +502,8 @@ def run(args):
         raise UserError(f"--out: {path} is the text itself, and would be lost")
     read_or_written = [*files, *([] if path is None else [Path(path).resolve()])]
     if args.json and writable(args.json) in read_or_written:
-        raise UserError(f"--json: {args.json} is the text, the JSON lines or the page; it needs another name")
+        raise UserError(f"--json: {args.json} is the text, the JSON lines or the picture; "
+                        "it needs another name")
     if args.levels:
         return of_task(args, device, files)
     pairs = [model_and_tokenizer(each, device, settings=args.settings) for each in args.ckpt]
@@ -714,9 +531,9 @@ def main(argv=None):
                       help="of a task that the checkpoint was trained on: a row of each of these levels")
     add_special(p)
     p.add_argument("--maps", action="store_true", help="the attention maps in the JSON lines too")
-    p.add_argument("--out", help="JSON lines; a page of that name, .html, comes beside them "
+    p.add_argument("--out", help="JSON lines; a picture of that name, .png, comes beside them "
                                  "(default: look.jsonl)")
-    p.add_argument("--json", help="write the mean of each series, and where the page is, to this file")
+    p.add_argument("--json", help="write the mean of each series, and where the picture is, to this file")
     with last_words(PROGRAM):
         args = p.parse_args(argv)
         checkpoint.allow_code(args)

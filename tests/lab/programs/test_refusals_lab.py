@@ -173,7 +173,9 @@ def furnish(home, bytes_data, chars_data):
     (home / "latin1.txt").write_bytes(b"caf\xe9")
     (home / "other.txt").write_text("abcZ")
     (home / "folder.html").mkdir()
-    (home / "linked.html").symlink_to(home / "t.txt")
+    (home / "folder.png").mkdir()
+    (home / "linked.png").symlink_to(home / "t.txt")
+    (home / "utf16.txt").write_bytes(b"\xff\xfe")
     (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
     (home / "no_span.jsonl").write_text("")
     (home / "plain.py").write_text(f"{SMALL}dataset = 'sums'\n")
@@ -273,10 +275,10 @@ COMMANDS = [
     *under("sample.py --ckpt=fair.pt",
         ("--audit=s.jsonl --ckpt=fair.pt", "^sample: --audit takes one checkpoint"),
         ("--audit=no/such/s.jsonl", "^sample: --audit: cannot write into"),
-        ("--audit=s.html", "^sample: --audit: s.html is the name of the page"),
+        ("--audit=s.png", "^sample: --audit: s.png is the name of the picture"),
         ("--audit=.", "is not a file"),
         ("--audit=/proc/x.jsonl", "--audit: cannot write into /proc"),
-        ("--audit=linked.jsonl --max_new_tokens=3", "linked.html is a link to")),
+        ("--audit=linked.jsonl --max_new_tokens=3", "linked.png is a link to")),
 
     # ---- probe.py ----
     *under("lab/probe.py",
@@ -295,13 +297,13 @@ COMMANDS = [
         ("--start=FILE:no", "^probe.py look: --start: no cannot be read"),
         ("--text=t.txt --out=no/such/folder.jsonl", "--out: cannot write into"),
         ("--text=t.txt --out=.", "--out: "),
-        ("--text=t.txt --out=folder.jsonl", "folder.html is not a file"),
-        ("--text=t.txt --out=o.html",
-         "o.html is the name of the page; the JSON lines need another, such as o.jsonl"),
+        ("--text=t.txt --out=folder.jsonl", "folder.png is not a file"),
+        ("--text=t.txt --out=o.png",
+         "o.png is the name of the picture; the JSON lines need another, such as o.jsonl"),
         ("--text=t.txt --out=t.txt", "--out: t.txt is the text itself, and would be lost"),
-        ("--text=t.html --out=t.jsonl", "--out: t.html is the text itself, and would be lost"),
-        ("--text=t.txt --json=look.html", "--json: look.html is the text, the JSON lines or the page"),
-        ("--text=t.txt --json=t.txt", "--json: t.txt is the text, the JSON lines or the page"),
+        ("--text=t.png --out=t.jsonl", "--out: t.png is the text itself, and would be lost"),
+        ("--text=t.txt --json=look.png", "--json: look.png is the text, the JSON lines or the picture"),
+        ("--text=t.txt --json=t.txt", "--json: t.txt is the text, the JSON lines or the picture"),
         ("--text=t.txt --json=no/such.json", "--json: cannot write into"),
         ("--text=t.txt --ckpt=fair.pt --ckpt=fair.pt", "--ckpt: one, or two side by side, not 3"),
         ("--text=t.txt --ckpt=fair_bytes.pt", "fair.pt and fair_bytes.pt have different vocabularies")),
