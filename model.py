@@ -540,35 +540,15 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
-        for cls in HEAD_MECHANISMS:
-            if cls.in_blocks:
-                self.register_module(cls.name, cls(config) if cls.on_block(config) else None)
-        self.skips_mlp = False  # whether pack(), in nanoheads/pruning.py, found that the MLP adds nothing
         self.parallel = config.parallel  # both at once, as in GPT-J and GPT-NeoX (2204.06745, section 2.1.2)
-
-    def mechanisms(self):
-        """The mechanisms of the block itself, beside those of its attention."""
-        return [m for m in self._modules.values() if isinstance(m, Mechanism)]
 
     def forward(self, x, forward_pass):
         """(what the block sends on, Heads.results())."""
         # a mechanism between blocks may give queries, keys and values an input each
         inputs = forward_pass.shared.get(("inputs", self.attn.layer))
         y, results = self.attn(self.ln_1(x), forward_pass, inputs and [self.ln_1(each) for each in inputs])
-        traces = results["traces"] if forward_pass.wants_traces else None
-        gates = [m.branch_gates(y.dtype, traces) for m in self.mechanisms()]
-        after = x + gated(y, [gate for gate, _ in gates])
-        if self.skips_mlp:
-            return after, results
-        y = self.mlp(self.ln_2(x if self.parallel else after))
-        return after + gated(y, [gate for _, gate in gates]), results
-
-
-def gated(y, gates):
-    """y times the gates that are not None."""
-    for gate in gates:
-        y = y if gate is None else gate * y
-    return y
+        after = x + y
+        return after + self.mlp(self.ln_2(x if self.parallel else after)), results
 
 
 class GPT(HeadControl, nn.Module):
@@ -1280,9 +1260,7 @@ class Agency(Mechanism):
     (lab/heads/controller.py) changes them, or a caller by set(). agency_learned: the heads of a layer
     share a linear map from what was measured of a head to the logits of its states. Between two steps a head
     takes the likeliest state; the gradient is that of the expected factor (straight-through, arXiv
-    1308.3432). agency_scope=mlp or block (section 7, "module-level"): each block has one state, whose factor
-    multiplies what its MLP, or the whole block, adds to the stream. Heads then have no states. A "piece" is
-    such an MLP or block.
+    1308.3432).
     """
 
     class Options:
@@ -1290,36 +1268,25 @@ class Agency(Mechanism):
         agency_enforce: bool = flag(True, "False: heads without consent run all the same (forced)")
         agency_threshold: float = flag(0.05, "a gate above it counts as in use", at_least=0)
         agency_learned: bool = flag(False, "states predicted from the heads' metrics; needs controller_log")
-        agency_scope: Literal["head", "mlp", "block"] = flag(
-            "head", "what has states: heads, MLPs, whole blocks")
 
     name = flag = "agency"
-    modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True),
-             "agency_mlp": dict(agency=True, agency_scope="mlp"),
-             "agency_block": dict(agency=True, agency_scope="block")}
+    modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True)}
     neutral = dict.fromkeys(modes, {})  # all heads active
     no_effect_because = "all heads are active at first; between steps the controller changes their states"
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
-    in_blocks = True
     trace_axes = dict.fromkeys(("agency", "agency_utilisation", "agency_last_signal"), ("head",))
-    # how many numbers are measured of a head: those of Measurements.features() without the depth; a piece has
-    # no entropy, so one number less
-    METRICS = 6
+    METRICS = 6  # numbers that are measured of a head: those of features() in lab/heads/measuring.py
 
-    def __init__(self, config, attn=None):
-        """attn: the layer whose heads have states; None: the MLP or the block has one."""
+    def __init__(self, config, attn):
         super().__init__()
-        n, metrics = (attn.n_total, self.METRICS) if attn is not None else (1, self.METRICS - 1)
-        if attn is None:
-            self.trace_axes = dict.fromkeys(self.trace_axes, ("piece",))
+        n = attn.n_total
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
-        self.learned, self.scope = config.agency_learned, config.agency_scope
-        self.register_buffer("gate_override", None, persistent=False)  # of an MLP or a block, as in attention
+        self.learned = config.agency_learned
         if self.learned:
-            self.weight = nn.Parameter(torch.empty(len(self.STATES), metrics))
+            self.weight = nn.Parameter(torch.empty(len(self.STATES), self.METRICS))
             self.bias = nn.Parameter(torch.empty(len(self.STATES)))
-            self.register_buffer("metrics", torch.zeros(n, metrics))
+            self.register_buffer("metrics", torch.zeros(n, self.METRICS))
         self.register_buffer("state", torch.zeros(n, dtype=torch.long))
         self.register_buffer("consent", torch.ones(n, dtype=torch.bool))
         self.register_buffer("utilisation", torch.zeros(n))
@@ -1327,14 +1294,6 @@ class Agency(Mechanism):
         *factors, withdrawn = self.STATES.values()
         factors = torch.tensor([*factors, withdrawn if self.enforce else 1.0])
         self.register_buffer("factors", factors, persistent=False)
-
-    @classmethod
-    def on(cls, config, layer):
-        return config.agency and config.agency_scope == "head"
-
-    @classmethod
-    def on_block(cls, config):
-        return config.agency and config.agency_scope != "head"
 
     @classmethod
     def training_problems(cls, c, training):
@@ -1359,25 +1318,9 @@ class Agency(Mechanism):
 
     def before_attention(self, attn, heads):
         if heads.wants_traces:
-            heads.traces.update(agency=self.static_gate(), **self.signals())
-
-    def signals(self):
-        """Traces of what was signalled last: utilisation as measured, the step of the last change of state or
-        consent, [H] each.
-        """
-        return dict(agency_utilisation=self.utilisation.clone(), agency_last_signal=self.last_signal.clone())
-
-    def gate(self):
-        """The factor of an MLP or a block, [1], or what was set by hand."""
-        gate, hand = self.static_gate(), self.gate_override
-        return gate if hand is None else torch.where(hand.isnan(), gate, hand)
-
-    def branch_gates(self, dtype, traces):
-        gate = self.gate()
-        if traces is not None:
-            traces.update(agency=gate, **self.signals())
-        gate = gate.to(dtype)
-        return gate if self.scope == "block" else None, gate
+            # with what was signalled last: utilisation as measured, the step of the last change
+            heads.traces.update(agency=self.static_gate(), agency_utilisation=self.utilisation.clone(),
+                                agency_last_signal=self.last_signal.clone())
 
     def check_loaded(self, name):
         if not {*self.state.flatten().tolist()} <= {*range(len(self.STATES))}:

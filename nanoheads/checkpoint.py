@@ -373,8 +373,7 @@ def build(state, path, device="cpu", settings=(), **overrides):
         try:
             model.set_head(layer, head, step=state.get("step") or 0, **{key: value})
         except ValueError as e:
-            place = layer if head is None else f"{layer}.{head}"
-            raise UserError(f"{path}: --set {key}.{place}={value}: {e}")
+            raise UserError(f"{path}: --set {key}.{layer}.{head}={value}: {e}")
     return model
 
 
@@ -435,8 +434,8 @@ def add_arguments(parser, required=True):
                              + ("" if required else "; default: the newest run"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
-                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; with "
-                             "agency_scope an MLP or block by its layer: state.0=withdrawn; may be repeated")
+                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; may be "
+                             "repeated")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     own_mechanism.add_arguments(parser)
 
@@ -470,7 +469,7 @@ def allow_code(args, *paths):
 
 # ---- switches of a trained model ----
 
-# <key>.<layer>.<head>, or <key>.<layer>, for GPT.set_head()
+# <key>.<layer>.<head>, for GPT.set_head()
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}
 # what the tensors mean depends on these, even where their shapes do not
 FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
@@ -479,7 +478,7 @@ FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
 def read_settings(settings):
     """({flag: value}, [(key, layer, head, value)]) from texts "flag=value" and "gate.<layer>.<head>=value".
 
-    head: None where the text has none, for an MLP or a block. Raises UserError.
+    Raises UserError.
     """
     types = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS
     flags, heads = {}, []
@@ -487,7 +486,7 @@ def read_settings(settings):
         name, equals, value = text.partition("=")
         key, *place = name.split(".")
         if key in HEAD_KEYS:
-            if not equals or len(place) not in (1, 2) or not all(number.isdecimal() for number in place):
+            if not equals or len(place) != 2 or not all(number.isdecimal() for number in place):
                 raise UserError(f"--set {text}: it must be {key}.<layer>.<head>=value")
         elif name not in types:
             meant, words = nearest(key, types)
@@ -500,7 +499,7 @@ def read_settings(settings):
         except ValueError:
             raise UserError(f"--set {text}: {value!r} is not {type_name(types[key])}")
         if key in HEAD_KEYS:
-            heads.append((key, int(place[0]), int(place[1]) if len(place) > 1 else None, value))
+            heads.append((key, *map(int, place), value))
         else:
             flags[key] = value
     return flags, heads

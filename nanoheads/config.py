@@ -72,7 +72,7 @@ class ControllerConfig:
     policy_conflict: float = flag(-0.1, "misaligned: cosine of its gradients on two texts is below")
     policy_entropy: float = flag(0.95, "withdrawn: entropy above, below half a share sent")
     policy_dwell: int = flag(3, "measurements that a state lasts at least", at_least=1)
-    policy_no_consent: list[str] = flag([], '"layer.head", or "layer": consent withheld')
+    policy_no_consent: list[str] = flag([], '"layer.head": consent withheld')
     policy_rules: Optional[str] = flag(None, "a JSON file: who may change which states of which heads")
 
     @property
@@ -359,7 +359,7 @@ def controller_conflicts(model, config):
     if config.dynamic_heads and model.block_size < 2:
         bad.append("block_size must be at least 2 to measure heads")
     if config.policy:
-        bad += scope_conflicts(model, config)
+        bad += consent_conflicts(model, config)
     if config.policy_rules:
         try:
             from_lab("lab.heads.rules", f"policy_rules={config.policy_rules}").Rules.read(config.policy_rules)
@@ -368,22 +368,12 @@ def controller_conflicts(model, config):
     return bad
 
 
-def scope_conflicts(model, config):
-    """What the policy's keys ask of heads that have no states, or of places that there are not."""
-    scope, bad = model.agency_scope, []
-    if scope != "head" and config.policy_unit == "layer":
-        bad.append(f"policy_unit='layer' is of heads, and what has states is agency_scope={scope!r}")
-    if scope != "head" and config.policy_entropy != ControllerConfig.policy_entropy:
-        bad.append(f"policy_entropy={config.policy_entropy} is of heads, and what has states is "
-                   f"agency_scope={scope!r}")
+def consent_conflicts(model, config):
+    """The heads of policy_no_consent that there are not."""
+    bad = []
     for place in config.policy_no_consent:
-        layer, dot, head = place.partition(".")
-        there = layer.isdecimal() and int(layer) < model.n_layer
-        if scope != "head":
-            if dot or not there:
-                bad.append(f"policy_no_consent: {place!r} must be a layer, with agency_scope={scope!r}: "
-                           f"from 0 to {model.n_layer - 1}")
-        elif not (dot and there and head.isdecimal()):
+        layer, _, head = place.partition(".")
+        if not (layer.isdecimal() and int(layer) < model.n_layer and head.isdecimal()):
             bad.append(f"policy_no_consent: {place!r} must be layer.head, "
                        f"layers from 0 to {model.n_layer - 1}")
         elif int(head) >= model.n_head + model.added_heads(int(layer)):

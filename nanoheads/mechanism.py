@@ -166,9 +166,7 @@ class Mechanism(nn.Module):
     needs_nats = False       # model_losses() reads the loss of each token
     takes = ()               # arguments of GPT.forward() that are for it: heads.inputs has what is given
     scores_added_heads = False  # its score_mod() acts on heads that another mechanism adds, too
-    # Where it is, beside a layer or in place of it.
     adds_heads = False       # added_heads() is not 0 everywhere. Own mechanisms act before heads are added
-    in_blocks = False        # a block may have one, where on_block() says so: see branch_gates()
     # Its tensors. GPT.init_weights() overwrites what __init__ puts into them.
     starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
@@ -214,11 +212,6 @@ class Mechanism(nn.Module):
     def on(cls, config, layer):
         """Whether block `layer` has it."""
         return cls.is_on(config)
-
-    @classmethod
-    def on_block(cls, config):
-        """Whether each block has one of its own, cls(config), beside its attention's mechanisms."""
-        return False
 
     @classmethod
     def added_heads(cls, config, layer):
@@ -353,13 +346,6 @@ class Mechanism(nn.Module):
         """
         return out
 
-    def branch_gates(self, dtype, traces):
-        """Of one that a block has: factors [1], or None, on what its attention and its MLP add to the stream.
-
-        dtype: of the factors. traces: a dictionary for traces, or None.
-        """
-        return None, None
-
     @classmethod
     def model_losses(cls, model, outcome):
         """After the last block: {name: weighted loss} of an Outcome, asked of each class, on or off."""
@@ -377,110 +363,37 @@ class Mechanism(nn.Module):
 LARGEST_GATE = torch.finfo(torch.float32).max
 
 
-class Unit(NamedTuple):
-    """A head, or the MLP or the block that agency_scope gives a state: its gate, its state, its consent.
-
-    head: its original number; None: it is an MLP or a block. holder: what holds the gates set by hand, in
-    gate_override: the head's attention, or the block's Agency. agency: what holds the states; None: it has
-    none. i: its place in both.
-    """
-
-    layer: int
-    head: Optional[int]
-    holder: nn.Module
-    agency: Optional[nn.Module]
-    i: int
-
-    def __str__(self):
-        """Its name in commands: 0.3 of a head, 0 of an MLP or a block."""
-        return f"{self.layer}" if self.head is None else f"{self.layer}.{self.head}"
-
-    @property
-    def kind(self):
-        """head, mlp or block."""
-        return "head" if self.head is not None else self.agency.scope
-
-    @property
-    def key(self):
-        """Where its numbers are in arrays [blocks, heads]; of an MLP or a block in arrays [blocks, 1]."""
-        return self.layer, self.head or 0
-
-    @property
-    def place(self):
-        """What a row of a log says of where it is: its layer and head; of an MLP or a block its scope."""
-        own = dict(scope=self.kind) if self.head is None else dict(head=self.head)
-        return dict(layer=self.layer, **own)
-
-    @property
-    def gate(self):
-        """Its factor that depends on no token, as evaluated, what was set by hand included."""
-        gates = self.holder.gate() if self.head is None else self.holder.static_gate(noisy=False)
-        return 1.0 if gates is None else gates[self.i].item()
-
-    @property
-    def by_hand(self):
-        """The gate that was set by hand; None: none was."""
-        gates = self.holder.gate_override
-        return None if gates is None or gates[self.i].isnan() else gates[self.i].item()
-
-    @property
-    def state(self):
-        return list(self.agency.STATES)[self.agency.state[self.i]]
-
-    @property
-    def consent(self):
-        return bool(self.agency.consent[self.i])
-
-
 class HeadControl:
-    """The units of a GPT, and what they can be set to by hand: gates, states and consent."""
+    """What the heads of a GPT can be set to by hand: gates, states and consent."""
 
-    def units(self):
-        """[Unit] of every head, block by block, and of every MLP or block that has a state."""
-        return [unit for layer in range(self.config.n_layer) for unit in self.units_of(layer)]
-
-    def units_of(self, layer):
-        """[Unit] of a block."""
-        block = self.transformer.h[layer]  # with no Agency in model.py none has states
-        attn, agency = block.attn, getattr(block, "agency", None)
-        of_heads = getattr(attn, "agency", None)
-        units = [Unit(layer, head, attn, of_heads, i) for i, head in enumerate(attn.all_head_ids())]
-        return units if agency is None else [*units, Unit(layer, None, agency, agency, 0)]
-
-    def unit(self, layer, head):
-        """The Unit of a head, or (None) of a block's MLP or of the block. ValueError: there is none."""
+    def place_of(self, layer, head):
+        """(the attention of a head by its original number, its place there). ValueError: there is none.
+        """
         if not 0 <= layer < self.config.n_layer:
             raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
-        units = {unit.head: unit for unit in self.units_of(layer)}
-        if head in units:
-            return units[head]
-        if head is None:
-            raise ValueError(f"block {layer} has no state: agency_scope is not mlp or block; name a head")
-        heads = self.transformer.h[layer].attn.all_head_ids()
-        raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
+        attn = self.transformer.h[layer].attn
+        heads = attn.all_head_ids()
+        if head not in heads:
+            raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
+        return attn, heads.index(head)
 
     def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
         """Set a head's gate by hand (above its own ones; None leaves it), its agency state, its consent.
 
-        head: None for the MLP or the block that agency_scope gives a state. Raises ValueError for a head,
-        MLP, block or state that there is not.
+        Raises ValueError for a head or a state that there is not.
         """
-        unit = self.unit(layer, head)
-        attn, agency = self.transformer.h[layer].attn, getattr(self.transformer.h[layer], "agency", None)
+        attn, i = self.place_of(layer, head)
         if gate is not None:
             if abs(gate) > LARGEST_GATE:  # NaN is none by hand
                 raise ValueError(f"the gate must be a number of at most {LARGEST_GATE:g} either way")
-            if unit.holder.gate_override is None:
-                n, device = 1 if head is None else attn.n_total, attn.c_proj.weight.device
-                unit.holder.gate_override = torch.full((n,), math.nan, device=device)
-            unit.holder.gate_override[unit.i] = gate
+            if attn.gate_override is None:
+                attn.gate_override = torch.full((attn.n_total,), math.nan, device=attn.c_proj.weight.device)
+            attn.gate_override[i] = gate
         if state is not None or consent is not None:
-            if unit.agency is None and agency is not None:
-                raise ValueError(f"heads have no states, with agency_scope={agency.scope!r}; name the "
-                                 f"block alone: {layer}")
-            if unit.agency is None:
+            agency = getattr(attn, "agency", None)  # with no Agency in model.py no head has states
+            if agency is None:
                 raise ValueError("the model has no head states: it was trained with agency off")
-            unit.agency.set(unit.i, state, consent, step)
+            agency.set(i, state, consent, step)
 
     @contextmanager
     def gates(self, by_layer):

@@ -34,26 +34,14 @@ def prune_heads(model, heads, optimizers=()):
 
 
 def pack(model):
-    """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason.
-
-    Where a mechanism gates blocks or their MLPs (agency_scope), also without those whose gate is 0.
-    """
+    """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason."""
     return pack_in_place(copy.deepcopy(model).eval())
 
 
 def pack_in_place(model):
     """What pack() makes, of the model itself; one in which nothing is withdrawn stays as it is."""
-    gone = {}
-    for layer, block in enumerate(model.transformer.h):
-        if closed := closed_heads(block.attn):
-            gone[layer] = closed
-        gates = [m.branch_gates(block.attn.c_proj.weight.dtype, None) for m in block.mechanisms()]
-        block.skips_mlp |= any(gate is not None and gate == 0 for _, gate in gates)
-        # what others read of its heads stays
-        if any(gate is not None and gate == 0 for gate, _ in gates) \
-                and not any(m.passes_on for m in block.attn.mechanisms()):
-            gone[layer] = block.attn.head_ids
-    if gone:
+    closed = {layer: closed_heads(block.attn) for layer, block in enumerate(model.transformer.h)}
+    if gone := {layer: heads for layer, heads in closed.items() if heads}:
         prune_heads(model, gone)
     return model
 

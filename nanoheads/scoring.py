@@ -405,10 +405,7 @@ def heads_at_work(model):
     at_work = [0, 0]
     for block in model.transformer.h:
         gate, n = block.attn.static_gate(noisy=False), block.attn.n_total
-        least, agency = model.config.agency_threshold, block.agency
-        if agency is not None and agency.scope == "block" and agency.gate() <= least:
-            gate = torch.zeros(n)  # of a withdrawn block no head is at work
-        at_work[0] += n if gate is None else int((gate > least).sum())
+        at_work[0] += n if gate is None else int((gate > model.config.agency_threshold).sum())
         at_work[1] += n
     return at_work
 

@@ -17,7 +17,7 @@ def head_numbers(attn):
 def declared_axes(model):
     """{trace: its axes} of what the parts of a GPT name in trace_axes; those of any other trace are GATE."""
     parts = [(f"blocks.{i}.", part) for i, block in enumerate(model.transformer.h)
-             for part in (block.attn, *block.attn.mechanisms(), *block.mechanisms())]
+             for part in (block.attn, *block.attn.mechanisms())]
     parts.append(("", getattr(model, "value", None)))
     return {prefix + name: axes for prefix, part in parts if part is not None
             for name, axes in part.trace_axes.items()}

@@ -17,19 +17,13 @@ from torch.nn import functional as F
 STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": torch.tensor(0.7).item(), "withdrawn": 0.0}
 
 
-# of the MLPs or blocks where those have states, in turn: what is withdrawn has no gradient
-OF_PIECES = ("misaligned", "overloaded", "active")
-
-
 def give_states(model, generator=None):
-    """In every layer a head in each state; or its MLP, or the block, in one of OF_PIECES; random metrics."""
+    """In every layer a head in each state; random metrics."""
     for layer, block in enumerate(model.transformer.h):
-        if block.agency is not None:
-            model.set_head(layer, None, state=OF_PIECES[layer % len(OF_PIECES)])
         for head, state in zip(block.attn.all_head_ids(), STATES) if block.attn.agency is not None else ():
             model.set_head(layer, head, state=state)
         if model.config.agency_learned:
-            (block.agency or block.attn.agency).metrics.normal_(generator=generator)
+            block.attn.agency.metrics.normal_(generator=generator)
 
 
 # Flags of mechanisms that no formula here reads -> why, or the test that has what they do. All others are
@@ -312,7 +306,7 @@ def factors(c, p, b, x, s, P, seen, t, left, training):
     if c.sentinel:
         g = p["sentinel.logit"]
         gate = gate * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))[:, None, None]
-    if c.agency and c.agency_scope == "head":
+    if c.agency:
         gate = gate * agency_factor(c, p, b)[:, None, None]
     if routes(c, training):  # constraint heads are always on
         w = routing_weights(c, p, x)[..., left]
@@ -454,7 +448,7 @@ def static_factor(c, p, b, n):
     if c.sentinel:
         g = p["sentinel.logit"][:n]
         own = own * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))
-    return own * agency_factor(c, p, b)[:n] if c.agency and c.agency_scope == "head" else own
+    return own * agency_factor(c, p, b)[:n] if c.agency else own
 
 
 def mixed_values(c, p, b, x, v, layer, heads, passed):
@@ -695,14 +689,6 @@ def before_block(model, i, x, outputs, depth):
     return x, inputs or None
 
 
-def branch_factors(c, block):
-    """What multiplies what attention and what the MLP of a block add, where agency_scope has it."""
-    if not c.agency or c.agency_scope == "head":
-        return 1.0, 1.0
-    factor = agency_factor(c, dict(block.named_parameters()), dict(block.named_buffers()))
-    return factor if c.agency_scope == "block" else 1.0, factor
-
-
 def hidden(model, idx, hint=None, seen=None):
     """Final hidden states [B, T, C] of idx [B, T]."""
     c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
@@ -715,12 +701,10 @@ def hidden(model, idx, hint=None, seen=None):
         name = f"transformer.h.{i}."
         x, inputs = before_block(model, i, x, outputs, depth)
         inputs = inputs and [normed(c, p, each, name + "ln_1") for each in inputs]
-        of_attention, of_mlp = branch_factors(c, model.transformer.h[i])
-        after = x + of_attention * attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed,
-                                             inputs)[0]
+        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed, inputs)[0]
         read = normed(c, p, x if c.parallel else after, name + "ln_2")
         inner = activation(linear(p, read, name + "mlp.c_fc"), c.act)
-        x = after + of_mlp * linear(p, inner, name + "mlp.c_proj")
+        x = after + linear(p, inner, name + "mlp.c_proj")
         outputs.append(x)
     return normed(c, p, before_block(model, N, x, outputs, depth)[0], "transformer.ln_f")
 

@@ -49,8 +49,6 @@ def liven(model, std=0.15):
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * std + (p.dim() < 2))
     for layer, block in enumerate(model.transformer.h):
-        if block.agency is not None:
-            model.set_head(layer, None, state=("misaligned", "overloaded")[layer % 2])
         if block.attn.agency is None:
             continue
         for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):

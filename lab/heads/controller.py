@@ -19,7 +19,6 @@ from nanoheads import checkpoint
 from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
 from nanoheads.log import read_rows, write_rows
-from nanoheads.scoring import heads_at_work
 from lab.heads.gates import MOVERS, move_gates, set_sparsity
 from lab.heads.measuring import Measurements, attentions, head_ids, static_gates
 from lab.heads.states import States, append_row, share_with_agency, states_of
@@ -50,18 +49,15 @@ class Controller:
         self.measured = Measurements(run)
         self.mover = MOVERS[run.config.controller](run.config, self.generator)
         self.surgery = Surgery(run.config, self.events)
-        self.states = States(run.config, self.events, self.measured.units.shape)
+        self.states = States(run.config, self.events, self.measured.heads.shape)
 
     # ---- keeping ----
 
     def state(self):
         """For a checkpoint: a dict of tensors, lists and numbers."""
-        state = dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
-                     overrides=[attn.gate_override for attn in attentions(self.model)],
-                     **self.measured.state(), **self.surgery.state(), **self.states.state())
-        if self.measured.of_pieces:
-            state["pieces"]["overrides"] = [block.agency.gate_override for block in self.model.transformer.h]
-        return state
+        return dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
+                    overrides=[attn.gate_override for attn in attentions(self.model)],
+                    **self.measured.state(), **self.surgery.state(), **self.states.state())
 
     def load(self, state, run):
         self.seconds = state["seconds"]
@@ -72,9 +68,6 @@ class Controller:
         device = run.model.transformer.wte.weight.device
         for attn, gates in zip(attentions(run.model), state["overrides"], strict=True):
             attn.gate_override = gates if gates is None else gates.view(attn.n_total).to(device)
-        if self.measured.of_pieces:
-            for block, gate in zip(run.model.transformer.h, state["pieces"]["overrides"], strict=True):
-                block.agency.gate_override = gate if gate is None else gate.view(1).to(device)
         set_sparsity(run)
 
     def as_scored(self, run):
@@ -88,7 +81,7 @@ class Controller:
         set_sparsity(run)
         self.measured.update(run)
         if run.model.config.agency:
-            share_with_agency(self.measured.units, run.model)
+            share_with_agency(self.measured.heads, run.model)
 
     def act(self, run):
         """Move states and gates, drop and grow heads; whether any came or went."""
@@ -136,7 +129,7 @@ class Controller:
         return changed
 
     def row(self, run):
-        """A row of heads.jsonl; what is measured of MLPs or blocks is a dict of its own, a value a block."""
+        """A row of heads.jsonl."""
         model, ids, measured = run.model, head_ids(run.model), self.measured
         row = dict(step=run.step, heldout=round(measured.held_out_loss, 6), seconds=round(self.seconds, 3),
                    heads=ids)
@@ -146,12 +139,7 @@ class Controller:
         row["active"] = sum(g > model.config.agency_threshold for g in sum(row["static_gate"], []))
         if model.config.agency:
             states = states_of(model)
-            if measured.of_pieces:
-                now = {name: rounded(values[:, 0]) for name, values in measured.units.now.items()}
-                row["pieces"] = dict(scope=model.config.agency_scope, state=list(states.values()), **now)
-                row["active"] = heads_at_work(model)[0]
-            else:
-                row["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
+            row["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
             kinds = [kind for _, _, kind in self.states.violating]
             row.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
         if self.events:

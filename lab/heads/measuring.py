@@ -24,14 +24,6 @@ METRICS = {
     "gate": "mean over tokens of all factors on its output",
     "conflict": "cosine of its gradients on two halves of the text",
 }
-# and measure_pieces() of every MLP or block, where agency_scope gives those states
-PIECE_METRICS = {
-    "gradient": "norm of the loss's gradient in its matrices, nats",
-    "importance": "|d loss / d factor| times the factor, a sequence, nats a token",
-    "utilisation": "norm of what it adds over that plus the norm of the stream that it adds to",
-    "gate": "its factor",
-    "conflict": METRICS["conflict"],
-}
 # averages that stand still while a head is withdrawn: it sends nothing, so that all of these would read 0
 STAND_STILL = ("load", "importance", "gradient", "conflict")
 GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
@@ -106,35 +98,21 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
 
 
 @contextmanager
-def seen_by_hooks(modules, register, part):
-    """A list of part(...) of what each module's hook was given last, filled by forward passes meanwhile.
-
-    register: the name of the method by which a module takes a hook.
-    """
+def inputs_of(modules):
+    """A list of what each of these modules was given last, filled by forward passes meanwhile."""
     seen = [None] * len(modules)
 
     def keep(i):
-        def hook(module, *passed):
-            seen[i] = part(*passed)
+        def hook(module, args):
+            seen[i] = args[0]
         return hook
 
-    hooks = [getattr(module, register)(keep(i)) for i, module in enumerate(modules)]
+    hooks = [module.register_forward_pre_hook(keep(i)) for i, module in enumerate(modules)]
     try:
         yield seen
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def inputs_of(modules):
-    """A list of what each of these modules was given last, filled by forward passes meanwhile."""
-    return seen_by_hooks(modules, "register_forward_pre_hook", lambda args: args[0])
-
-
-def outputs_of(modules):
-    """The same of what each module gave, of a tuple the first."""
-    return seen_by_hooks(modules, "register_forward_hook",
-                         lambda args, out: out[0] if isinstance(out, tuple) else out)
 
 
 @contextmanager
@@ -178,47 +156,25 @@ def measure(model, x, y, autocast=None):
             grads = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
             grads = [torch.zeros_like(t) if g is None else g for t, g in zip([*weights, *ys_of], grads)]
             halves.append(half_of_heads(model, out.traces, grads, ys_of))
-    return of_both_halves(halves, METRICS, share_of_layer, "a head in")
+    return of_both_halves(halves)
 
 
-def measure_pieces(model, x, y, autocast=None):
-    """{metric: [a float64 tensor [1] a block]} of PIECE_METRICS on x, y [B, T], as measure() has it of heads.
+def of_both_halves(halves):
+    """{metric: [a float64 tensor [H] a block]} of what was found on each half of a text, a dict a block.
 
-    {}: neither MLPs nor blocks have states. Raises ValueError where a metric is not finite.
+    The metrics are means over the halves.
     """
-    blocks, halves = model.transformer.h, []
-    if blocks[0].agency is None:
-        return {}
-    with inputs_of(blocks) as streams, outputs_of([block.attn for block in blocks]) as ys_of, \
-            outputs_of([block.mlp for block in blocks]) as ms_of, evaluating(model), torch.enable_grad():
-        for xs, ys in zip(x.chunk(2), y.chunk(2)):
-            with autocast or nullcontext():
-                loss = model(xs, ys).loss
-            groups = [[y, m, *piece_matrices(block)] for block, y, m in zip(blocks, ys_of, ms_of)]
-            every = [t for group in groups for t in group]
-            grads = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
-            halves.append([half_of_piece(block, stream, *group[:2], [next(grads) for _ in group])
-                           for block, stream, group in zip(blocks, streams, groups)])
-    return of_both_halves(halves, PIECE_METRICS, share_of_stream, f"the {blocks[0].agency.scope} of")
-
-
-def of_both_halves(halves, names, share, what):
-    """{metric: [a float64 tensor [units] a block]} of what was found on each half of a text, a dict a block.
-
-    The metrics are means over the halves. share: from these means to utilisation; what: in words, for what is
-    not finite.
-    """
-    metrics = {name: [] for name in names}
+    metrics = {name: [] for name in METRICS}
     for a, b in zip(*halves):
         mean = {name: (a[name] + b[name]) / 2 for name in a}
-        mean.update(gradient=mean["slope"].norm(dim=-1), utilisation=share(mean),
+        mean.update(gradient=mean["slope"].norm(dim=-1), utilisation=share_of_layer(mean),
                     conflict=F.cosine_similarity(a["slope"], b["slope"], dim=-1, eps=1e-30))
-        for name in names:
+        for name in METRICS:
             metrics[name].append(mean[name])
     for name, values in metrics.items():
         for layer, value in enumerate(values):
             if not value.isfinite().all():
-                raise ValueError(f"{name} of {what} block {layer} is not finite")
+                raise ValueError(f"{name} of a head in block {layer} is not finite")
     return metrics
 
 
@@ -226,33 +182,6 @@ def share_of_layer(mean):
     """[H]: the norm of what each head sends, over the sum of its layer's."""
     norms = mean["power"].clamp_min(0).sqrt()
     return norms / norms.sum().clamp_min(1e-30)
-
-
-def share_of_stream(mean):
-    """[1]: the norm of what an MLP or a block adds, over that plus the norm of the stream that it adds to."""
-    adds, onto = mean["adds"].sqrt(), mean["onto"].sqrt()
-    return adds / (adds + onto).clamp_min(1e-30)
-
-
-def piece_matrices(block):
-    """The weights of a block's MLP, and of its attention, where the whole block has a state."""
-    own = projections(block.attn) if block.agency.scope == "block" else []
-    return [*own, *(weight for weight, _ in block.mlp.matrices())]
-
-
-def half_of_piece(block, x, y, m, grads):
-    """A dict of [1] tensors of a block's MLP or of the block, which reads the stream x [B, T, C].
-
-    y, m: what its attention and its MLP put out, before the factor; grads: of y, m and piece_matrices().
-    """
-    x, y, m, dy, dm = (in_float64(t.detach()) for t in (x, y, m, *grads[:2]))
-    by_factor, gate = (m * dm).sum((1, 2)), in_float64(block.agency.gate().detach())
-    adds, onto = gate * m, x + y
-    if block.agency.scope == "block":
-        by_factor, adds, onto = by_factor + (y * dy).sum((1, 2)), adds + gate * y, x
-    return dict(slope=torch.cat([in_float64(each).flatten() for each in grads[2:]])[None], gate=gate,
-                importance=by_factor.abs().mean()[None] * len(x),  # times the sequences, as of heads
-                adds=adds.square().sum(-1).mean()[None], onto=onto.square().sum(-1).mean()[None])
 
 
 def projections(attn):
@@ -342,15 +271,15 @@ def closed(model, heads):
 # ---- measurements all through a run ----
 
 class Metrics:
-    """What has been measured of a run's heads, or of the MLPs or blocks that have states.
+    """What has been measured of a run's heads.
 
-    Arrays are [blocks, heads] by the original numbers, NaN: gone; of MLPs or blocks [blocks, 1]. now:
-    {metric: array}, of the last measurement. mean: the moving averages, see add(). withdrawn: what sends
-    nothing because agency's factor is 0.
+    Arrays are [blocks, heads] by the original numbers, NaN: gone. now: {metric: array}, of the last
+    measurement. mean: the moving averages, see add(). withdrawn: what sends nothing because agency's factor
+    is 0.
     """
 
-    def __init__(self, shape, of_heads=True):
-        self.shape, self.of_heads, self.mean, self.now = shape, of_heads, {}, {}
+    def __init__(self, shape):
+        self.shape, self.mean, self.now = shape, {}, {}
         self.withdrawn = np.full(shape, False)
 
     @property
@@ -359,7 +288,7 @@ class Metrics:
         return np.isfinite(self.now["gate"])
 
     def spread(self, values, ids):
-        """[a tensor [units] a block] -> an array, by their numbers, [a list a block]."""
+        """[a tensor [H] a block] -> an array, by their numbers, [a list a block]."""
         array = np.full(self.shape, math.nan)
         for layer, (numbers, value) in enumerate(zip(ids, values)):
             array[layer, numbers] = value.cpu().numpy()
@@ -369,7 +298,7 @@ class Metrics:
         """Put a measurement {metric: [a tensor a block]} into now and, where the past has that weight, mean.
 
         The averages have `load` in the place of utilisation: what a head sends, over the mean of its layer's
-        heads at work (of MLPs or blocks: of all at work), as both were at that measurement. 1 is an equal
+        heads at work, as both were at that measurement. 1 is an equal
         share. So an average load is never above the largest load that was measured, whoever came and went
         meanwhile; an average of shares would be, since a share grows when others are withdrawn. While a head
         is withdrawn, STAND_STILL stay what they were, since nobody can see what it would send. One that was
@@ -393,9 +322,7 @@ class Metrics:
             self.mean[name] = mean
 
     def mean_of_peers(self, values):
-        """The mean over the heads of each layer, [blocks, 1]; of MLPs or blocks over all, [1, 1]; 0: none."""
-        if not self.of_heads:
-            values = values[np.isfinite(values)][None]
+        """The mean over the heads of each layer, [blocks, 1]; 0: none."""
         n = np.isfinite(values).sum(1, keepdims=True)
         return np.nansum(values, 1, keepdims=True) / np.maximum(n, 1)
 
@@ -404,14 +331,11 @@ class Metrics:
         return self.mean_of_peers(np.where(self.now["gate"] != 0, values, math.nan))
 
     def features(self):
-        """[units, Agency.METRICS] of those that are here, in the order of GPT.units(); of MLPs or blocks
-        without entropy.
-        """
+        """[heads, Agency.METRICS] of those that are here, in all_heads()' order."""
         m, floor = self.mean, 1e-12
         relative = [np.log(np.maximum(m[k], floor) / np.maximum(self.mean_of_peers(m[k]), floor)).clip(-5, 5)
                     for k in ("gradient", "importance")]
-        entropy = [m["entropy"]] if self.of_heads else []
-        columns = [*entropy, *relative, m["load"].clip(0, 5), m["gate"], m["conflict"]]
+        columns = [m["entropy"], *relative, m["load"].clip(0, 5), m["gate"], m["conflict"]]
         return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
 
     def state(self):
@@ -423,11 +347,10 @@ class Metrics:
 
 
 class Measurements:
-    """What is measured of a run: its heads, what else has states, its loss on held-out text.
+    """What is measured of a run: its heads, and its loss on held-out text.
 
-    heads: Metrics; units: the Metrics of what has states, so of MLPs or blocks where those have; without
-    agency those of the heads. losses: nats per token on the held-out text since the last growth;
-    held_out_loss: the last of them. count: measurements so far.
+    heads: Metrics. losses: nats per token on the held-out text since the last growth; held_out_loss: the last
+    of them. count: measurements so far.
     """
 
     def __init__(self, run):
@@ -444,16 +367,9 @@ class Measurements:
     def begin(self, model):
         """Nothing is known of any head of the model."""
         extra, n_layer = max(attn.n_extra for attn in attentions(model)), model.config.n_layer
-        self.heads = self.units = Metrics((n_layer, model.config.n_head + extra))
-        if model.transformer.h[0].agency is not None:
-            self.units = Metrics((n_layer, 1), of_heads=False)
+        self.heads = Metrics((n_layer, model.config.n_head + extra))
         self.counts = {name: np.full(self.heads.shape, 0) for name in ("high", "small", "low")}
         self.high = np.full(self.heads.shape, False)  # whose entropy is high, with hysteresis
-
-    @property
-    def of_pieces(self):
-        """Whether MLPs or blocks have states."""
-        return self.units is not self.heads
 
     def held_out(self, run):
         """Mean nats per token of the held-out text, of all ranks."""
@@ -467,15 +383,11 @@ class Measurements:
         model, past = run.model, self.config.controller_average
         try:
             of_heads = measure(model, *self.text, self.autocast)
-            of_pieces = measure_pieces(model, *self.text, self.autocast)
         except ValueError as e:
             raise UserError(f"step {run.step}: {e}; lower adamw_lr or muon_lr") from None
         factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
                    for attn in attentions(model)]
         self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past)
-        if self.of_pieces:
-            factors = [block.agency.static_gate().detach() for block in model.transformer.h]
-            self.units.add(mean_of_ranks(of_pieces, run.process), factors, [[0]] * len(factors), past)
         self.held_out_loss = self.held_out(run)
         self.losses.append(self.held_out_loss)
 
@@ -496,10 +408,9 @@ class Measurements:
 
     def state(self):
         """For a checkpoint: a dict of tensors, lists and numbers."""
-        state = dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
-                     high=torch.from_numpy(self.high.copy()), counts=tensors_of(self.counts),
-                     **self.heads.state())
-        return dict(state, pieces=self.units.state()) if self.of_pieces else state
+        return dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
+                    high=torch.from_numpy(self.high.copy()), counts=tensors_of(self.counts),
+                    **self.heads.state())
 
     def load(self, state):
         self.count, self.losses, self.held_out_loss = (
@@ -507,8 +418,6 @@ class Measurements:
         self.high = arrays_of(dict(high=state["high"]), self.heads.shape)["high"]
         self.counts = arrays_of(state["counts"], self.heads.shape)
         self.heads.load(state)
-        if self.of_pieces:
-            self.units.load(state["pieces"])
 
 
 def mean_of_ranks(values, process):

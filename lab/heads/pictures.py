@@ -2,7 +2,7 @@
 The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, violations.jsonl and log.jsonl.
 
 gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
-states     the state over the run of each head, MLP or block (agency), and when it was forced without consent
+states     the state over the run of each head (agency), and when it was forced without consent
 active     heads at work against bits per byte
 """
 
@@ -29,7 +29,6 @@ STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so 
 # event: marker, in words, side of the step: what ends a head stands before it
 MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -1),
          "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1)}
-ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is, by agency_scope
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
 MEASURED = ("static_gate", "gate")
@@ -51,15 +50,13 @@ def sound(row):
     """Whether a row of heads.jsonl lists the heads, its measurements are lists like theirs, and its events
     name a layer and a head.
     """
-    ids, events, pieces = row.get("heads"), row.get("events") or [], row.get("pieces") or {}
+    ids, events = row.get("heads"), row.get("events") or []
     if not (ids and is_list_of_lists(ids) and all(is_number_of(head) for own in ids for head in own)):
         return False
     if not all(is_list_of_lists(row.get(key) or []) for key in (*MEASURED, "state")):
         return False
-    if not (isinstance(events, list) and isinstance(pieces, dict) and pieces.get("scope") in [*ROWS]
-            and isinstance(pieces.get("state") or [], list)):
-        return False
-    return all(isinstance(e, dict) and (e.get("what") not in [*MARKS] or names_head(e)) for e in events)
+    return isinstance(events, list) and all(
+        isinstance(e, dict) and (e.get("what") not in [*MARKS] or names_head(e)) for e in events)
 
 
 def names_head(row):
@@ -102,21 +99,10 @@ def history(run_dir):
                         here=np.isfinite(spread(rows, "heads", shape)),
                         state=spread(rows, "state", shape, number_of_state))
     h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
-    pieces = [row.get("pieces") or {} for row in rows]
-    h.scope = pieces[-1].get("scope")  # mlp | block, where those have states; they are drawn as one layer
-    if h.scope:
-        lists = [dict(heads=[range(shape[0])], state=[own.get("state") or ()]) for own in pieces]
-        h.state = spread(lists, "state", (1, shape[0]), number_of_state)
-    rows = read_rows(path.with_name("violations.jsonl"), lambda row: is_violation(row, h.scope),
-                     complain=partial(warn, run_dir))
-    h.forced = [("forced", row["step"], *((0, row["layer"]) if h.scope else (row["layer"], row["head"])))
+    rows = read_rows(path.with_name("violations.jsonl"), names_head, complain=partial(warn, run_dir))
+    h.forced = [("forced", row["step"], row["layer"], row["head"])
                 for row in rows if row.get("type") == "forced"]
     return h
-
-
-def is_violation(row, scope):
-    """Whether a row of violations.jsonl says where it was: of pieces, which have a scope, the layer alone."""
-    return is_number_of(row.get("layer")) and (bool(scope) or is_number_of(row.get("head")))
 
 
 def edges(steps):
@@ -133,11 +119,10 @@ def at_evaluations(h, c):
 
 # ---- time lines ----
 
-def time_lines(h, values, ends, title, cmap, norm, scope=None):
+def time_lines(h, values, ends, title, cmap, norm):
     """(Figure, axes [layers], mesh) of values [measurements, layers, heads]: a row a head, white: gone.
 
-    ends: [layers][heads] of what to write behind each row. scope: mlp | block, what has a row in place of a
-    head, all of the model's as of one layer.
+    ends: [layers][heads] of what to write behind each row.
     """
     _, n_layer, n_head = values.shape
     columns = 1 if n_layer <= 4 else 2 if n_layer <= 8 else 3
@@ -153,9 +138,9 @@ def time_lines(h, values, ends, title, cmap, norm, scope=None):
         for head in range(n_head):
             ax.text(1.01, head, ends[layer][head], transform=ax.get_yaxis_transform(), va="center",
                     fontsize=9, color=GREY)
-        ax.set(xlim=(x[0], x[-1]), ylim=(n_head - 0.5, -0.5), ylabel=ROWS[scope])
+        ax.set(xlim=(x[0], x[-1]), ylim=(n_head - 0.5, -0.5), ylabel="head")
         ax.set_yticks(range(n_head), range(n_head), fontsize=9)
-        ax.set_title("" if scope else f"layer {layer}", fontsize=11)
+        ax.set_title(f"layer {layer}", fontsize=11)
         ax.grid(False)
         ax.spines[:].set_visible(False)
         if len(h.step) == 1:
@@ -205,14 +190,13 @@ def gates(h, name):
 
 
 def states(h, name):
-    """A Figure of the state over the run of each head, MLP or block; None: nothing has any."""
+    """A Figure of the state over the run of each head; None: no head has any."""
     if not np.isfinite(h.state).any():
         return None
-    absent = np.full(h.state[-1].shape, "–") if h.scope else h.absent
     ends = [[word if np.isnan(s) else STATES[int(s)] for s, word in zip(*layer)]
-            for layer in zip(h.state[-1], absent)]
+            for layer in zip(h.state[-1], h.absent)]
     figure, axes, _ = time_lines(h, h.state, ends, f"{name}: states", ListedColormap(STATE_COLOURS),
-                                 Normalize(-0.5, len(STATES) - 0.5), h.scope)
+                                 Normalize(-0.5, len(STATES) - 0.5))
     handles = [Patch(color=colour, label=state)
                for i, (colour, state) in enumerate(zip(STATE_COLOURS, STATES)) if (h.state == i).any()]
     mark(h, axes, h.forced, {"forced": FORCED}, handles, colour="#D55E00", edge="white")

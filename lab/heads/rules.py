@@ -10,7 +10,7 @@ class Rules:
     """Rules of who may change heads: the first that fits decides, and where none does, it is allowed.
 
     A JSON list of {"who": policy | config, "layers": [..], "heads": [..], "states": [..],
-    "allow": true | false}; a key that is left out fits all. "heads" fits no MLP or block (agency_scope).
+    "allow": true | false}; a key that is left out fits all.
     """
 
     KEYS = {"who": str, "layers": list, "heads": list, "states": list, "allow": bool}

@@ -1,7 +1,6 @@
 """
 The states and consent of agency's heads between steps: a policy by what was measured, learned states, and the
-log of violations. With agency_scope the MLPs or whole blocks have states instead. A Unit is one of these, a
-head, an MLP or a block: nanoheads/mechanism.py.
+log of violations. A head is named by its layer and its original number there.
 
 violations.jsonl   a row each time that consent begins to be disregarded, or a rule refuses a change
 
@@ -19,15 +18,11 @@ import torch
 from model import Agency
 from nanoheads.common import UserError, in_place, json_safe
 from nanoheads.log import write_whole
+from lab.heads.measuring import all_heads, attentions, static_gate
 from lab.heads.rules import Rules
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns
 DRIFT = 0.2  # of the way to the mean of those at work goes a withdrawn head's importance at each measurement
-
-
-def units_with_states(model):
-    """[Unit] of what agency gives a state: all heads, or all MLPs, or all blocks."""
-    return [unit for unit in model.units() if unit.agency is not None]
 
 
 def find_violations(model):
@@ -35,46 +30,53 @@ def find_violations(model):
     utilisation (as last measured) and last_signal (the step of the last change of state or consent).
 
     type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set
-    by hand). Of MLPs or blocks with scope in the place of head.
+    by hand).
     """
     rows = []
-    for unit in units_with_states(model):
-        if unit.consent:
+    for layer, head in all_heads(model):
+        attn, i = model.place_of(layer, head)
+        if attn.agency is None or attn.agency.consent[i]:
             continue
-        by_hand = unit.by_hand
-        gate = own_gate(unit) if by_hand is None else by_hand
-        if gate > unit.agency.threshold:
-            kind = "blocked" if by_hand is None and unit.agency.enforce else "forced"
-            rows.append(violation(unit, kind, gate, unit.state))
+        hand = attn.gate_override
+        forced = hand is not None and not hand[i].isnan()
+        gate = hand[i].item() if forced else own_gate(attn, i)
+        if gate > attn.agency.threshold:
+            kind = "blocked" if attn.agency.enforce and not forced else "forced"
+            rows.append(violation(model, layer, head, kind, gate, state_of(attn, i)))
     return rows
 
 
-def own_gate(unit):
+def own_gate(attn, i):
     """The gate that a head has beside agency, by which it is in use: its sentinel's; 1: it has none."""
-    sentinel = None if unit.head is None else unit.holder.sentinel
-    return 1.0 if sentinel is None else sentinel.static_gate(noisy=False)[unit.i].item()
+    return 1.0 if attn.sentinel is None else attn.sentinel.static_gate(noisy=False)[i].item()
 
 
-def violation(unit, kind, gate, state):
-    """A row of violations.jsonl, without step and time: with what the unit signalled last."""
-    return dict(**unit.place, type=kind, gate=gate, state=state,
-                utilisation=unit.agency.utilisation[unit.i].item(),
-                last_signal=unit.agency.last_signal[unit.i].item())
+def violation(model, layer, head, kind, gate, state):
+    """A row of violations.jsonl, without step and time: with what the head signalled last."""
+    attn, i = model.place_of(layer, head)
+    return dict(layer=layer, head=head, type=kind, gate=gate, state=state,
+                utilisation=attn.agency.utilisation[i].item(), last_signal=attn.agency.last_signal[i].item())
+
+
+def state_of(attn, i):
+    """The name of the state of a layer's head i."""
+    return list(Agency.STATES)[attn.agency.state[i]]
 
 
 def states_of(model):
-    """{(layer, head): the name of its state}; of MLPs or blocks {(layer, 0): ...}."""
-    return {unit.key: unit.state for unit in units_with_states(model)}
+    """{(layer, head): the name of its state}."""
+    return {place: state_of(*model.place_of(*place)) for place in all_heads(model)}
 
 
 def share_with_agency(metrics, model):
     """Write `utilisation` into agency's buffers, and `metrics` where states are predicted from them."""
-    units = units_with_states(model)
-    for unit in units:
-        unit.agency.utilisation[unit.i] = metrics.now["utilisation"][unit.key]
+    for place in all_heads(model):
+        attn, i = model.place_of(*place)
+        attn.agency.utilisation[i] = metrics.now["utilisation"][place]
     if model.config.agency_learned:
-        for unit, features in zip(units, metrics.features(), strict=True):
-            unit.agency.metrics[unit.i] = features
+        for place, features in zip(all_heads(model), metrics.features(), strict=True):
+            attn, i = model.place_of(*place)
+            attn.agency.metrics[i] = features
 
 
 def conditions(mean, limits, now=None):
@@ -88,17 +90,15 @@ def conditions(mean, limits, now=None):
         conflict += abs(conflict) / 2
     if now == "overloaded":
         load -= 0.25
-    # an MLP or a block has no rows of attention
-    idle = (mean["entropy"] > limits.policy_entropy) & (mean["load"] < 0.5) if "entropy" in mean else False
+    idle = (mean["entropy"] > limits.policy_entropy) & (mean["load"] < 0.5)
     return dict(withdrawn=idle, misaligned=mean["conflict"] < conflict, overloaded=mean["load"] > load)
 
 
 class States:
     """What moves the states of a run's heads; what is done goes into the list `events`.
 
-    since: [blocks, heads], the measurement of the last change of state; of MLPs or blocks [blocks, 1]. What
-    is said of heads below holds for these too, as head 0. violating: {(layer, head, type)} now; refused:
-    {(who, layer, head, state)} that rules have refused.
+    since: [blocks, heads], the measurement of the last change of state. violating: {(layer, head, type)} now;
+    refused: {(who, layer, head, state)} that rules have refused.
     """
 
     def __init__(self, config, events, shape):
@@ -110,56 +110,56 @@ class States:
     def begin(self, shape):
         """No head of [blocks, heads] has changed its state yet."""
         self.since = np.full(shape, -10**9)
-        self.no_consent = [(int(layer), int(head or 0)) for layer, _, head in
-                           (each.partition(".") for each in self.config.policy_no_consent)]
+        self.no_consent = [tuple(map(int, each.split("."))) for each in self.config.policy_no_consent]
 
     # ---- by the policy ----
 
-    def change(self, run, who, unit, state, count=0):
-        """Move a head to a state, if the rules let `who`; what they refuse is logged once.
+    def change(self, run, who, place, state, count=0):
+        """Move a head (layer, head) to a state, if the rules let `who`; what they refuse is logged once.
 
         count: measurements so far.
         """
-        if not self.rules.allow(who, unit.layer, unit.head, state):
-            refusal = (who, *unit.key, state)
+        attn, i = run.model.place_of(*place)
+        if not self.rules.allow(who, *place, state):
+            refusal = (who, *place, state)
             if refusal not in self.refused:
-                log_violation(run, violation(unit, f"refused to {who}", unit.gate, state))
+                gate = static_gate(attn)[i].item()
+                log_violation(run, violation(run.model, *place, f"refused to {who}", gate, state))
             self.refused.add(refusal)
             return
-        unit.agency.set(unit.i, state, step=run.step)
-        self.since[unit.key] = count
-        self.record(unit, state, who)
+        attn.agency.set(i, state, step=run.step)
+        self.since[place] = count
+        self.record(place, state, who)
 
-    def record(self, unit, state, who):
-        self.events.append(dict(what="state", **unit.place, state=state, who=who))
+    def record(self, place, state, who):
+        layer, head = place
+        self.events.append(dict(what="state", layer=layer, head=head, state=state, who=who))
 
     def withhold(self, run):
         """Withdraw the heads of policy_no_consent: from the start, and as soon as one is grown again.
 
         UserError: there is no such head, and none is grown.
         """
-        units = {unit.key: unit for unit in units_with_states(run.model)}
-        for key in self.no_consent:
-            if key not in units and run.config.grow_heads:
-                continue  # it may come
+        for place in self.no_consent:
             try:
-                unit = units.get(key) or run.model.unit(*key)  # the latter says which heads there are
+                attn, i = run.model.place_of(*place)
             except ValueError as e:
+                if run.config.grow_heads:
+                    continue  # it may come
                 raise UserError(f"policy: {e}") from None
-            if unit.state != "withdrawn":
-                self.change(run, "config", unit, "withdrawn")
+            if state_of(attn, i) != "withdrawn":
+                self.change(run, "config", place, "withdrawn")
 
     def follow_policy(self, measured, run):
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
-        units = {unit.key: unit for unit in units_with_states(run.model)}
-        states, metrics = {key: unit.state for key, unit in units.items()}, measured.units
-        free = [key for key in units if key not in self.no_consent
+        states, metrics = states_of(run.model), measured.heads
+        free = [key for key in states if key not in self.no_consent
                 and measured.count - self.since[key] >= self.config.policy_dwell]
         resting = self.withdrawn_by_budget(metrics, states, free)
         for key in free:
             state = self.state_by_metrics(metrics, key, states[key], key in resting)
             if state != states[key]:
-                self.change(run, "policy", units[key], state, measured.count)
+                self.change(run, "policy", key, state, measured.count)
 
     def state_by_metrics(self, metrics, key, now, resting):
         """The state that follows from the metrics of a head (layer, head); now: its present one."""
@@ -209,20 +209,20 @@ class States:
 
     def follow_learned(self, run):
         """Move each head that consents to the state that learned agency gives the largest logit."""
-        names, units = list(Agency.STATES), units_with_states(run.model)
-        agencies = {unit.agency for unit in units}
-        likeliest = {agency: agency.logits().argmax(-1).tolist() for agency in agencies}
-        for unit in units:
-            state = names[likeliest[unit.agency][unit.i]]
-            if unit.consent and state != unit.state:
-                unit.agency.set(unit.i, state, consent=True, step=run.step)  # it may come back by itself
-                self.record(unit, state, "learned")
+        names = list(Agency.STATES)
+        for layer, attn in enumerate(attentions(run.model)):
+            likeliest = attn.agency.logits().argmax(-1).tolist()
+            for i, head in enumerate(attn.all_head_ids()):
+                state = names[likeliest[i]]
+                if attn.agency.consent[i] and state != state_of(attn, i):
+                    attn.agency.set(i, state, consent=True, step=run.step)  # it may come back by itself
+                    self.record((layer, head), state, "learned")
 
     # ---- violations ----
 
     def watch(self, run):
         """Log each head whose consent begins to be disregarded."""
-        now = {(row["layer"], row.get("head", 0), row["type"]): row for row in find_violations(run.model)}
+        now = {(row["layer"], row["head"], row["type"]): row for row in find_violations(run.model)}
         for key, row in now.items():
             if key not in self.violating:
                 log_violation(run, row)

@@ -174,8 +174,6 @@ def insert_problems(c, config):
     for name in OF_TRAINING:
         if getattr(config, name):
             yield f"{name}={getattr(config, name)!r} is for train.py: an inserted model knows of no steps"
-    if config.agency and config.agency_scope != "head":
-        yield f"agency_scope={config.agency_scope!r} is for this repository's models: only heads have states"
     if config.constraint_names and config.constraint_variant == "B":
         yield "constraint_variant='B' makes a model's own heads smaller, which cannot be inserted: 'A' can"
     dropout = getattr(c, "attn_pdrop", getattr(c, "attention_dropout", 0.0))
@@ -294,8 +292,8 @@ class Control(HeadControl):
         if not gates:
             raise UserError("the model has no gates: insert some")
         states = all(own.agency is not None for own in gates.values())
-        self.config = SimpleNamespace(n_layer=len(self.layers), agency=states, agency_scope="head")
-        blocks = [SimpleNamespace(attn=gates[i], agency=None) for i in range(len(gates))]
+        self.config = SimpleNamespace(n_layer=len(self.layers), agency=states)
+        blocks = [SimpleNamespace(attn=gates[i]) for i in range(len(gates))]
         self.transformer = SimpleNamespace(h=blocks)
 
     def set_head(self, layer, head, gate=None, **how):

@@ -45,8 +45,6 @@ class AttentionLayer(nn.Module):
                                 seed=seed, dropout=dropout, **flags)
         if self.config.problems():
             raise UserError("; ".join(self.config.problems()))
-        if self.config.agency_scope != "head":
-            raise UserError(f"agency_scope={self.config.agency_scope!r} is of a GPT's blocks, not of a layer")
         self.max_len, self.causal = max_len, causal
         self.attn = GPT(self.config).transformer.h[0].attn
         self.mask = CausalMask(self.config)

@@ -84,9 +84,7 @@ def history_of(folder):
 
 
 def states_in(row):
-    """{(layer, head): state} of a row of heads.jsonl; of MLPs or blocks {(layer, None): state}."""
-    if "pieces" in row:
-        return {(layer, None): state for layer, state in enumerate(row["pieces"]["state"])}
+    """{(layer, head): state} of a row of heads.jsonl."""
     return {(layer, head): state for layer, (ids, now) in enumerate(zip(row["heads"], row.get("state", ())))
             for head, state in zip(ids, now)}
 

@@ -1,10 +1,8 @@
 """Every mechanism against the oracle, values and gradients; its kernels, its details, mistakes once made."""
 
-import copy
 import functools
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -83,13 +81,6 @@ MIXTURES = {
                      acag="headwise", window=2, bias=True),
     "learned": dict(agency=True, agency_learned=True, agency_enforce=False, sentinel="sigmoid",
                     constraint_names=["a"], constraint_layers=[0, 1], head_norm=True),
-    "learned MLPs": dict(agency=True, agency_scope="mlp", agency_learned=True, parallel=True, bias=True,
-                         constraint_names=["a"], sentinel="sigmoid"),
-    "learned blocks": dict(agency=True, agency_scope="block", agency_learned=True, agency_enforce=False,
-                           unet="concat", bias=True, constraint_names=["a"], routing="moh", n_layer=4,
-                           value_residual=True, head_mix=True),
-    "blocks in parallel": dict(agency=True, agency_scope="block", parallel=True, bias=True,
-                               stream_scalars=True),
     "gated scores": dict(constraint_names=["a", "b"], constraint_gate="score", sink=True, xsa=True,
                          acag="headwise", roles=["long", "local"]),
     "hard gates": dict(constraint_names=["a", "b"], constraint_layers=[0, 1], constraint_gate="value",
@@ -690,126 +681,6 @@ def test_setting_a_head_that_there_is_not_says_so_in_one_line(arguments, words):
 def test_a_state_without_agency_is_refused_in_one_line():
     with pytest.raises(ValueError, match="agency") as e:
         tiny().set_head(0, 0, state="active")
-    assert "\n" not in str(e.value)
-
-
-# ---- agency of MLPs and of whole blocks ----
-
-def scoped(scope, **flags):
-    """A live GPT with biases whose MLPs or blocks have states, all active."""
-    model = tiny(dict(agency=True, agency_scope=scope, bias=True, **flags))
-    for layer in range(model.config.n_layer):
-        model.set_head(layer, None, state="active")
-    return model
-
-
-def without(model, layer, scope):
-    """The hidden states [2, 9, C] of a model whose block, or its MLP, is not there."""
-    model = copy.deepcopy(model)
-    if scope == "block":
-        del model.transformer.h[layer]
-        model.config = replace(model.config, n_layer=1)
-    else:
-        for p in model.transformer.h[layer].mlp.c_proj.parameters():
-            p.data.zero_()
-    return model.hidden(tokens(2, 9))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_what_is_withdrawn_adds_nothing_and_a_withdrawn_block_is_the_identity(scope, parallel):
-    model, idx = scoped(scope, parallel=parallel), tokens(2, 9)
-    before = model.hidden(idx)
-    for layer in (0, 1):
-        model.set_head(layer, None, state="withdrawn", step=5)
-        want = without(model, layer, scope)
-        close(model.hidden(idx), want, 1e-12)
-        assert not torch.allclose(want, before, atol=1e-2)
-        assert not pack(model).transformer.h[layer].agency.consent
-        close(pack(model).hidden(idx), want, 1e-12)
-        assert model.transformer.h[layer].agency.last_signal.tolist() == [5]
-        model.set_head(layer, None, state="active")
-    assert torch.equal(model.hidden(idx), before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_packing_takes_a_withdrawn_mlp_and_a_withdrawn_blocks_heads_out(scope, monkeypatch):
-    model, ran = scoped(scope), []
-    model.set_head(1, None, consent=False)
-    packed = pack(model)
-    for i, block in enumerate(packed.transformer.h):
-        block.mlp.register_forward_hook(lambda *_, i=i: ran.append(i))
-    close(packed.hidden(tokens(2, 9)), model.hidden(tokens(2, 9)), 1e-12)
-    assert ran == [0] and packed.transformer.h[1].attn.head_ids == ([] if scope == "block" else [*range(6)])
-    passing = scoped(scope, value_residual=True)
-    passing.set_head(0, None, state="withdrawn")
-    assert len(pack(passing).transformer.h[0].attn.head_ids) == 6, "others read its values"
-    close(pack(passing).hidden(tokens(2, 9)), passing.hidden(tokens(2, 9)), 1e-12)
-
-
-@pytest.mark.parametrize("enforce", [True, False])
-def test_the_factor_of_every_state_of_an_mlp_with_and_without_consent(enforce):
-    model = tiny(dict(agency=True, agency_scope="mlp", agency_enforce=enforce), live=False)
-    for state, factor in STATES.items():
-        for consent in (True, False):
-            model.set_head(1, None, state=state, consent=consent)
-            want = factor if enforce and consent else 0.0 if enforce else factor or 1.0
-            assert model.transformer.h[1].agency.gate().tolist() == pytest.approx([want], abs=1e-7)
-    assert model.transformer.h[0].agency.gate().tolist() == [1.0]
-    assert all(block.attn.agency is None for block in model.transformer.h), "heads have no states"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_a_forgotten_factor_is_noticed(scope, monkeypatch):
-    """The control of the comparison with the oracle: a block whose MLP has no factor."""
-    model = tiny(dict(agency=True, agency_scope=scope))
-    equals_the_oracle(model)
-
-    monkeypatch.setattr(Agency, "branch_gates", lambda self, dtype, traces: (
-        self.gate() if self.scope == "block" else None, None))
-    with pytest.raises(AssertionError):
-        equals_the_oracle(model)
-
-
-def test_a_gate_by_hand_overrides_the_state_of_a_block():
-    model, idx = scoped("block"), tokens(2, 9)
-    plain = model.hidden(idx)
-    model.set_head(0, None, state="withdrawn")
-    model.set_head(0, None, gate=1.0)
-    assert torch.equal(model.hidden(idx), plain)
-    assert model(idx, traces=True).traces["blocks.0.agency"].tolist() == [1.0]
-    model.set_head(0, None, gate=math.nan)
-    assert model(idx, traces=True).traces["blocks.0.agency"].tolist() == [0.0]
-
-
-@pytest.mark.parametrize("scope, head", [("head", 4), ("mlp", None), ("block", None)])
-def test_a_head_an_mlp_and_a_block_say_their_gate_and_state_in_the_same_way(scope, head):
-    model = GPT(GPTConfig(**TINY, agency=True, agency_scope=scope))
-    model.set_head(1, head, state="overloaded")
-    unit = model.unit(1, head)
-    assert (unit.state, unit.consent, unit.gate) == ("overloaded", True, 0.5) and unit.by_hand is None
-    assert unit.place == dict(layer=1, **(dict(head=4) if head else dict(scope=scope)))
-    assert (str(unit), unit.kind, unit.key) == (("1.4", scope, (1, 4)) if head else ("1", scope, (1, 0)))
-    model.set_head(1, head, gate=0.25, consent=False)
-    assert (unit.state, unit.consent, unit.gate, unit.by_hand) == ("overloaded", False, 0.25, 0.25)
-    with_states = [unit for unit in model.units() if unit.agency is not None]
-    assert len(with_states) == (12 if head else 2) and {unit.kind for unit in with_states} == {scope}
-    assert [other for other in model.units() if other.by_hand is not None] == [unit]
-
-
-@pytest.mark.parametrize("flags, arguments, words", [
-    (dict(agency=True), (0, None, 0.5), "block 0 has no state: agency_scope"),
-    ({}, (0, None, None, "active"), "block 0 has no state: agency_scope"),
-    (dict(agency=True, agency_scope="mlp"), (0, 1, None, "active"), "heads have no states.*the block alone"),
-    (dict(agency=True, agency_scope="mlp"), (2, None, None, "active"), "no block 2"),
-    (dict(agency=True, agency_scope="block"), (1, None, None, "tired"), "must be one of active"),
-])
-def test_a_state_of_what_has_none_is_refused_in_one_line(flags, arguments, words):
-    with pytest.raises(ValueError, match=words) as e:
-        GPT(GPTConfig(**TINY, **flags)).set_head(*arguments)
     assert "\n" not in str(e.value)
 
 

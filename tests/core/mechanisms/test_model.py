@@ -491,4 +491,4 @@ def test_the_plain_gpt_names_no_mechanism():
     for cls in (model_py.AttentionCore, model_py.CausalSelfAttention, model_py.MLP, model_py.Block, GPT,
                 model_py.KVCache, model_py.CausalMask):
         assert words_in(cls) & of_mechanisms == set(), cls.__name__
-    assert words_in(model_py.Agency) >= {"agency", "agency_scope"}, "a control"
+    assert words_in(model_py.Agency) >= {"agency", "agency_learned"}, "a control"

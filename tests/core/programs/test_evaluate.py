@@ -835,25 +835,6 @@ def test_an_infinity_in_a_withdrawn_head_does_not_reach_the_score(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_an_mlp_or_a_block_is_set_by_its_layer_alone(tmp_path, scope):
-    data = write_data(tmp_path / "toy")
-    model = make_model(n_head=4, spread=3.0, agency=True, agency_scope=scope)
-    path, block = write_checkpoint(tmp_path / "a.pt", model, data), model.transformer.h[1]
-    evaluated = scoring.evaluate(path, "test", 0, "cpu", settings=["state.1=withdrawn"], progress=False)
-    assert evaluated["heads"] == ([4, 8] if scope == "block" else [8, 8])
-    with torch.no_grad():
-        block.mlp.c_proj.weight.zero_()
-        if scope == "block":
-            block.attn.c_proj.weight.zero_()
-    gone = score(model, data, "test")[0] / 23
-    assert scored(path) != gone
-    for setting in ("gate.1=0", "state.1=withdrawn", "consent.1=false"):
-        assert scored(path, setting) == pytest.approx(gone, rel=1e-6)
-    assert scored(path, "gate.1=0.5") == pytest.approx(scored(path, "state.1=overloaded")) != scored(path)
-
-
-@pytest.mark.slow
 def test_what_was_set_is_said_and_written(switched, tmp_path, capsys):
     path, out = switched[0], tmp_path / "s.json"
     main(["--ckpt", path, "--set", "unet_skips=False", "--set", "gate.0.3=0.25", "--json", str(out)])

@@ -383,7 +383,7 @@ COMMANDS = [
         ("routing_top_k=2.5", "'2.5' is not int or None"),
         ("unet_init=nan", "'nan' is not float"),
         ("gate=0", "--set gate=0: it must be gate.<layer>.<head>=value"),
-        ("gate.0=0", "--set gate.0=0.0: block 0 has no state: agency_scope is not mlp or block; name a head"),
+        ("gate.0=0", "--set gate.0=0: it must be gate.<layer>.<head>=value"),
         ("gate.0.x=0", "it must be gate."),
         ("gate.0.1", "it must be gate."),
         ("gate.0.-1=0", "it must be gate."),

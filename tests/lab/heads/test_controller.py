@@ -25,7 +25,7 @@ from nanoheads.pruning import pack
 from nanoheads.ranks import Process
 from lab.heads import controller, measuring
 from lab.heads.gates import features_of, move_gates
-from lab.heads.measuring import METRICS, PIECE_METRICS, Measurements, Metrics, all_heads, attentions
+from lab.heads.measuring import METRICS, Measurements, Metrics, all_heads, attentions
 from lab.heads.rules import Rules
 from lab.heads.states import States, states_of
 from lab.heads.surgery import fold_gates
@@ -45,7 +45,7 @@ def rows_of(folder, name="heads.jsonl"):
 
 
 def events(folder):
-    return [(row["step"], e["what"], e["layer"], e.get("head", e.get("scope"))) for row in rows_of(folder)
+    return [(row["step"], e["what"], e["layer"], e["head"]) for row in rows_of(folder)
             for e in row.get("events", ())]
 
 
@@ -370,7 +370,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
             policy_no_consent=[])
     measured(r, 12)
     assert {e[1] for e in events(r.out_dir)} <= {"grown", "state"} and len(r.controller.surgery.ramps) == 2
-    r.controller.states.change(r, "policy", r.model.unit(0, 2), "withdrawn")
+    r.controller.states.change(r, "policy", (0, 2), "withdrawn")
     r.controller.surgery.open_ramps(r)
     assert attentions(r.model)[0].static_gate(noisy=False)[2] == 0
     r.config.policy_dwell = 1000
@@ -841,162 +841,6 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     assert len(found) == 4 and {v["type"] for v in found} == {"refused to policy"}
     who = Rules.read(rules)
     assert who.allow("config", 0, 1, "misaligned") and not who.allow("policy", 0, 1, "misaligned")
-
-
-# ---- states of MLPs and of blocks ----
-
-MLPS = dict(policy=True, agency=True, agency_scope="mlp")
-
-
-def given_of_pieces(monkeypatch, **values):
-    """Every MLP's or block's metrics are these: numbers, or functions of the layer; heads' as in given()."""
-    def made_up(model, x, y, autocast):
-        factors = [block.agency.static_gate().detach() for block in model.transformer.h]
-        found = {name: [] for name in PIECE_METRICS}
-        for name in PIECE_METRICS:
-            value = values.get(name, 0.5)
-            for layer, factor in enumerate(factors):
-                own = torch.tensor([value(layer) if callable(value) else value]).double()
-                found[name].append(own.masked_fill(factor == 0, 0.0))
-        return found
-    given(monkeypatch)
-    monkeypatch.setattr(measuring, "measure_pieces", made_up)
-
-
-def scope_states(r):
-    return [state for _, state in sorted(states_of(r.model).items())]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_states_of_mlps_and_blocks_follow_their_metrics(run, monkeypatch, scope):
-    use = {"now": 0.3}
-    r = run(dict(agency=True, agency_scope=scope, n_layer=3), policy=True, policy_dwell=2)
-    # over the mean of all: 0.7 is 1.6, above 1.5; 0.48 is 1.3, between; 0.36 is 1.1, below 1.25
-    given_of_pieces(monkeypatch, utilisation=lambda i: use["now"] if i == 1 else 0.3,
-                    conflict=lambda i: -0.5 if i == 2 else 0.2)
-    seen = []
-    for value in (0.3, 0.7, 0.7, 0.48, 0.48, 0.36, 0.36, 0.36):
-        use["now"] = value
-        measured(r)
-        seen.append(scope_states(r)[1])
-    assert seen == ["active", "overloaded", "overloaded", "overloaded", "overloaded", "active", "active",
-                    "active"]
-    assert scope_states(r)[::2] == ["active", "misaligned"]
-    agency = r.model.transformer.h[1].agency
-    assert agency.utilisation.tolist() == pytest.approx([0.36]) and agency.last_signal.tolist() == [12]
-    found = rows_of(r.out_dir)
-    assert found[-1]["pieces"]["scope"] == scope and "state" not in found[-1]
-    assert found[-1]["pieces"]["state"] == ["active", "active", "misaligned"]
-    assert {name: len(values) for name, values in found[-1]["pieces"].items() if name != "scope"} == \
-        dict.fromkeys(["state", *PIECE_METRICS], 3)
-    assert events(r.out_dir)[:2] == [(4, "state", 1, scope), (4, "state", 2, scope)]
-    first = dict(what="state", layer=1, scope=scope, state="overloaded", who="policy")
-    assert found[1]["events"][0] == first
-
-
-def test_the_last_block_at_work_is_not_overloaded_for_that(run, monkeypatch):
-    r = run(dict(agency=True, agency_scope="block", n_layer=3), policy=True, policy_budget=0.4,
-            policy_dwell=1)
-    given_of_pieces(monkeypatch, importance=lambda i: 1.0 + i, gate=lambda i: float(i == 2),
-                    utilisation=lambda i: 0.4 * (i == 2))
-    measured(r, 4)
-    assert scope_states(r) == ["withdrawn", "withdrawn", "active"]
-
-
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_a_budget_withdraws_the_least_important_mlps_or_blocks(run, monkeypatch, scope):
-    r = run(dict(agency=True, agency_scope=scope, n_layer=4), policy=True, policy_budget=0.6, policy_dwell=1)
-    given_of_pieces(monkeypatch, importance=lambda i: [2.0, 0.5, 3.0, 1.0][i])
-    measured(r, 2)
-    assert scope_states(r) == ["active", "withdrawn", "active", "withdrawn"]
-    assert rows_of(r.out_dir)[-1]["active"] == (8 if scope == "block" else 16), "heads at work"
-    x = torch.arange(16)[None]
-    packed = pack(r.model)
-    assert torch.allclose(packed(x).logits, r.model.eval()(x).logits, atol=1e-5)
-    assert len(all_heads(packed)) == (8 if scope == "block" else 16)
-
-
-@pytest.mark.slow
-def test_what_is_withdrawn_drifts_to_the_mean_of_all_and_its_turn_comes(run, monkeypatch):
-    """The mean is that of all MLPs, 1.525 at first: with its own for each block none would ever come back."""
-    r = run(dict(agency=True, agency_scope="mlp", n_layer=4), policy=True, policy_budget=0.5, policy_dwell=1)
-    given_of_pieces(monkeypatch, importance=lambda i: [1.0, 4.0, 0.5, 0.6][i])
-    measured(r, 12)
-    asleep = [{i for i, state in enumerate(row["pieces"]["state"]) if state == "withdrawn"}
-              for row in rows_of(r.out_dir)]
-    assert asleep[:2] == [set(), {2, 3}] and {0, 2} in asleep and not any(1 in each for each in asleep)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("enforce, kind", [(True, "blocked"), (False, "forced")])
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_violations_of_mlps_and_blocks_are_logged_with_their_scope(run, scope, enforce, kind):
-    r = run(dict(agency=True, agency_scope=scope, agency_enforce=enforce), policy=True,
-            policy_no_consent=["1"], policy_dwell=1000)
-    measured(r, 3)
-    found, = rows_of(r.out_dir, "violations.jsonl")
-    assert set(found) == {"layer", "scope", "type", "gate", "state", "utilisation", "last_signal", "step",
-                          "time"}
-    assert (found["layer"], found["scope"], found["type"], found["step"]) == (1, scope, kind, 2)
-    assert rows_of(r.out_dir)[-1][kind] == 1
-    r.model.set_head(1, None, gate=0.5)
-    measured(r)
-    assert [row["type"] for row in rows_of(r.out_dir, "violations.jsonl")] == [kind] + ["forced"] * enforce
-
-
-def test_rules_hold_for_blocks_and_those_of_heads_do_not(run, tmp_path, monkeypatch):
-    rules = tmp_path / "rules.json"
-    rules.write_text(json.dumps([{"heads": [0], "allow": False},
-                                 {"who": "policy", "layers": [0], "states": ["misaligned"], "allow": False}]))
-    r = run(dict(agency=True, agency_scope="block"), policy=True, policy_rules=str(rules), policy_dwell=1)
-    given_of_pieces(monkeypatch, conflict=-0.9)
-    measured(r, 4)
-    assert scope_states(r) == ["active", "misaligned"]
-    found, = rows_of(r.out_dir, "violations.jsonl")
-    assert (found["type"], found["layer"], found["scope"]) == ("refused to policy", 0, "block")
-
-
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_learned_states_of_mlps_and_blocks_take_the_likeliest(run, monkeypatch, scope):
-    r = run(dict(agency=True, agency_scope=scope, agency_learned=True), controller_log=True)
-    given_of_pieces(monkeypatch, importance=lambda i: [1.0, 3.0][i], gate=0.7, conflict=-0.3)
-    with torch.no_grad():
-        for block in r.model.transformer.h:
-            block.agency.weight.zero_(), block.agency.bias.copy_(torch.tensor([0.5, 0.0, 0.0, 0.0]))
-            block.agency.weight[3, 4] = -2.0  # withdrawn where gradients are in conflict
-    measured(r)
-    r.model.set_head(0, None, consent=False)
-    found = measured(r)[-1]
-    want = [[0.0, math.log(x / 2), 1.0, gate, -0.3] for x, gate in ((1.0, 0.0), (3.0, 0.7))]
-    assert torch.allclose(torch.cat([block.agency.metrics for block in r.model.transformer.h]),
-                          torch.tensor(want))
-    assert scope_states(r) == ["active", "withdrawn"] and found["blocked"] == 1
-    assert found["events"] == [dict(what="state", layer=1, scope=scope, state="withdrawn", who="learned")]
-    assert r.model.transformer.h[1].agency.consent.all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_a_run_with_states_of_mlps_or_blocks_resumes_exactly(args, rows, tmp_path, scope):
-    keys = {**LIVE, **MLPS, "n_layer": 4, "agency_scope": scope, "policy_budget": 0.75, "policy_dwell": 5,
-            "policy_overloaded": 1.05, "policy_conflict": 0.9, "adamw_lr": 0.02, "warmup_iters": 0,
-            "controller_interval": 1}
-    main(args("whole", **keys))
-    main(args("parts", **{**keys, "max_iters": 7}))
-    main([*args("parts", **keys), "--resume"])
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert min(events(whole))[0] < 7 < max(events(whole))[0], "something happens before and after"
-    assert same(weights(whole / "ckpt.pt"), weights(parts / "ckpt.pt"))
-    one, two = ([{k: v for k, v in row.items() if k != "seconds"} for row in rows_of(folder)]
-                for folder in (whole, parts))
-    assert one == two
-    a, b = (checkpoint.read(folder / "ckpt.pt")["controller"] for folder in (whole, parts))
-    a.pop("seconds"), b.pop("seconds")
-    assert plain(a) == plain(b) and set(a["pieces"]) == {"mean", "now", "overrides"}
-    states = checkpoint.build(checkpoint.read(whole / "ckpt.pt"), "whole").transformer.h
-    assert [block.agency.state.item() for block in states] == [
-        list(Agency.STATES).index(state) for state in one[-1]["pieces"]["state"]]
 
 
 # ---- learned agency ----

@@ -15,8 +15,7 @@ from nanoheads.dataset import Dataset
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import prune_heads
 from nanoheads.tasks import TaskData
-from lab.heads.measuring import (PIECE_METRICS, all_heads, attentions, closed, fixed_text, measure,
-                                 measure_pieces, nats_on)
+from lab.heads.measuring import all_heads, attentions, closed, fixed_text, measure, nats_on
 from lab.heads.surgery import insert_heads
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
@@ -119,89 +118,6 @@ def test_the_metrics_that_a_slip_would_give_are_others():
     assert all((mine > batch.abs() + 1e-6).any() for mine, batch in zip(got["importance"], whole))
     entropy = model(X, traces=True).traces["blocks.0.entropy"][..., 1:].mean((0, 2))
     assert not torch.allclose(got["entropy"][0], entropy, rtol=0.1)
-
-
-# ---- metrics of MLPs and blocks ----
-
-def scoped(scope, **flags):
-    """A model whose first block, or its MLP, is overloaded, and whose second is misaligned."""
-    model = tiny(dict(agency=True, agency_scope=scope, bias=True, **flags))
-    model.set_head(0, None, state="overloaded")
-    model.set_head(1, None, state="misaligned")
-    return model
-
-
-def slow_piece_metrics(model, x, y):
-    """{metric: [blocks]}, one piece and one sequence at a time, with its factor set by hand."""
-    found = {name: [] for name in PIECE_METRICS}
-    for block in model.transformer.h:
-        own = block.agency.gate().item()
-        matrices = [block.mlp.c_fc.weight, block.mlp.c_proj.weight]
-        if model.config.agency_scope == "block":
-            matrices += [block.attn.c_attn.weight, block.attn.c_proj.weight]
-        slopes = []
-        for rows in (slice(0, len(x) // 2), slice(len(x) // 2, None)):
-            grads = torch.autograd.grad(model(x[rows], y[rows]).loss, matrices)
-            slopes.append(torch.cat([g.flatten() for g in grads]))
-        changes = []
-        for b in range(len(x)):
-            block.agency.gate_override = torch.tensor([own], dtype=torch.float64, requires_grad=True)
-            loss = model(x[b:b + 1], y[b:b + 1]).loss
-            changes.append(own * torch.autograd.grad(loss, block.agency.gate_override)[0].abs().item())
-        streams = []  # behind the block: with what it adds, and without
-        for gate in (own, 0.0):
-            block.agency.gate_override = torch.tensor([gate], dtype=torch.float64)
-            hook = block.register_forward_hook(lambda module, args, out: streams.append(out[0]))
-            model(x)
-            hook.remove()
-        block.agency.gate_override = None
-        adds, onto = (t.square().sum(-1).mean().sqrt().item() for t in (streams[0] - streams[1], streams[1]))
-        for name, value in dict(gradient=((slopes[0] + slopes[1]) / 2).norm().item(), gate=own,
-                                conflict=torch.cosine_similarity(*slopes, dim=0).item(),
-                                importance=np.mean(changes), utilisation=adds / (adds + onto)).items():
-            found[name].append(value)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, dict(parallel=True), dict(sentinel="sigmoid", n_layer=2)], ids=str)
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_metrics_of_mlps_and_blocks_are_those_of_one_at_a_time(scope, flags):
-    model = scoped(scope, **{k: v for k, v in flags.items() if k != "n_layer"})
-    got, want = measure_pieces(model, X, Y), slow_piece_metrics(model, X, Y)
-    for name, values in want.items():
-        assert np.allclose(torch.cat(got[name]).numpy(), values, rtol=1e-6, atol=1e-9), name
-    assert len(set(want["importance"])) == 3 and min(want["importance"]) > 1e-6
-
-
-@pytest.mark.slow
-def test_the_metrics_of_a_block_that_a_slip_would_give_are_others():
-    """Negative controls: without the attention's part, without the factor, of the whole batch at once."""
-    model = scoped("block")
-    want = slow_piece_metrics(model, X, Y)
-    other, got = measure_pieces(scoped("mlp"), X, Y), measure_pieces(model, X, Y)
-    assert not np.allclose(torch.cat(other["importance"]), want["importance"], rtol=0.05)
-    model.set_head(0, None, gate=1.0)
-    assert abs(measure_pieces(model, X, Y)["utilisation"][0] - got["utilisation"][0]) > 0.01
-    model.set_head(0, None, gate=math.nan)
-    for block in model.transformer.h:
-        block.agency.gate_override = block.agency.gate().detach().double().requires_grad_()
-    gates = [block.agency.gate_override for block in model.transformer.h]
-    slopes = torch.autograd.grad(model(X, Y).loss, gates)
-    at_once = [gate * slope.abs() for gate, slope in zip(gates, slopes)]
-    assert all(mine > batch + 1e-6 for mine, batch in zip(got["importance"], at_once))
-
-
-def test_a_withdrawn_block_is_measured_as_nothing_and_what_is_not_finite_raises():
-    model = scoped("block")
-    model.set_head(2, None, state="withdrawn")
-    got = measure_pieces(model, X, Y)
-    assert [got[name][2].item() for name in ("importance", "utilisation", "gradient", "gate")] == [0.0] * 4
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_proj.weight[0, 0] = math.nan
-    with pytest.raises(ValueError, match="of the block of block . is not finite"):
-        measure_pieces(model, X, Y)
-    assert measure_pieces(tiny(dict(agency=True)), X, Y) == {} == measure_pieces(tiny(), X, Y)
 
 
 # ---- metrics of every mechanism ----

@@ -278,8 +278,6 @@ def wanted(traces):
             found[key] = torch.cat((x[0, :-1], torch.tensor([torch.nan])))
         elif name == "map":
             found[key.replace("map", "first_token")] = x[0, :, :, 0]
-        elif name in AGENCY and len(x) == 1:  # of an MLP or a block: these models have four heads
-            found[key] = x.expand(traces["blocks.0.entropy"].size(-1))
         elif name in by_hand:
             found[key.replace("sink_gate", "sink_mass")] = by_hand[name](x)
         else:
@@ -323,9 +321,7 @@ def test_series_are_the_traces_of_every_mechanism(name):
         assert line["series"].keys() == want.keys()
         for key, rows in line["series"].items():
             assert same(rows, want[key]), key
-            of_a_piece = key.endswith(AGENCY) and name in ("agency_mlp", "agency_block")
-            of_heads = not key.startswith("a2c.") and not of_a_piece
-            assert not of_heads or len(line["heads"][key]) == len(rows)
+            assert key.startswith("a2c.") or len(line["heads"][key]) == len(rows)
         key = "blocks.1.entropy"  # a control: turned around it is no longer the same
         assert n == 1 or not same(line["series"][key], want[key][:, ::-1])
 
@@ -390,11 +386,6 @@ def test_constraint_heads_have_their_own_numbers_where_there_are_as_many_others(
     series = look.look(viewer, text, "b").series
     for name in ("head_scores", "router_gates"):
         assert series[f"blocks.0.{name}"].heads == [2, 3]
-
-
-def test_an_mlp_with_a_state_is_no_head_where_there_is_one_head():
-    _, line = read_by(tiny(n_head=1, agency=True, agency_scope="mlp"), list(random_text(9)))
-    assert "blocks.0.agency" in line["series"] and "blocks.0.agency" not in line["heads"]
 
 
 def own_traces(monkeypatch, kept, own, axes):

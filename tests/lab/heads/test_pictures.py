@@ -122,28 +122,6 @@ def test_gates_are_drawn_where_heads_are_and_events_where_they_happened(home):
     assert [t.get_text() for t in plot_heads.gates(h, "run").axes[0].texts][:3] == ["0.30", "gone", "0.32"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scope, label", [("mlp", "MLP of block"), ("block", "block")])
-def test_states_of_mlps_and_blocks_are_a_row_each(home, scope, label):
-    life = [*measured()]
-    for row in life:
-        del row["state"]
-        row["pieces"] = dict(scope=scope, state=["active", "withdrawn" if row["step"] > 20 else "active"])
-    run = write_heads(home / "run", life)
-    (run / "violations.jsonl").write_text(json.dumps(
-        dict(layer=1, scope=scope, type="forced", gate=1.0, state="withdrawn", step=30, time=0)) + "\n")
-    h = plot_heads.history(run)
-    withdrawn = plot_heads.STATES.index("withdrawn")
-    assert h.state[:, 0].tolist() == [[0, 0], [0, 0], [0, withdrawn], [0, withdrawn]]
-    figure = plot_heads.states(h, "run")
-    axes, = [ax for ax in figure.axes if ax.get_visible()]
-    assert (axes.get_ylabel(), axes.get_title()) == (label, "")
-    assert [t.get_text() for t in axes.texts][:2] == ["active", "withdrawn"]
-    marks = [line for line in axes.lines if line.get_marker() == "D"]
-    assert [list(mark.get_ydata()) for mark in marks] == [[1]], "beside the second block"
-    assert plot_heads.gates(h, "run") is not None, "gates are of heads still"
-
-
 def test_gates_that_depend_on_tokens_alone_are_drawn_as_their_mean(home):
     same = [dict(row, static_gate=[[1.0] * len(own) for own in row["heads"]]) for row in measured(LIFE[:2])]
     h = plot_heads.history(write_heads(home / "run", same))
@@ -231,8 +209,7 @@ def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
     dict(heads=[[10**9], [1]]), dict(heads=[[True], [1]]), dict(heads=[]), dict(gate=3), dict(gate=[3]),
     dict(gate="text"), dict(state=5), dict(events=3), dict(events=[3]),
     dict(events=[dict(what="pruned")]),
-    dict(events=[dict(what="pruned", layer="0", head=0)]), dict(pieces=3), dict(pieces=dict(scope=["mlp"])),
-    dict(pieces=dict(scope="mlp", state=3)), dict(step=10**400), dict(step="text")])
+    dict(events=[dict(what="pruned", layer="0", head=0)]), dict(step=10**400), dict(step="text")])
 def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
     heads = list(measured())
     heads[1].update(damage)

@@ -19,14 +19,6 @@ TINY = {**TINY_GPT, "n_embd": 96}
 tiny = functools.partial(helpers.tiny, n_embd=96, std=0.08)
 
 
-def scoped(scope, **flags):
-    """A live GPT with biases whose MLPs or blocks have states, all active."""
-    model = tiny(dict(agency=True, agency_scope=scope, bias=True, **flags))
-    for layer in range(model.config.n_layer):
-        model.set_head(layer, None, state="active")
-    return model
-
-
 def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     flags = dict(agency=True, sentinel="sigmoid")
     model = GPT(GPTConfig(**TINY, **flags))
@@ -53,22 +45,3 @@ def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     # 0.007 is below the threshold of 0.05
     torch.nn.init.constant_(free.transformer.h[1].attn.sentinel.logit, -5.0)
     assert find_violations(free) == []
-
-
-@pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_violations_of_mlps_and_blocks_say_their_scope(scope):
-    model = scoped(scope, sentinel="sigmoid")
-    assert find_violations(model) == []
-    model.set_head(0, None, state="withdrawn")
-    model.set_head(1, None, consent=False)
-    model.set_head(1, None, gate=0.5)
-    model.set_head(1, 3, gate=0.5)  # heads have no consent
-    blocked, forced = (dict(layer=layer, scope=scope, type=kind, gate=gate, state=state, utilisation=0.0,
-                            last_signal=0)
-                       for layer, kind, gate, state in ((0, "blocked", 1.0, "withdrawn"),
-                                                        (1, "forced", 0.5, "active")))
-    assert find_violations(model) == [blocked, forced]
-    model.set_head(1, None, gate=math.nan)
-    assert find_violations(model) == [blocked, dict(forced, type="blocked", gate=1.0)]
-    model.transformer.h[0].agency.enforce = False
-    assert find_violations(model)[0] == dict(blocked, type="forced")

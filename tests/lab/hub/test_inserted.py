@@ -369,8 +369,6 @@ def test_what_is_asked_of_a_model_without_it_is_one_clear_line(hf):  # noqa: F81
                        (lambda: Control(model).set_head(4, 0, gate=1), "no block 4"),
                        (lambda: Control(model).set_head(0, 4, gate=1), "no head 4"),
                        (lambda: Control(model).set_head(0, 0, state="active"), "agency off"),
-                       (lambda: insert(tiny(hf, "gpt2"), "agency_block"), "agency_scope='block'"),
-                       (lambda: insert(tiny(hf, "gpt2"), "agency_mlp"), "agency_scope='mlp'"),
                        (lambda: insert(model, "acag"), "already")):
         with pytest.raises(UserError) as e:
             act()

@@ -261,11 +261,6 @@ def test_masks_that_cannot_be_are_one_clear_line(masks, words):
         acag()(normal(2, T, C), **masks)
 
 
-def test_a_layer_alone_has_no_states_of_mlps_or_blocks():
-    with pytest.raises(UserError, match="agency_scope='block' is of a GPT's blocks, not of a layer"):
-        AttentionLayer(C, H, max_len=T, agency=True, agency_scope="block")
-
-
 def test_constraint_heads_as_a_layer_see_later_tokens_where_asked():
     """Its page promises it, and causal=False was an error."""
     x, layers = torch.randn(1, 9, C), {}

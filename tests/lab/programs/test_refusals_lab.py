@@ -216,7 +216,6 @@ def test_a_study_that_cannot_be_is_one_line(flags, words):
 # ---- command lines ----
 
 TRAIN = " ".join(["train.py", *(f"--{key}={value}" for key, value in TINY.items()), "--dataset=sums"])
-MLPS = "--policy --agency --agency_scope=mlp"
 
 COMMANDS = [
     # ---- train.py: controllers, policies, growth ----
@@ -232,12 +231,6 @@ COMMANDS = [
         ("--policy --agency --policy_rules=nowhere.json", "cannot read nowhere.json"),
         *((f"--policy --agency --policy_rules=rules{i}.json", words) for i, (_, words) in enumerate(RULES)),
         ("--policy --agency --policy_no_consent=1", "must be layer.head"),
-        (f"{MLPS} --policy_no_consent=0.1", "'0.1' must be a layer, with agency_scope='mlp'"),
-        (f"{MLPS} --policy_no_consent=9", "'9' must be a layer, with"),
-        (f"{MLPS} --policy_unit=layer", "policy_unit='layer' is of heads"),
-        (f"{MLPS} --policy_entropy=0.5", "policy_entropy=0.5 is of heads"),
-        ("--agency_scope=mlp", "agency_scope='mlp' means nothing while agency is off"),
-        ("--agency --agency_scope=layer", "agency_scope='layer' is not head, mlp or block"),
         ("--agency --agency_learned", "agency_learned predicts from what is measured"),
         ("--agency --agency_learned --policy", "both move the states"),
         ("--grow_heads=1", "all 2 heads are there from the start"),

@@ -53,15 +53,6 @@ def test_a_stay_ends_where_the_head_was_last_seen(tmp_path):
     assert found["dwell"] == pytest.approx((0 + 40 + 90) / 3) and found["changes"] == 0
 
 
-def test_states_of_mlps_are_counted_too(tmp_path):
-    rows = [dict(step=10 * i, heads=[[0, 1, 2], [0, 1, 2]], active=6, pieces=dict(scope="mlp", state=both))
-            for i, both in enumerate(STATES, 1)]
-    found = dynamic.history_of(written(tmp_path / "run", rows, [
-        dict(layer=1, scope="mlp", type="forced", gate=1.0, state="withdrawn", step=10)]))
-    assert found["occupancy"] == {"active": 4 / 8, "overloaded": 3 / 8, "withdrawn": 1 / 8}
-    assert found["dwell"] == pytest.approx(np.mean([20, 10, 0, 10, 20])) and found["forced"] == 1
-
-
 def test_a_plain_run_has_no_history(tmp_path):
     (tmp_path / "plain").mkdir()
     found = dynamic.history_of(tmp_path / "plain")
