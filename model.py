@@ -46,12 +46,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, attend_in_rows, attend_selected,
-                                 block_mask, blocks_reached, columns_of, has_flex_attention, in_turn,
-                                 logits_of, random_cells)
+from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, block_mask, blocks_reached,
+                                 columns_of, has_flex_attention, in_turn, logits_of, random_cells)
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
                                heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
                                rope_tables, sum_so_far)
@@ -209,8 +207,7 @@ class Heads:
     y: Optional[torch.Tensor] = None          # outputs before the gates, [B, H, T, D]
     score_mod: object = None                  # what all mechanisms make of the scores; None: nothing
     row_stats: Optional[RowStats] = None      # of the attention rows, where needed
-    used: Optional[torch.Tensor] = None       # of one query, the heads to compute, bool [B, H]; None: all
-    open_rows: Optional[list] = None          # batch rows in which to compute each added head; None: all
+    open: Optional[torch.Tensor] = None       # in evaluation, the heads to compute, bool [B, H]; None: all
     notes: dict = field(default_factory=dict)        # name -> what a mechanism leaves for a later hook of its
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
@@ -231,10 +228,11 @@ class Heads:
         return dict(losses=self.losses, predictions=self.predictions, traces=self.traces,
                     for_later=self.for_later)
 
-    @property
-    def none_open(self):
-        """Whether there are added heads, of which none has an open gate in any row."""
-        return bool(self.open_rows) and not any(map(len, self.open_rows))
+    def close_all_but(self, open):
+        """In evaluation, have only heads computed that are open, bool [B, H]: the others' gates are 0 at all
+        tokens of a row.
+        """
+        self.open = open if self.open is None else self.open & open
 
     def add_gate(self, name, gate):
         """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it.
@@ -331,28 +329,11 @@ class AttentionCore(nn.Module):
         return heads, heads.y * gate.to(heads.y.dtype)
 
     def attend(self, heads):
-        """(y [B, H, T, D], RowStats where a mechanism reads them, else None).
-
-        Heads may be computed only where they are used: heads.used (routing) and heads.open_rows (constraint
-        heads) say where. That is so without a score function and without statistics of the rows alone; else
-        all are computed, and what is not used has a gate of 0.
-        """
-        q, k, v = heads.q, heads.k, heads.v
-        stats = "shape" if heads.wants_traces else self.needs_row_stats
-        dropout = self.attn_dropout if self.training else 0.0
-        if not (stats or heads.score_mod):
-            if heads.used is not None:  # one query, when decoding
-                return attend_selected(q, k, v, self.scale, heads.used, heads.mask), None
-            if heads.open_rows:
-                k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-                return attend_in_rows(q, k, v, self.scale, heads.open_rows, self.n_head, heads.mask), None
-        missing = self.n_total - q.size(1) if heads.none_open else 0  # added heads, none of which was made
-        if missing:
-            v = v[:, :q.size(1)]
-        y, row_stats = attend(q, k, v, scale=self.scale, mask=heads.mask, score_mod=heads.score_mod,
-                              stats=stats, spread=self.needs_spread, n_keys=heads.n_keys,
-                              detach=self.detach_row_stats, dropout=dropout)
-        return F.pad(y, (0, 0, 0, 0, 0, missing)) if missing else y, row_stats
+        """(y [B, H, T, D], RowStats where a mechanism reads them, else None)."""
+        return attend(heads.q, heads.k, heads.v, scale=self.scale, mask=heads.mask, score_mod=heads.score_mod,
+                      stats="shape" if heads.wants_traces else self.needs_row_stats, spread=self.needs_spread,
+                      n_keys=heads.n_keys, detach=self.detach_row_stats,
+                      dropout=self.attn_dropout if self.training else 0.0, open=heads.open)
 
     def static_gate(self, noisy=None):
         """The product of the gates that depend on no token, or what was set by hand, [H]; None: no such gate.
@@ -439,7 +420,7 @@ class CausalSelfAttention(AttentionCore):
         values = heads.x if self.queries_are_keys else None
         heads.q, heads.k, heads.v = self.split(qkv, heads, self.n_head, self.n_kv_head, values)
         heads, y = self.outputs(heads)
-        return self.merge(y, heads.none_open), heads.results()
+        return self.merge(y), heads.results()
 
     def project_each(self, inputs):
         """As c_attn, but queries, keys and values are each projected from an input of their own [B, T, C]."""
@@ -463,17 +444,11 @@ class CausalSelfAttention(AttentionCore):
             return heads_of(qkv.unflatten(2, (3, n_head)), self.qk_norm, rope)
         return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope, self.norm_eps, self.qk_scale)
 
-    def merge(self, y, none_open=False):
-        """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
-
-        none_open: no added head has an open gate, so none was computed. That happens in evaluation alone,
-        where there is no dropout.
-        """
+    def merge(self, y):
+        """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
         if self.n_extra:
             y, added = y.split((self.n_head, self.n_extra), 1)
             out = self.c_proj(y.transpose(1, 2).flatten(2))
-            if none_open:
-                return out
             for m in self.mechanisms():
                 out = m.merge_added(out, added)
             return self.resid_dropout(out)
@@ -1158,19 +1133,19 @@ class Routing(Mechanism):
         left = weights if attn.n_head == weights.size(-1) else weights[..., attn.head_ids]
         gate = F.pad(left, (0, attn.n_extra), value=1.0).transpose(1, 2)  # constraint heads are always on
         heads.gates["routing"] = gate[..., None]
-        self.compute_less(gate, heads)
+        if self.skips(heads):
+            heads.close_all_but(gate.squeeze(-1) > 0)
         if heads.wants_losses:
             heads.losses.update(self.penalty(weights, selected, logits))
         if heads.wants_traces:
             heads.traces.update(routing_weights=weights, selected=selected, routing_logits=logits)
 
-    def compute_less(self, gate, heads):
-        """When decoding, where that pays, have only the heads computed that the token uses."""
-        if heads.x.size(1) != 1 or not self.skip:
-            return
+    def skips(self, heads):
+        """Whether only the heads that the token uses are computed: when decoding, where that pays."""
+        if heads.x.size(1) != 1 or self.training or not self.skip:
+            return False
         keys = 1 + (heads.cache.length if heads.cache is not None else 0)
-        if keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled()):
-            heads.used = gate.squeeze(-1) > 0
+        return keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled())
 
     def penalty(self, weights, selected, logits):
         """{name: weighted loss}: token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
@@ -1692,11 +1667,9 @@ class ConstraintHeads(Mechanism):
         factor = gates.transpose(1, 2)[..., None]  # (B, heads, T or 1, 1)
         if self.gate == "output":
             heads.gates["constraint"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
-            heads.open_rows = self.open_rows(attn, heads, gates)
-            if heads.cache is None and heads.none_open:
-                # zeros for the added heads, since other mechanisms read the values of all heads
-                heads.v = F.pad(heads.v, (0, 0, 0, 0, 0, self.n_head))
-                return  # no added head is computed: not even its q, k and v
+            # scores are wanted of every head, open or not
+            if self.skip and not self.training and not self.wants_scores(heads):
+                heads.close_all_but(F.pad((gates > 0).any(1), (attn.n_head, 0), value=True))
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
         q, k, v = attn.split(qkv, heads, self.n_head, self.n_head)
         if self.gate == "value":
@@ -1721,14 +1694,6 @@ class ConstraintHeads(Mechanism):
             own = score + log_gate[b, (h - n).clamp_min(0), t - past]
             return torch.where((h >= n) & (t == s), own, score)
         return score_mod
-
-    def open_rows(self, attn, heads, gates):
-        """For each head the rows in which it has a gate above 0; None where no row may be skipped."""
-        if self.training or not self.skip or self.wants_scores(heads) or heads.wants_traces \
-                or heads.used is not None or attn.needs_row_stats or heads.begins is not None \
-                or isinstance(heads.mask, BlockMask):
-            return None
-        return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
 
     def penalties(self, heads, logits, gates):
         """Add the router's own losses: few gates shall be open (sparsity), and all near 0 or 1 (entropy)."""

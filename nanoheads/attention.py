@@ -29,6 +29,7 @@ Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: q
 import functools
 import math
 from contextlib import contextmanager
+from itertools import groupby
 from typing import NamedTuple, Optional
 
 import torch
@@ -49,14 +50,15 @@ class RowStats(NamedTuple):
 
 
 def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=False, n_keys=None, detach=False,
-           dropout=0.0):
+           dropout=0.0, open=None):
     """(y [B, H, T, D], RowStats or None): causal attention of q [B, H, T, D] over k, v [B, H or fewer, S, D].
 
     The last T of the S keys are the queries' own tokens. mask: who sees whom, a bool tensor [1 or B, 1, T,
     S], a BlockMask or Documents; None: causal. score_mod: see above. stats: "lse" or "shape", which is the
     entropy and log_p2 too. spread: that of each row too. n_keys: how many keys each row sees, [T] or [B, 1,
     T], for these statistics. detach: no gradient goes into the statistics, which costs less. dropout: on the
-    weights; the statistics are those of the weights before it.
+    weights; the statistics are those of the weights before it. open: bool [B, H], the heads whose outputs are
+    wanted in each row; None: all. Where PyTorch's fused kernels give them, the others are not computed: 0.
     """
     stats = stats or ("lse" if spread else None)
     if isinstance(mask, Documents):
@@ -76,6 +78,9 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
     if not stats and score_mod is None and (on_gpu or not by_blocks):
         if on_gpu:
             return flex(q, k, v, scale, mask)[0], None
+        # how many are open depends on the data, which a compiled graph cannot
+        if open is not None and not torch.compiler.is_compiling():
+            return open_heads(q, k, v, scale, mask, dropout, open), None
         return fused(q, k, v, scale, mask, dropout), None
 
     k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
@@ -159,6 +164,35 @@ def fused(q, k, v, scale, mask, dropout):
     else:
         y = F.scaled_dot_product_attention(q, k, v, **options)
     return y if y.size(-1) == width else y[..., :width]
+
+
+SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
+
+
+def open_heads(q, k, v, scale, mask, dropout, open):
+    """fused() of the heads that are open in a row, bool [B, H], alone; the others give 0.
+
+    Neighbouring heads that are open in the same rows are computed together, and so are neighbouring rows: all
+    of them where they lie, since gathering keys and values costs more than it saves when decoding. Of heads
+    that share keys only those of one group are joined.
+    """
+    y, group = q.new_zeros(*q.shape[:3], v.size(-1)), q.size(1) // k.size(1)
+    rows_of = open.T.tolist()  # whether each row is, of each head
+    for heads in runs([(rows, head // group if group > 1 else 0) for head, rows in enumerate(rows_of)]):
+        shared = slice(heads.start // group, -(-heads.stop // group))
+        for rows in runs(rows_of[heads.start]):
+            if rows_of[heads.start][rows.start]:
+                seen = mask if mask is None or len(mask) == 1 else mask[rows]
+                y[rows, heads] = fused(q[rows, heads], k[rows, shared], v[rows, shared], scale, seen, dropout)
+    return y
+
+
+def runs(values):
+    """The slices of a list in which neighbouring values are equal."""
+    stop = 0
+    for _, equal in groupby(values):
+        start, stop = stop, stop + len([*equal])
+        yield slice(start, stop)
 
 
 def in_eights(q, k, v):
@@ -616,38 +650,3 @@ class CpuFlash(torch.autograd.Function):
             dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
         dv = dv[..., :sum(widths)].split(widths, -1)
         return dq[..., :q.size(-1)], dk[..., :k.size(-1)], None, None, *dv
-
-
-# ---- some heads alone ----
-
-SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
-
-
-def attend_selected(q, k, v, scale, used, mask):
-    """One query per row, q [B, H, 1, D], through the heads that are `used` [B, H] alone; the others give 0.
-
-    A head is read where it lies: gathering the chosen keys and values into one tensor costs more than it
-    saves.
-    """
-    y = torch.zeros_like(q)
-    k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-    for b, h in used.nonzero().tolist():
-        m = None if mask is None else mask[min(b, len(mask) - 1), 0]
-        row = slice(b, b + 1)
-        y[b, h] = F.scaled_dot_product_attention(q[row, h], k[row, h], v[row, h], attn_mask=m, scale=scale)[0]
-    return y
-
-
-def attend_in_rows(q, k, v, scale, rows, n, mask):
-    """fused() of the first n heads, and of those after them in some rows alone: y of the others is 0.
-
-    rows: [indices of rows] of each later head. q, k, v hold them, or the first n heads where no row has any.
-    """
-    y = F.pad(fused(q[:, :n], k[:, :n], v[:, :n], scale, mask, 0.0), (0, 0, 0, 0, 0, len(rows)))
-    for head, some in enumerate(rows, n):
-        if len(some) == len(q):
-            y[:, head] = fused(*(t[:, head:head + 1] for t in (q, k, v)), scale, mask, 0.0)[:, 0]
-        elif len(some):
-            seen = mask if mask is None or len(mask) == 1 else mask[some]
-            y[some, head] = fused(*(t[some, head:head + 1] for t in (q, k, v)), scale, seen, 0.0)[:, 0]
-    return y

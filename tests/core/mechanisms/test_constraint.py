@@ -329,40 +329,80 @@ def test_a_student_is_compared_with_any_features(kind):
 
 # ---- skipping ----
 
+@pytest.fixture
+def pairs(monkeypatch):
+    """How many pairs of a row and a head each call of the fused kernel was asked for."""
+    found, fused = [], attention.fused
+
+    def counted(q, *rest):
+        found.append(len(q) * q.size(1))
+        return fused(q, *rest)
+    monkeypatch.setattr(attention, "fused", counted)
+    return found
+
+
+def decoded(model, idx):
+    """Logits of idx [B, T], token by token."""
+    cache = model_py.KVCache(model.config)
+    return torch.cat([model.head(model.hidden(token, cache)) for token in idx.split(1, dim=1)], 1)
+
+
 @pytest.mark.parametrize("cached", [False, True], ids=["rows", "decoding"])
-def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
+def test_heads_below_the_threshold_are_not_computed(monkeypatch, pairs, cached):
     """The same function as with their gates at 0, and no attention of a closed head."""
-    model, idx, rows = tiny(constraint_skip=0.5), tokens(3, 9), []
-    gates = [g for name, g in model(idx, traces=True).traces.items() if name.endswith("router_gates")]
-    opened = [(g > 0).any(1) for g in gates]
+    model, idx = tiny(constraint_skip=0.5), tokens(3, 9)
+    gates = [g > 0 for name, g in model(idx, traces=True).traces.items() if name.endswith("router_gates")]
+    opened = [g if cached else g.any(1) for g in gates]
     assert any(o.any() and not o.all() for o in opened), "some are open, some closed"
-    skipping = model_py.attend_in_rows
-    monkeypatch.setattr(model_py, "attend_in_rows", lambda *a: rows.append(a[4]) or skipping(*a))
-    if not cached:
-        fast = model(idx).logits
-        found = [[len(r) for r in each] for each in rows]
-        assert found == [o.sum(0).tolist() for o in opened]
-    else:
-        cache = model_py.KVCache(model.config)
-        fast = torch.cat([model.head(model.hidden(idx[:, t:t + 1], cache)) for t in range(9)], 1)
-        assert len(rows) == 18
-    monkeypatch.setattr(ConstraintHeads, "open_rows", lambda *a: None)
-    assert (model(idx).logits - fast).abs().max() < 1e-5
+    own = 3 * 3 * (9 if cached else 1)  # rows, heads of the layer, tokens
+    pairs.clear()
+    fast = decoded(model, idx) if cached else model(idx).logits
+    assert sum(pairs) == sum(own + o.sum().item() for o in opened)
+    monkeypatch.setattr(model_py.Heads, "close_all_but", lambda *a: None)
+    assert (model(idx).logits - fast).abs().max() < 1e-12
     model.transformer.h[0].attn.constraint.skip = 0.0
     assert (model(idx).logits - fast).abs().max() > 1e-4, "a control: the threshold changes something"
 
 
-def test_a_layer_whose_heads_are_all_closed_does_not_even_project_them():
-    model, idx, called = tiny(constraint_skip=0.5, xsa=True), tokens(2, 9), []
+def test_a_layer_whose_added_heads_are_all_closed_computes_its_own_alone(pairs):
+    model, idx = tiny(constraint_skip=0.5, xsa=True), tokens(2, 9)
     with torch.no_grad():
         for block in model.transformer.h:
             block.attn.constraint.out.bias.fill_(-99.0)
-            block.attn.constraint.c_attn.register_forward_hook(lambda *a: called.append(1))
     fast = model(idx).logits
-    assert not called
+    assert pairs == [2 * 3] * 2
     for block in model.transformer.h:
         block.attn.constraint.skip = 0.0
-    assert (model(idx).logits - fast).abs().max() < 1e-12 and len(called) == 2
+    assert (model(idx).logits - fast).abs().max() < 1e-12 and pairs[2:] == [2 * 5] * 2
+
+
+@pytest.mark.parametrize("flags, skipped", [
+    (dict(n_kv_head=1), True), (dict(window=3), True), (dict(head_mix=True), True),
+    (dict(routing="sigmoid", routing_top_k=1, n_kv_head=1), True), (dict(value_residual=True), True),
+    (dict(acag="headwise"), False), (dict(sink=True), False), (dict(roles=["local"]), False)], ids=str)
+def test_heads_are_skipped_where_nothing_else_reads_them(monkeypatch, pairs, flags, skipped):
+    """And values stay: in rows, decoded, padded, with documents in a row, and in a compiled graph."""
+    monkeypatch.setattr(model_py, "SKIP_FROM", 1)
+    model, idx = tiny(constraint_skip=0.5, **flags), tokens(3, 9)
+    documents = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]).expand(3, 9)
+
+    @torch.no_grad()
+    def all_ways():
+        pairs.clear()
+        cache, pad = model_py.KVCache(model.config), torch.tensor([0, 4, 2])
+        padded = [model.hidden(piece, cache, pad) for piece in idx.split([6, 1, 2], dim=1)]
+        found = [model(idx).logits, decoded(model, idx), torch.cat(padded, 1)]
+        count = sum(pairs)
+        return [*found, model(idx, positions=documents).logits], count
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(idx).logits
+    torch._dynamo.reset()
+    fast, few = all_ways()
+    monkeypatch.setattr(model_py.Heads, "close_all_but", lambda *a: None)
+    slow, many = all_ways()
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip([*fast, compiled], [*slow, slow[0]]))
+    assert (few < many) == skipped
 
 
 def test_no_head_at_all_is_no_attention():

@@ -17,7 +17,7 @@ from helpers import TINY_GPT
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C, Agency, ConstraintHeads,
                    GPTConfig, Roles, KVCache, Heads, Sentinel, Window)
 from nanoheads import attention, optim
-from nanoheads.attention import attend, attend_lse, attend_selected, flex
+from nanoheads.attention import attend, attend_lse, flex
 from nanoheads.config import TrainConfig
 from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
@@ -1107,17 +1107,39 @@ def test_the_flex_attention_branch_has_no_graph_breaks(name, monkeypatch):
     torch._dynamo.reset()
 
 
-def test_selected_heads_alone_are_read_at_decode():
-    q, k, v = normal(3, 4, 1, 8), normal(3, 4, 9, 8, seed=2), normal(3, 4, 9, 8, seed=3)
-    used = normal(3, 4, seed=4) > 0
-    mask = torch.ones(3, 1, 1, 9, dtype=torch.bool)
+@pytest.mark.parametrize("n_queries", [1, 5])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+def test_open_heads_alone_are_computed(monkeypatch, n_queries, n_kv_head):
+    """Of each row its own, each once; the others give 0, and their keys are never read."""
+    q = normal(3, 4, n_queries, 8)
+    k, v = (normal(3, n_kv_head, 9, 8, seed=seed) for seed in (2, 3))
+    mask = torch.ones(3, 1, n_queries, 9, dtype=torch.bool)
     mask[1, ..., :4] = False  # padding
-    for m in (None, mask, mask[1:2]):
-        want = F.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3) * used[..., None, None]
-        close(attend_selected(q, k, v, 0.3, used, m), want, 1e-12)
-    broken = torch.where(used[..., None, None], math.nan, k)
-    # the others' keys are never looked at
-    assert attend_selected(q, broken, v, 0.3, ~used, None).isfinite().all()
+    computed, fused = [], attention.fused
+    monkeypatch.setattr(attention, "fused", lambda *a: computed.append(a[0][..., 0, 0]) or fused(*a))
+    some, none = normal(3, 4, seed=4) > 0, torch.zeros(3, 4, dtype=torch.bool)
+    for opened in (some, ~some, none, ~none, torch.tensor([1, 1, 0, 1]).bool().expand(3, 4)):
+        for m in (None, mask, mask[1:2]):
+            want = attend(q, k, v, scale=0.3, mask=m)[0] * opened[..., None, None]
+            computed.clear()
+            close(attend(q, k, v, scale=0.3, mask=m, open=opened)[0], want, 1e-12)
+            read = torch.cat([torch.zeros(0), *(each.flatten() for each in computed)])
+            assert torch.equal(read.sort().values, q[..., 0, 0][opened].sort().values)
+        closed = ~opened.unflatten(1, (n_kv_head, -1)).any(-1)
+        broken = torch.where(closed[..., None, None], math.nan, k)
+        assert attend(q, broken, v, scale=0.3, open=opened)[0].isfinite().all()
+
+
+def test_six_of_twelve_heads_are_computed_for_a_decoded_token(monkeypatch):
+    model = GPT(GPTConfig(**{**TINY, "n_head": 12, "n_embd": 96}, routing="moh")).double().eval()
+    idx, computed, fused = tokens(2, 9), [], attention.fused
+    monkeypatch.setattr(model_py, "SKIP_FROM", 1)
+    with torch.no_grad():
+        want, cache = model.hidden(idx), KVCache(model.config)
+        monkeypatch.setattr(attention, "fused", lambda *a: computed.extend(a[0][..., 0, 0]) or fused(*a))
+        got = [model.hidden(token, cache) for token in idx.split(1, dim=1)]
+    close(torch.cat(got, 1), want, 1e-12)
+    assert sum(map(len, computed)) == 6 * 2 * 9 * model.config.n_layer, "in a layer, of a token of two rows"
 
 
 # ---- mistakes once made ----

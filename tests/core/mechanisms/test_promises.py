@@ -22,7 +22,7 @@ import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
                    CausalMask, ConstraintHeads, ForwardPass, GPTConfig, Heads, Routing, KVCache, Sentinel)
-from nanoheads import checkpoint, rivals
+from nanoheads import attention, checkpoint, rivals
 from nanoheads.configurator import check, choices, keys_of
 from nanoheads.neutral import make_neutral, mode_of
 from nanoheads.optim import make_optimizers
@@ -506,13 +506,13 @@ def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatc
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if n.startswith("routing") or n == "moh"])
 def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypatch):
     """Alone, with every other mechanism, and with heads that are gone."""
-    calls, skipping = [], model_py.attend_selected
+    calls, skipping = [], attention.open_heads
 
     def counted(*a):
         calls.append(1)
         return skipping(*a)
     monkeypatch.setattr(model_py, "SKIP_FROM", 1)
-    monkeypatch.setattr(model_py, "attend_selected", counted)
+    monkeypatch.setattr(attention, "open_heads", counted)
     pairs = [case for cases in WITH.values() for case in cases if name in case[0].split("+")]
     for other, flags in SINGLES[name] + pairs:
         model = tiny(flags)
