@@ -17,11 +17,11 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import json_safe, number, plural, printable
-from lab.study import effects, outside
+from lab.study import effects
 from lab.study.dynamic import FIGURES, means_over_seeds, shares
 from lab.study.follow_up import MOST_SEEDS, follow_up, is_near
 from lab.study.measures import COSTS_ELSEWHERE, COSTS_HERE
-from lab.study.records import LadderResults, PlainRates, TextsResults, as_json, studies_in
+from lab.study.records import LadderResults, PlainRates, TextsResults, as_json
 from lab.study.variants import times
 
 # the verdicts, and what each means
@@ -160,7 +160,7 @@ def verdicts(results):
                  equal=c.equal,
                  **verdict_for_a_program(study, c), **{key: as_json(getattr(c, key)) for key in keys},
                  **{f"{key}_ratio": ratio(study, key, c.variant, c.baseline) for key in amounts},
-                 words=sentence_of(study, c), record=outside.words_on(c.variant, study.arms[c.variant].flags))
+                 words=sentence_of(study, c))
             for c in [*against_plain(study), *others(study)]]
     keys = ("mean", "low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
     crossed = [dict(one=each.one, other=each.other, both=each.both, **together_for_a_program(study, each),
@@ -865,41 +865,6 @@ def target_table(study):
         rows.append((label_of(study, row.variant), row.verdict, str(row.n), interval(row, ".4f"), p,
                      corrected))
     return Table(head, rows, (0, 1))
-
-
-# ---- the public record ----
-
-ABOUT_RECORD = ("The record: what others published on the same mechanism in larger models. "
-                "results/outside.md says which measurements count, and that published ones lean to helps.")
-# heads of its column: in full, and where there is little room
-RECORD, RECORD_IN_SHORT = "the record", "record: helps in"
-
-
-def record_on(results):
-    """{label of a variant: outside.Summary} of what the public record knows of a study, or of several."""
-    return {label_of(study, c.variant): found for study in studies_in(results).values()
-            for c in against_plain(study)
-            if (found := outside.known_of(c.variant, study.arms[c.variant].flags))}
-
-
-def with_record(table, record):
-    """A table of verdicts with one more column: in how many measurements of the record each variant helps."""
-    if not record:
-        return table
-    cells = {label: outside.in_short(found) for label, found in record.items()}
-    at = 1 + [*table.head].index("verdict")
-    rows = [(*row[:at], cells.get(row[0], "–"), *row[at:]) for row in table.rows]
-    return Table((*table.head[:at], RECORD_IN_SHORT, *table.head[at:]), rows,
-                 (*(i + (i >= at) for i in table.words), at))
-
-
-def record_table(study):
-    """What the record says in full of the variants that it knows, beside their verdicts."""
-    record, rows = record_on(study), []
-    for c in against_plain(study):
-        if found := record.get(label_of(study, c.variant)):
-            rows.append((label_of(study, c.variant), limited_verdict(study, c), outside.in_words(found)))
-    return Table(("variant", "verdict", RECORD), rows, (0, 1, 2))
 
 
 # ---- tables ----

@@ -92,8 +92,7 @@ class Run(Record):
     """A trained and scored model, see trial.py.
 
     block_nats: nats of each block of the text; source: where it was taken from, if it was not trained here.
-    seconds: of training, by the clock; cpu_seconds: of the processor, all threads together, for training and
-    scoring, where the run was never stopped.
+    seconds: of training, by the clock.
     """
     nats: float
     bytes: float
@@ -107,7 +106,6 @@ class Run(Record):
     steps: Optional[float] = None
     best_step: Optional[float] = None
     seconds: Optional[float] = None
-    cpu_seconds: Optional[float] = sometimes()
     tokens_per_s: Optional[float] = None
     memory_mib: Optional[float] = None
     processor: Optional[str] = None

@@ -18,14 +18,14 @@ from markupsafe import Markup, escape
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
 from lab.study import effects, pictures, stats
-from lab.study.findings import (ABOUT_RECORD, BUT, INTERIM, MEANING, MEANING_TOGETHER, Table, against_plain,
-                                baseline_of, better_side, candidates_table, costs_table, dynamic_tables,
-                                equal_of, headline, interval, known, label_of, labelled, ladder_table, level,
+from lab.study.findings import (BUT, INTERIM, MEANING, MEANING_TOGETHER, Table, against_plain, baseline_of,
+                                better_side, candidates_table, costs_table, dynamic_tables, equal_of,
+                                headline, interval, known, label_of, labelled, ladder_table, level,
                                 limited_verdict, mean_alone, mean_of, measured, next_study, notices, others,
-                                others_table, part_of, plain_rates_table, question_of, record_on,
-                                record_table, remarks, screened_table, sentence_of, sentence_together,
-                                settings_of, show, standing, steps_table, target_table, texts_table,
-                                together_table, tuned_table, verdict_of, verdicts_table, with_record, without)
+                                others_table, part_of, plain_rates_table, question_of, remarks,
+                                screened_table, sentence_of, sentence_together, settings_of, show, standing,
+                                steps_table, target_table, texts_table, together_table, tuned_table,
+                                verdict_of, verdicts_table, without)
 from lab.study.records import LadderResults, StudyResults, TextsResults, studies_in
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
@@ -34,15 +34,14 @@ SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 def in_text(results, width=120):
     """The plain GPT and each variant, the best first; long names lose their end to keep to `width`."""
-    record = record_on(results)
     if isinstance(results, LadderResults):
         above = [f"{results.name}: effects over sizes", *standing(results)]
-        tables, below = [with_record(ladder_table(results), record)], []
+        tables, below = [ladder_table(results)], []
         following = {f"{size}: ": next_study(part_of(results, size)) for size in results.sizes}
     elif isinstance(results, TextsResults):
         both = effects.pooled(results)
         above = [headline(both), *notices(both)]
-        tables = [with_record(without(texts_table(both), "bits/byte"), record),
+        tables = [without(texts_table(both), "bits/byte"),
                   without(others_table(both), "the other's"), *together_tables(both)]
         below, following = remarks(both), {"": next_study(both)}
     else:
@@ -57,11 +56,11 @@ def in_text(results, width=120):
         rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
         main = Table([title.removeprefix("at ") for title in main.head], rows, main.words)
-        tables = [with_record(main, record), without(others_table(study), "the other's"),
+        tables = [main, without(others_table(study), "the other's"),
                   *together_tables(study), *([target_table(study)] if study.targets else []),
                   *dynamic_tables(study)]
     tables, left_out = zip(*map(measured, tables))
-    below = [*left_out, *below, ABOUT_RECORD if record else ""]
+    below = [*left_out, *below]
     lines = [in_terminal(above, tables, [" ".join(filter(None, below))], width)]
     for size, more in following.items():
         if more:  # a command is not broken into lines: it is there to be copied
@@ -142,7 +141,6 @@ def page(study, drawn=None):
         where=" · ".join(str(each) for each in (study.name, study.scale, study.date) if each),
         headline=headline(study), notices=notices(study),
         verdicts=verdicts_table(study, verdict=limited_verdict), cards=cards,
-        record=record_table(study), about_record=ABOUT_RECORD,
         remarks=" ".join(remarks(study, "the table under Seed by seed")), following=next_study(study),
         drawn={"forest": None, "forest_narrow": None, "learning": None, "compute": None, **(drawn or {})},
         texts=texts_table(study, verdict=limited_verdict) if study.texts else None,
@@ -191,11 +189,9 @@ def over_text_table(study, every):
 
 def ladder_page(ladder, drawn=None):
     """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
-    record = record_on(ladder)
     return PAGES.get_template("ladder.html").render(
         ladder=ladder, title=question_of(next(iter(ladder.sizes.values()))),
-        table=with_record(ladder_table(ladder, verdict=limited_verdict), record),
-        about_record=ABOUT_RECORD if record else "",
+        table=ladder_table(ladder, verdict=limited_verdict),
         notices=standing(ladder),
         drawn={"ladder": None, **(drawn or {})})
 

@@ -3,11 +3,9 @@ The tables and the picture of README.md and docs/ that come from results/. `pyth
 makes them.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
-PICTURES names each picture of a study, its differences or what it finds at each size, and its results file;
-MAP is drawn from several.
+PICTURES names each picture of a study, its differences or what it finds at each size, and its results file.
 """
 
-import functools
 import json
 import re
 import statistics
@@ -16,9 +14,8 @@ from pathlib import Path
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.intervals import t_interval
-from lab.study import (effects, outside, pictures, predictions, results, signals, task_report, task_study,
-                       transfer)
-from lab.study.findings import (RECORD_IN_SHORT, Table, against_plain, at_cost, candidates_table, costs_table,
+from lab.study import effects, pictures, results, task_report, task_study
+from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
                                 dynamic_tables, escaped, in_markdown, interval, label_of, ladder_table, level,
                                 mean_alone, measured, on_each_text, others, others_table, plain_rates_table,
                                 score_of, screened_table, texts_table, together_table, tuned_table,
@@ -26,8 +23,6 @@ from lab.study.findings import (RECORD_IN_SHORT, Table, against_plain, at_cost, 
 from lab.study.records import LadderResults, TextsResults
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
-MAP = "docs/transfer.png"  # of the results files that the table "transferred" of its page names
-PAGE_OF_MAP = "docs/results/transfer.md"
 
 # what a variant of the tables "explained" and "front" does, in words
 IN_WORDS = {
@@ -96,20 +91,18 @@ def explained_table(study, only):
 
     study: of several texts, all of them together.
     """
-    head = ("variant: what it does", "verdict", RECORD_IN_SHORT, "on each text alone", "bits/byte",
+    head = ("variant: what it does", "verdict", "on each text alone", "bits/byte",
             f"difference [{level(study)}]", "worth × compute", "at equal parameters", "at equal FLOPs",
             "at equal time")
-    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", "–", score_of(study, "plain"), "–", "1", *3 * "–")]
+    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", score_of(study, "plain"), "–", "1", *3 * "–")]
     for c in against_plain(study, only or list(IN_WORDS)):
         if c.variant not in IN_WORDS:
             raise UserError(f"IN_WORDS in lab/study/tables.py does not say what {c.variant} does")
-        record = outside.known_of(c.variant, study.arms[c.variant].flags)
         rows.append((f"{label_of(study, c.variant)}: {IN_WORDS[c.variant]}", verdict_of(study, c),
-                     outside.in_short(record) if record else "–",
                      on_each_text(study, c.variant), score_of(study, c.variant), interval(c),
                      worth_of(c), at_equal_parameters(study, c), at_cost(c, "equal_flops", mean_alone),
                      at_cost(c, "equal_time", mean_alone)))
-    table = Table(head, rows, (0, 1, 2, 3))
+    table = Table(head, rows, (0, 1, 2))
     return table if study.texts else without(table, "on each text alone")
 
 
@@ -246,53 +239,8 @@ def learned(path, only=None):
     return f"{in_markdown(head, rows, (0,))}\n\n{escaped(meanings)}"
 
 
-def signal(path, more=None):
-    """How well scales show known changes: a study, and those of `more` results files."""
-    return in_markdown(*signals.signals_table(signals.read_signals(with_more(path, more))))
-
-
-def spread(path, more=None):
-    """How much each variant of a study differs over seeds."""
-    return in_markdown(*signals.spreads_table(signals.read_spreads([path])))
-
-
-def transferred(path, more=None):
-    """What each proxy has to do with the public record: results files of studies, and of studies of tasks."""
-    return in_markdown(*transfer.proxies_table(transfer_of(path, more)))
-
-
-def transferred_effects(path, more=None):
-    """The effect of each mechanism in each proxy, of the same files."""
-    return in_markdown(*transfer.effects_table(transfer_of(path, more)))
-
-
-def predicted(path, more=None):
-    """Which predictions came true by results files: a sentence, each cell, and what is said of all."""
-    cells, effects_of, found, _ = predictions.read_all(with_more(path, more))
-    said = predictions.sentences(cells, effects_of, found)
-    lines = [f"- Sentence {number}: {text}." for number, text in said]
-    return "\n\n".join([escaped(predictions.headline(cells)), in_markdown(*predictions.cells_table(cells)),
-                        "\n".join(map(escaped, lines))])
-
-
-def transfer_of(path, more):
-    return transfer_once(tuple(with_more(path, more)))
-
-
-@functools.cache
-def transfer_once(paths):
-    """The transfer.Transfer of results files, which two tables and the map are of."""
-    return transfer.transfer(paths)
-
-
-def with_more(path, more):
-    """The path of a results file, and those of more names in results/."""
-    return [path, *(ROOT / "results" / name for name in more or ())]
-
-
 # kind -> text(the file's path, the rest of its mark)
-TABLES_OF_FILES = {"learned": learned, "signal": signal, "spread": spread, "transferred": transferred,
-                   "transferred_effects": transferred_effects, "predicted": predicted}
+TABLES_OF_FILES = {"learned": learned}
 # kind -> text(what the JSON file holds, its rows or None: all)
 OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
 
@@ -331,25 +279,14 @@ def picture(file):
     return drawing.drawn(pictures.forest, study, "png")
 
 
-def transfer_map():
-    """The PNG of mechanisms by proxies, of the files that the table "transferred" of PAGE_OF_MAP names."""
-    text = (ROOT / PAGE_OF_MAP).read_text(encoding="utf-8")
-    file, more = next((file, more) for _, kind, file, more, _ in MARK.findall(text) if kind == "transferred")
-    found = transfer_of(ROOT / "results" / file, re.split(r",\s*", more))
-    return drawing.drawn(transfer.transfer_map, found, "png")
-
-
 def write_pictures():
-    """Draw PICTURES and MAP; a line for each that changed."""
-    drawn = [(name, f"results/{file}", picture(file)) for name, file in PICTURES.items()]
-    if PAGE_OF_MAP in pages():
-        drawn.append((MAP, f"the files of {PAGE_OF_MAP}", transfer_map()))
+    """Draw PICTURES; a line for each that changed."""
     changed = []
-    for name, of, data in drawn:
-        path = ROOT / name
+    for name, file in PICTURES.items():
+        path, data = ROOT / name, picture(file)
         if not path.is_file() or path.read_bytes() != data:
             write_atomic(path, lambda f, data=data: f.write(data))
-            changed.append(f"{name}: drawn from {of}")
+            changed.append(f"{name}: drawn from results/{file}")
     return changed
 
 

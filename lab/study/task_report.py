@@ -12,8 +12,7 @@ import numpy as np
 from nanoheads.common import plural, say, table
 from nanoheads.drawing import COLOURS, GREY, canvas, coloured_table
 from nanoheads.tasks import LEARNED
-from lab.study import outside, report
-from lab.study.findings import ABOUT_RECORD, RECORD, RECORD_IN_SHORT
+from lab.study import report
 from lab.study.task_study import PLAIN, count_learned, median_step
 
 MARKS = {"better": "+", "worse": "−", "same": "=", "undecided": ""}
@@ -73,20 +72,6 @@ def table_of(found):
     rows = [(name, *(cell_of(found, cells, task, name) for task in tasks)) for name in names_in(found)]
     guess = ("guessing", *(f"{guess_of(found['tasks'][task]):.2f}" for task in tasks))
     return ("variant", *tasks), [*rows, guess]
-
-
-def record_on(found):
-    """{variant: outside.Summary} of what the public record knows of a study."""
-    flags = {name: arm["flags"] for each in found["tasks"].values() for name, arm in each["arms"].items()}
-    return {name: known for name, own in flags.items() if (known := outside.known_of(name, own))}
-
-
-def with_record(found, title, words):
-    """table_of() with words(what the public record knows) as the last column, where it knows a variant."""
-    (head, rows), record = table_of(found), record_on(found)
-    if not record:
-        return head, rows
-    return (*head, title), [(*row, words(record[row[0]]) if row[0] in record else "–") for row in rows]
 
 
 def guess_of(task):
@@ -150,7 +135,7 @@ def headline(found):
 
 def in_text(found, width=150):
     """The table and the sentences, for a terminal."""
-    head, rows = with_record(found, RECORD_IN_SHORT, outside.in_short)
+    head, rows = table_of(found)
     lines = [found["question"] or found["name"], headline(found),
              table(head, rows, left=(0,), width=width),
              meanings_of(found)]
@@ -158,7 +143,7 @@ def in_text(found, width=150):
         lines += [first, f"    {second}"]
     failed = [row for each in found["tasks"].values() for row in each["failures"]]
     lines += [f"failed: {row['arm']}, seed {row['seed']}: {row['why']}" for row in failed]
-    return "\n".join(lines + taken_in_words(found) + [ABOUT_RECORD] * bool(record_on(found)))
+    return "\n".join(lines + taken_in_words(found))
 
 
 def taken_in_words(found):
@@ -228,11 +213,10 @@ def curves(found):
 # ---- files ----
 
 def page(found, drawn):
-    head, rows = with_record(found, RECORD, outside.in_words)
+    head, rows = table_of(found)
     return report.PAGES.get_template("tasks.html").render(
         found=found, title=found["question"] or f"{found['name']}: tasks", headline=headline(found),
         head=head, rows=rows, meanings=meanings_of(found),
-        about_record=ABOUT_RECORD if record_on(found) else "",
         sentences=sentences(found), why=WHY_PERMUTED, drawn=drawn, levels=levels_table(found),
         taken=taken_in_words(found))
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_device, plural, read_whole,
                               write_json)
 from nanoheads.tasks import LEARNED, TASKS
-from lab.study import costs, findings, outside, permutation, queue, results, trial
+from lab.study import costs, findings, permutation, queue, results, trial
 from lab.study.records import NotThatRecord, TasksResults, as_json, as_record
 from lab.study.runs import Reuse, Runs, refused_sentence, say_what_is_refused, taken
 from lab.study.variants import VariantBuilder
@@ -435,11 +435,4 @@ def write(found, out, json=None):
 def write_verdicts(found, json):
     """Write what a study's dict says without its runs, for a program."""
     keys = ("kind", "name", "question", "command", "alpha", "margin", "planned", "done", "finished")
-    rows = [{**row, "record": outside.words_on(row["variant"], flags_in(found, row))}
-            for row in found["verdicts"]]
-    write_json(json, {**{key: found[key] for key in keys}, "verdicts": rows})
-
-
-def flags_in(found, row):
-    """The flags of the variant that a row of found["verdicts"] is of."""
-    return found["tasks"][row["task"]]["arms"][row["variant"]]["flags"]
+    write_json(json, {key: found[key] for key in (*keys, "verdicts")})

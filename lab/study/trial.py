@@ -21,7 +21,6 @@ import signal
 import statistics
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,9 +157,8 @@ def run(folder, train):
     if found := result(folder):
         return found
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
-    began, goes_on = time.process_time(), (folder / "ckpt.pt").is_file()
     # a best.pt alone, left where the disk was full or the result damaged, is nothing to go on from
-    if not goes_on:
+    if not (folder / "ckpt.pt").is_file():
         (folder / "best.pt").unlink(missing_ok=True)
     config = TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
     device = pick_device(config.device)
@@ -180,7 +178,6 @@ def run(folder, train):
     found = dict(**scored, trial=folder.name, params=model.num_params(),
                  flops_per_token=model.flops_per_token(), best_step=state["step"], steps=last["step"],
                  seconds=last["elapsed_s"], tokens_per_s=statistics.median(speeds) if speeds else None,
-                 cpu_seconds=None if goes_on else time.process_time() - began,
                  memory_mib=memory, threads=torch.get_num_threads(), processor=processor(device),
                  torch=torch.__version__, **of_run)
     write_atomic(folder / "nats.npy", lambda f: np.save(f, per_window))

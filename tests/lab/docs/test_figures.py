@@ -1,6 +1,5 @@
 """The figures of README.md and docs/ that stand between marks are what `compare.py --tables` writes there."""
 
-import re
 
 import matplotlib.image
 import numpy as np
@@ -30,19 +29,11 @@ def test_the_command_finds_every_table_as_it_is(monkeypatch):
     assert "| 0.733 |" in page and tables.filled(page.replace("| 0.733 |", "| 0.833 |"), "a page") == page
 
 
-def test_the_command_of_a_page_names_the_files_of_its_tables():
-    page = (ROOT / tables.PAGE_OF_MAP).read_text(encoding="utf-8")
-    command = re.findall(r"results/(\S+\.json\.gz)", page[page.index("```sh"):])
-    marks = [[file, *re.split(r",\s*", more)] for _, kind, file, more, _ in tables.MARK.findall(page)]
-    assert marks == [command, command]
-
-
 @pytest.mark.slow
 def test_the_pictures_are_drawn_from_the_results(tmp_path):
     """As pixels: another version of matplotlib may write other bytes, and move a letter a little."""
-    drawn = {name: tables.picture(file) for name, file in tables.PICTURES.items()}
-    for name, data in {**drawn, tables.MAP: tables.transfer_map()}.items():
-        (tmp_path / "now.png").write_bytes(data)
+    for name, file in tables.PICTURES.items():
+        (tmp_path / "now.png").write_bytes(tables.picture(file))
         (tmp_path / "other.png").write_bytes(tables.picture("aa-tiny.json.gz"))
         now, other, there = (matplotlib.image.imread(path) for path in (
             tmp_path / "now.png", tmp_path / "other.png", ROOT / name))

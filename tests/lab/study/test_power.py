@@ -1,20 +1,17 @@
 """What a study would find, said before it runs: from runs on file, and from nothing else."""
 
-import json
 import math
 import re
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import scipy.stats
 
 import compare
 from compare import plan_of
 from nanoheads.common import UserError
-from lab.study import costs, findings, power, report, results, signals, stats
+from lab.study import costs, findings, power, report, results, stats
 from lab.study.variants import SEEDS_OF_CHALLENGE, StudyConfig
 
 from helpers import ROOT
@@ -272,118 +269,3 @@ def test_a_results_file_with_other_rates_is_refused(plain, here, tmp_path):
     results.write(found, tmp_path)
     with pytest.raises(UserError, match="untuned.rates"):
         results.read(tmp_path / "results.json.gz")
-
-
-# ---- the signal of a known change ----
-
-def known_changes(short, longer, plain, seconds=60.0):
-    """A study with scores of short convolutions, of 1.4 times the budget, and of the plain GPT."""
-    arms, runs = {}, {}
-    others = {"plain": plain, "routing": [9.0, 1.0]}
-    for name, scores in {"short_conv": short, "plain x 1.4": longer, **others}.items():
-        names = [f"{name} {seed}" for seed in range(len(scores))]
-        arms[name] = SimpleNamespace(seeds=[*range(len(scores))], bpb=scores, runs=names)
-        runs.update({each: SimpleNamespace(cpu_seconds=seconds) for each in names})
-    return SimpleNamespace(name="proxies", scale="tiny", arms=arms, runs=runs)
-
-
-def test_a_signal_is_the_effect_over_the_pooled_spread_of_seeds():
-    short, longer, plain = [2.00, 2.02, 2.01], [1.95, 1.97], [2.05, 2.03, 2.04, 2.08]
-    first, second = signals.signals(known_changes(short, longer, plain))
-    spread = math.sqrt(sum(np.var(each, ddof=1) * (len(each) - 1) for each in (short, longer, plain)) / 6)
-    assert (first.change, first.seeds, second.change) == ("short_conv", (3, 4), "plain x 1.4")
-    assert first.spread == second.spread == pytest.approx(spread)
-    assert first.effect == pytest.approx(-0.04) and first.signal == pytest.approx(0.04 / spread)
-    # at the ends of the interval, what was seen has a chance of 2.5 %
-    root = math.sqrt(1 / 3 + 1 / 4)
-    for end, p in ((first.low, 0.975), (first.high, 0.025)):
-        assert scipy.stats.nct.cdf(first.signal / root, 6, end / root) == pytest.approx(p, abs=1e-6)
-    assert first.per_minute == pytest.approx(first.signal)  # a minute a run
-    n = signals.seeds_to_show(first.signal)  # a change and a plain GPT of each seed, a minute each
-    assert first.minutes == 2 * n
-    # twice the processor time a run: half the signal a minute, and twice the minutes to show it
-    slow, _ = signals.signals(known_changes(short, longer, plain, seconds=120.0))
-    assert slow.per_minute == pytest.approx(first.per_minute / 2) and slow.minutes == 2 * first.minutes
-    stopped = known_changes(short, longer, plain)
-    stopped.runs["short_conv 1"].cpu_seconds = None
-    stopped.runs["short_conv 2"].cpu_seconds = 90.0
-    assert signals.cpu_seconds(stopped, "short_conv") == 75.0  # of the two that say so
-
-
-def test_a_change_that_seems_to_harm_has_a_signal_below_zero():
-    harm, _ = signals.signals(known_changes([2.2, 2.3], [1.9, 1.8], [2.0, 2.1], seconds=None))
-    assert harm.signal < 0 and harm.low < harm.signal < harm.high
-    assert (harm.seconds, harm.per_minute, harm.minutes) == (None, None, None)
-    timed, _ = signals.signals(known_changes([2.2, 2.3], [1.9, 1.8], [2.0, 2.1]))
-    assert timed.per_minute < 0 and timed.minutes is None  # no number of seeds shows that it helps
-    assert "–" in signals.signals_table([("tiny", harm)]).rows[0]
-    with pytest.raises(UserError, match="too few runs: it takes the plain GPT and"):
-        signals.signals(known_changes([2.2], [], [2.0]))
-
-
-def test_the_spread_of_each_variant_is_compared_with_the_plain_gpts():
-    short, longer, plain = [2.00, 2.02, 2.01], [1.95, 1.99], [2.05, 2.01, 2.03, 2.08]
-    first, second = signals.spreads(known_changes(short, longer, plain))[:2]
-    assert (first.variant, first.seeds, first.p) == ("plain", 4, None)
-    assert (second.variant, second.seeds, second.spread) == ("short_conv", 3, pytest.approx(0.01))
-    # the interval: at its ends the squares about the mean have a chance of 2.5 %
-    for end, p in ((second.low, 0.975), (second.high, 0.025)):
-        assert scipy.stats.chi2.cdf(2 * 0.01 ** 2 / end ** 2, 2) == pytest.approx(p)
-    # Brown and Forsythe: a t test of the distances from each side's median, whose square is their F
-    far = [[abs(x - np.median(own)) for x in own] for own in (short, plain)]
-    assert second.p == pytest.approx(scipy.stats.ttest_ind(*far).pvalue)
-    named = {each.variant for each in signals.spreads(known_changes(short, longer, plain))}
-    assert named == {"plain", "short_conv"}  # two runs say too little of a spread
-    with pytest.raises(UserError, match="fewer than three runs of the plain GPT"):
-        signals.spreads(known_changes(short, longer, [2.0, 2.1]))
-
-
-@pytest.mark.parametrize("draw", [lambda rng, n: rng.normal(size=n),
-                                  lambda rng, n: rng.standard_t(4, size=n)], ids=["normal", "heavy tails"])
-def test_equal_spreads_are_called_different_in_one_of_twenty_at_most(draw):
-    rng = np.random.default_rng(1)
-    p = [signals.spread_of("a", list(draw(rng, 12)), list(5 + draw(rng, 12))).p for _ in range(1000)]
-    assert 0.01 < np.mean(np.array(p) < 0.05) < 0.065
-    narrow = signals.spread_of("a", list(rng.normal(2.0, 0.001, 12)), list(rng.normal(1.0, 0.01, 12)))
-    assert narrow.p < 0.02 and narrow.high < 0.005
-
-
-@pytest.mark.parametrize("signal", [0.9, 2.7, 14.5])
-def test_so_many_seeds_show_a_signal_four_times_in_five(signal):
-    """Simulated: n seeds do, and one less does not."""
-    n, rng = signals.seeds_to_show(signal), np.random.default_rng(3)
-    for m, enough in [(n, True), (n - 1, False)][:1 if n == 2 else 2]:
-        sides = rng.normal(signal, 1, (4000, m)), rng.normal(0, 1, (4000, m))
-        p = scipy.stats.ttest_ind(*sides, axis=1).pvalue
-        assert (np.mean(p < 0.05) > 0.8 - 0.02) if enough else (np.mean(p < 0.05) < 0.8 + 0.02)
-
-
-def test_the_signal_is_read_from_a_results_file(plain, here, nothing_there, tmp_path, capsys):
-    study = study_of(plain, seeds=[11, 12], plain_seeds=2, mechanisms=["short_conv"])
-    study.run(here)
-    results.write(results.collect(study, "test"), tmp_path)
-    out = tmp_path / "signal.json"
-    signals.main([str(tmp_path / "results.json.gz"), f"--json={out}"])
-    row, = json.loads(out.read_text())
-    scores = study.runs.scores("judge")
-    assert row["change"] == "short_conv" and row["seconds"] > 0 and row["seeds"] == [2, 2]
-    assert row["effect"] == pytest.approx(np.mean([*scores["short_conv"].values()])
-                                          - np.mean([*scores["plain"].values()]))
-    assert f"{row['effect']:+.4f}" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="fewer than three runs of the plain GPT"):  # it has two
-        signals.main([str(tmp_path / "results.json.gz"), "--spreads"])
-    assert signals.unfinished(signals.read_studies([tmp_path / "results.json.gz"])) == []
-
-
-def test_signals_of_an_unfinished_study_say_so(plain, here, nothing_there, tmp_path, capsys):
-    study = study_of(plain, seeds=[11, 12], plain_seeds=2, mechanisms=["short_conv"])
-    study.run(here)
-    found = results.collect(study, "test")
-    results.write(replace(found, done=found.done - 1), tmp_path)
-    signals.main([str(tmp_path / "results.json.gz")])
-    assert "The study in results.json.gz is not finished: its figures may change." in capsys.readouterr().out
-
-
-def test_signals_of_tasks_are_one_line():
-    with pytest.raises(SystemExit, match="few.json.gz is a study of tasks; signals and spreads are of"):
-        signals.main([str(ROOT / "results/tasks/few.json.gz")])

@@ -10,8 +10,7 @@ import pytest
 import compare
 from nanoheads.common import ROOT, UserError
 from nanoheads.tasks import TASKS
-from lab.study import (digest, permutation, predictions, signals, tables, task_study,
-                       transfer, trial)
+from lab.study import digest, permutation, tables, task_study, trial
 from lab.study.variants import StudyConfig
 
 from lab_helpers import in_this_process
@@ -356,6 +355,3 @@ def test_a_file_that_somebody_edited_is_one_line(tmp_path, damage, words):
     line = f"^{re.escape(str(path))} is not what compare.py --task writes: .*{re.escape(words)}"
     with pytest.raises(UserError, match=line):
         task_study.read(path)
-    for program in (signals, transfer, predictions):
-        with pytest.raises(SystemExit, match=re.escape(words)):
-            program.main([str(path)])

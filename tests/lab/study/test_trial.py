@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,18 +229,6 @@ def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data
     folder = trial.make(spec_of(bytes_data, tokens=160))
     found = trial.run(folder, train.train)
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
-
-
-def test_the_processor_time_of_a_run_that_was_stopped_is_not_known(finished, spec):
-    def stopped(model, config):
-        train.train(model, replace(config, max_iters=3))
-        raise InterruptedError
-
-    assert 0 < trial.result(finished)["cpu_seconds"] < 600
-    folder = trial.make(spec_of(spec["train"]["dataset"], tokens=160))
-    with pytest.raises(InterruptedError):
-        trial.run(folder, stopped)
-    assert trial.run(folder, train.train)["cpu_seconds"] is None
 
 
 def test_a_result_names_the_checkpoint_that_was_scored(finished):
