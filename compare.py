@@ -51,7 +51,7 @@ try:
     from lab.study import scores as score_file
     from lab.study.records import Candidate, LadderResults, Screen, TwoLooks, Untuned, as_read
     from lab.study.runs import Reuse, Runs, agreement, refused_sentence
-    from lab.study.variants import StudyConfig, VariantBuilder, crossed_of, variants_of
+    from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 except ModuleNotFoundError as e:
     sys.exit(f"compare: {without_lab(e, 'a study')}")
 
@@ -110,7 +110,6 @@ class Study:
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.runs = Runs(config, self.builder.data, trials, reuse)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
-        self.crossed = crossed_of(config)  # (one change, another, both together)
         # {variant: MLP width of the plain GPT of its parameters, None: not made yet} of those that are
         # compared with one even if they do not seem better here, since they do on another text
         self.wider = {}
@@ -150,8 +149,7 @@ class Study:
     def named(self):
         """The variants that are judged wherever they stand on validation, in order."""
         c = self.config
-        named = [*c.always, *(name for names in (*c.contrasts, *self.crossed) for name in names
-                              if name != PLAIN)]
+        named = [*c.always, *(name for names in c.contrasts for name in names if name != PLAIN)]
         return dict.fromkeys(named)
 
     def choose(self):
@@ -558,8 +556,7 @@ def name_of(config, files):
     if config.mechanism and not files:
         return joined(config.mechanism.split(","), "challenge", longest)
     names = [Path(file).stem for file in files]
-    crossed = [re.sub(r"\W+", "-", "-x-".join(cells[:2])) for cells in crossed_of(config)]
-    for name in [] if files else [*config.mechanisms, *config.variants, *crossed]:
+    for name in [] if files else [*config.mechanisms, *config.variants]:
         names.append(re.sub(r"_?\*", "-all", name).lstrip("-"))
     return joined(names or [PLAIN], longest=longest)
 
@@ -646,7 +643,6 @@ def config_of_what_was_judged(study, config):
     """The config for other texts: what the study on the first one judged, at the rates that it found."""
     variants = {each.name: each.flags for each in study.compared.values() if each.kind == "variant"}
     return replace(config, settings=study.builder.settings, variants=variants, mechanisms=[], always=[],
-                   interactions=[cells[:2] for cells in study.crossed],
                    mechanism=None, screen=False, tune_lr=False)
 
 

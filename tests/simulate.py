@@ -6,7 +6,6 @@ How often the verdicts of a study are wrong, and how often they find what is the
     python tests/simulate.py --only=dose      # known gains, with the spreads of real runs; a picture too
     python tests/simulate.py --only=looks     # second looks, and seeds that are chosen by their scores
     python tests/simulate.py --only=two_looks  # studies that are planned in two looks
-    python tests/simulate.py --only=interactions  # two changes, each by itself and both together
 
 Each simulated study goes through effects.comparisons() as a real one would. Spreads are in units of a typical
 arm's, the margin is one of those; true differences are 0, or exactly the margin, which is where "same" is
@@ -35,7 +34,7 @@ from scipy.stats import ttest_1samp  # noqa: E402
 from lab.study import effects, results  # noqa: E402
 from lab.study.effects import finished_scores  # noqa: E402
 from lab.study.records import TwoLooks  # noqa: E402
-from lab.study.stats import SPENDING, TOGETHER, findable, holm, satterthwaite  # noqa: E402
+from lab.study.stats import SPENDING, findable, holm, satterthwaite  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
 WORLDS = {
@@ -245,44 +244,6 @@ def print_two_looks(sims):
               flush=True)
 
 
-# ---- interactions ----
-
-INTERACTIONS = {  # seeds of each change, of the plain GPT, keywords of study()
-    "5 seeds, plain 5": (5, 5, {}),
-    "5, plain 9": (5, 9, {}),
-    "27, plain 27": (27, 27, {}),
-    "27, plain 27, spreads 1.6x": (27, 27, WORLDS["spreads 1.6x"]),
-    "27, plain 27, spreads 2.2x": (27, 27, WORLDS["spreads 2.2x"]),
-    "27, plain 27, t3 tails": (27, 27, WORLDS["t3 tails"]),
-    "5, plain 9, spreads 2.2x": (5, 9, WORLDS["spreads 2.2x"]),
-}
-CELLS = ("arm 0", "arm 1", "arm 2")  # one change, another, both
-
-
-def error_of_interactions(sims, n, n_plain, world, true=0.0, alone=(-2.0, -3.0), cells=CELLS):
-    """Percent of studies in which the verdict on an interaction is wrong.
-
-    true: what both changes give beside the sum of what each gives alone, all in sd of a seed.
-    """
-    rng, bad = np.random.default_rng(23), 0
-    for _ in range(sims):
-        scores, pairs = study(rng, n, n_plain, 3, **world, true=[*alone, sum(alone) + true])
-        _, (found,) = effects.judged_together([scores], pairs, [cells], margin=1.0)
-        verdict, = (own for own, words in TOGETHER.items() if words == found.verdict)
-        bad += wrong(verdict, true, 1.0)
-    return 100 * bad / sims
-
-
-def print_interactions(sims):
-    print("\nPercent of studies with a wrong verdict on an interaction: two changes that are better by 2 and "
-          "3 sd, and both\ntogether by the sum, or by the margin of 1 sd more or less. Monte-Carlo error "
-          f"(one sd at 5 %): {100 * math.sqrt(0.05 * 0.95 / sims):.1f}")
-    print(f"{'seeds':<32}" + "".join(f"{head:>16}" for head in ("they add up", "1 sd more", "1 sd less")))
-    for title, case in INTERACTIONS.items():
-        cells = (error_of_interactions(sims, *case, true) for true in (0.0, -1.0, 1.0))
-        print(f"{title:<32}" + "".join(f"{cell:16.1f}" for cell in cells), flush=True)
-
-
 # ---- screened, then judged ----
 
 def judged_of(validation):
@@ -459,11 +420,10 @@ def print_decided(sims, sd):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--sims", type=int, default=1000, help="simulated studies a cell")
-    p.add_argument("--only", choices=("errors", "stages", "power", "dose", "looks", "two_looks",
-                                        "interactions"))
+    p.add_argument("--only", choices=("errors", "stages", "power", "dose", "looks", "two_looks"))
     a = p.parse_args()
     for name, table in (("dose", print_doses), ("power", print_power), ("stages", print_two_stages),
                         ("looks", print_looks), ("two_looks", print_two_looks),
-                        ("interactions", print_interactions), ("errors", print_error_rates)):
+                        ("errors", print_error_rates)):
         if a.only in (None, name):
             table(a.sims)

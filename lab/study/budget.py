@@ -41,14 +41,9 @@ def fitted(config, seconds, steps):
 
 def at_share(config, share, steps):
     """The StudyConfig with so much of the steps of its plain GPT, and of variants that set their own."""
-    def shorter(flags):
-        if isinstance(flags, dict) and "max_iters" in flags:
-            return {**flags, "max_iters": round(flags["max_iters"] * share)}
-        return flags
-
-    own = {name: shorter(flags) for name, flags in config.variants.items()}
-    crossed = [[shorter(change) for change in entry] for entry in config.interactions]
-    config = replace(config, variants=own, interactions=crossed)
+    own = {name: {**flags, "max_iters": round(flags["max_iters"] * share)} if "max_iters" in flags else flags
+           for name, flags in config.variants.items()}
+    config = replace(config, variants=own)
     if config.tokens_per_param:
         return replace(config, tokens_per_param=config.tokens_per_param * share)
     return replace(config, settings={**config.settings, "max_iters": round(steps * share)})

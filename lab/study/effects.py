@@ -20,8 +20,8 @@ from nanoheads.common import number, plural
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import BLOCK
 from lab.study import stats
-from lab.study.records import (AgainstTarget, AtCost, Comparison, Figures, Interaction, Interval, Rescored,
-                               Reused, Screened, TextsResults, Worth)
+from lab.study.records import (AgainstTarget, AtCost, Comparison, Figures, Interval, Rescored, Reused,
+                               Screened, TextsResults, Worth)
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are not read
 NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
@@ -36,13 +36,12 @@ def figures(study, texts=None):
     variants, alpha, margin = study.arms, study.alpha, study.margin
     studies = texts or [study]
     scores, plan, levels = [scores_of(each.arms) for each in studies], study.two_looks, None
-    kind, interactions = study.kind, []
+    kind = study.kind
     if plan:
         rows, levels = planned_looks(scores[0], study.pairs, plan, alpha, margin, study.failures)
     else:
         by_text = scores if kind.same_seeds else [apart(each) for each in scores]
-        rows, interactions = judged_together(by_text, study.pairs, study.crossed or [], alpha, margin,
-                                             kind.higher_is_better, kind.unit)
+        rows = comparisons(by_text, study.pairs, alpha, margin, kind.higher_is_better, kind.unit)
     curve = curve_of(studies)
     for row in rows:
         own = scores_of(variants)
@@ -52,14 +51,12 @@ def figures(study, texts=None):
             set_as_compute(row, curve, scores, variants, alpha)
         if not plan:
             withhold_where_runs_failed(row, study.failures)
-    for each in interactions:
-        withhold_where_a_cell_failed(each, study.failures)
     last = rows_of_last_look(study, rows)
     level = levels[plan.look - 1] if plan else alpha
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
     return Figures(procedure=PROCEDURE, comparisons=rows, screened=screened(study),
-                   findable=findable(scores_of(variants), last, len(tested(rows)) + len(interactions), level),
-                   interactions=interactions or None, targets=against_target(study),
+                   findable=findable(scores_of(variants), last, len(tested(rows)), level),
+                   targets=against_target(study),
                    margin_as_compute=as_multiples, levels=levels,
                    taken=best_rates(study.candidates) if study.candidates else None)
 
@@ -89,14 +86,8 @@ def apart(scores):
 
 def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte",
                 level=None, decided=None):
-    """A records.Comparison for each pair, see judged_together()."""
-    return judged_together(by_text, pairs, [], alpha, margin, higher_is_better, unit, level, decided)[0]
-
-
-def judged_together(by_text, pairs, crossed, alpha=0.05, margin=0.01, higher_is_better=False,
-                    unit="bits/byte", level=None, decided=None):
-    """([records.Comparison] of each pair (variant, baseline, what is equal beside the hyperparameters),
-    [records.Interaction] of each of `crossed`, (one, other, both)), all corrected together.
+    """[records.Comparison] of each pair (variant, baseline, what is equal beside the hyperparameters), all
+    corrected together.
 
     by_text: {variant: {seed: score}} of each text. level: what corrected p are held against, None: alpha.
     decided: {pair_of(): row} of comparisons that count as they were at an earlier look. ValueError: a score
@@ -114,36 +105,16 @@ def judged_together(by_text, pairs, crossed, alpha=0.05, margin=0.01, higher_is_
         else:
             differences.append(compared(by_text, *pair[:2], alpha))
             sizes.append([seeds_of(by_text, name) for name in pair[:2]])
-    for cells in crossed:
-        differences.append(interaction_of(by_text, *cells, alpha))
-        sizes.append([min(seeds_of(by_text, name) for name in cells), seeds_of(by_text, "plain")])
     judged = stats.judge(differences, sizes, level or alpha, margin, higher_is_better)
-    rows = [Comparison(variant=variant, baseline=baseline, equal=equal, **each._asdict(), differences=[],
+    return [Comparison(variant=variant, baseline=baseline, equal=equal, **each._asdict(), differences=[],
                        words=stats.in_words(each, alpha, margin, unit,
                                             "the plain GPT" if baseline == "plain" else baseline))
             for (variant, baseline, equal), each in zip(pairs, judged)]
-    return rows, [Interaction(one=one, other=other, both=both,
-                              words=stats.interaction_in_words(each, alpha, margin, unit),
-                              **{**each._asdict(), "verdict": stats.TOGETHER[each.verdict]})
-                  for (one, other, both), each in zip(crossed, judged[len(pairs):])]
 
 
 def seeds_of(by_text, name):
     """How many seeds a variant has on every text."""
     return min(len(scores.get(name, ())) for scores in by_text)
-
-
-def interaction_of(by_text, one, other, both, alpha):
-    """The Difference of what two changes give together and the sum of what each gives alone, in a mean over
-    texts: both - one - other + plain. IDENTICAL: one of them does nothing, alone or beside the other.
-    """
-    for idle, acting in ((one, other), (other, one)):
-        if identical_on_each(by_text, idle, "plain") and identical_on_each(by_text, both, acting):
-            return stats.IDENTICAL
-    parts = []
-    for name, weight in ((both, 1), (one, -1), (other, -1), ("plain", 1)):
-        parts += parts_of([scores.get(name, {}) for scores in by_text], weight)
-    return stats.difference(parts, alpha)
 
 
 def compared(by_text, variant, baseline, alpha):
@@ -203,16 +174,6 @@ def withhold_where_runs_failed(row, failures):
                              for side in sides if count[side])
         row.words = f"not called {row.verdict}, since {failed} of {whose} runs failed; else {row.words}"
         row.verdict = "undecided"
-
-
-def withhold_where_a_cell_failed(interaction, failures):
-    """Call an interaction undecided where runs failed of one of its four cells: those might change it."""
-    cells = (interaction.one, interaction.other, interaction.both, "plain")
-    failed = sum(f.arm in cells for f in failures if f.stage == "judge")
-    if failed and interaction.verdict != "undecided":
-        interaction.words = (f"not called {interaction.verdict!r}, since {plural(failed, 'run')} of its "
-                             f"cells failed; else {interaction.words}")
-        interaction.verdict = "undecided"
 
 
 def failed_runs(failures):
@@ -294,8 +255,8 @@ def target_in_words(row, target, side, alpha, failed):
 
 
 def corrected_for(study):
-    """How many comparisons and interactions the verdicts of a study are corrected for."""
-    return len(tested(study.comparisons)) + len(study.interactions or ())
+    """How many comparisons the verdicts of a study are corrected for."""
+    return len(tested(study.comparisons))
 
 
 def findable(scores, rows, m, alpha):
@@ -592,9 +553,7 @@ def over_texts(texts):
     studies, first = list(texts.values()), next(iter(texts.values()))
     names = [name for name in first.arms if all(name in study.arms for study in studies)]
     variants = {name: over_runs([study.arms[name] for study in studies]) for name in names}
-    pairs, crossed = ([each for each in getattr(first, key) or ()
-                       if all(each in (getattr(study, key) or ()) for study in studies)]
-                      for key in ("pairs", "crossed"))
+    pairs = [pair for pair in first.pairs if all(pair in study.pairs for study in studies)]
     failures = [failure for study in studies for failure in study.failures]
     reused, rescored = reused_in(studies), rescored_in(studies)
     left_out, looks = ([replace(row, text=text) for text, study in texts.items()
@@ -604,8 +563,8 @@ def over_texts(texts):
     data = replace(first.data, **size, dataset=BOTH.join(texts), sha256=None, note=None)
     settings = {key: value for key, value in (first.settings or {}).items() if key != "dataset"}
     return replace(first, **progress(*studies), settings=settings, arms=variants, pairs=pairs,
-                   crossed=crossed or None, failures=failures, reused=reused, rescored=rescored, runs={},
-                   data=data, left_out=left_out, looks=looks)
+                   failures=failures, reused=reused, rescored=rescored, runs={}, data=data,
+                   left_out=left_out, looks=looks)
 
 
 def reused_in(studies):

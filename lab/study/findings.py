@@ -32,15 +32,6 @@ MEANING = {
     "identical": "nothing acted: the scores are those of the other side on every shared seed, and no finding",
     "undecided": "better, worse or the same: these seeds cannot tell, a new study with more would",
 }
-# those on interactions, what two changes give together beside the sum of what each gives alone
-MEANING_TOGETHER = {
-    "more together than apart": "both together are better than the sum of what each gives alone says",
-    "less together than apart": "both together are worse than that sum says, though each may still help",
-    "they add up": "both together give that sum, to less than the margin",
-    "identical": "one of them did nothing: on every shared seed the scores are those without it",
-    "undecided": "more, less or the sum: these seeds cannot tell, a new study with more would",
-}
-
 
 NOT_MEASURED = "not measured"
 NO_BUDGETS = ("This study has no plain GPT of other budgets, by which a difference would be compared with "
@@ -162,10 +153,6 @@ def verdicts(results):
                  **{f"{key}_ratio": ratio(study, key, c.variant, c.baseline) for key in amounts},
                  words=sentence_of(study, c))
             for c in [*against_plain(study), *others(study)]]
-    keys = ("mean", "low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
-    crossed = [dict(one=each.one, other=each.other, both=each.both, **together_for_a_program(study, each),
-                    **{key: as_json(getattr(each, key)) for key in keys},
-                    words=sentence_together(study, each)) for each in study.interactions or ()]
     scores = {name_for_a_program(study, name): mean_of(arm.bpb) for name, arm in study.arms.items()}
     again = study.rescored
     rescored = again and dict(runs=len(again.runs), without=again.without)
@@ -178,8 +165,7 @@ def verdicts(results):
                           looks=as_json(study.looks),
                           **{"bpb" if study.kind.trained_here else "scores": scores}, comparisons=rows,
                           rescored=rescored, follow_up=next_study(study), **elsewhere,
-                          **({"interactions": crossed} if crossed else {}), **looks_for_a_program(study),
-                          **targets_for_a_program(study)))
+                          **looks_for_a_program(study), **targets_for_a_program(study)))
 
 
 def name_for_a_program(study, name):
@@ -201,7 +187,7 @@ def next_study(study):
     """
     if is_interim(study) or not (more := follow_up(study)):
         return None
-    rows = [*more["undecided"], *more.get("interactions", ())]
+    rows = more["undecided"]
     near = [open_in_words(study, row) for row in rows if is_near(row)]
     far = [f"{open_in_words(study, row)} ({row['seeds'] or 'more than 1000'})" for row in rows
            if not is_near(row)]
@@ -217,11 +203,7 @@ def next_study(study):
 
 
 def open_in_words(study, row):
-    """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is; or an
-    undecided interaction.
-    """
-    if "both" in row:
-        return f"how {label_of(study, row['one'])} and {label_of(study, row['other'])} act together"
+    """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is."""
     of, against = (label_of(study, row[side]) for side in ("variant", "baseline"))
     return of if row["baseline"] == "plain" else f"{of} against {against}"
 
@@ -248,12 +230,6 @@ def verdict_for_a_program(study, c):
     if is_interim(study):
         return dict(verdict="unfinished", interim_verdict=so_far)
     return dict(verdict=so_far, interim_verdict=None)
-
-
-def together_for_a_program(study, each):
-    """verdict_for_a_program() of an interaction."""
-    verdict, word = ("unfinished", each.verdict) if is_interim(study) else (each.verdict, None)
-    return dict(verdict=verdict, interim_verdict=word)
 
 
 def against_plain(study, only=None):
@@ -434,13 +410,9 @@ def cut_in_words(study):
 
 
 def headline(study):
-    """The study in one sentence; before it one that says how it was cut, if it was, behind it its
-    interactions.
-    """
-    together = [f"How {label_of(study, each.one)} and {label_of(study, each.other)} act together: "
-                f"{verdict_together(study, each)}." for each in study.interactions or ()]
+    """The study in one sentence; before it one that says how it was cut, if it was."""
     judged = "" if study.targets and not against_plain(study) else verdicts_in_a_sentence(study)
-    return " ".join(filter(None, [cut_in_short(study), judged, *together, target_in_a_sentence(study)]))
+    return " ".join(filter(None, [cut_in_short(study), judged, target_in_a_sentence(study)]))
 
 
 def verdicts_in_a_sentence(study):
@@ -759,9 +731,8 @@ def rescored_sentence(study):
 
 def remarks(study, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
-    n, size, crossed = effects.corrected_for(study), study.findable, len(study.interactions or ())
-    too = f", {plural(crossed, 'interaction')} among them" * bool(crossed)
-    lines = [f"Verdicts are corrected for {n} comparisons{too}."] if n > 1 else [
+    n, size = effects.corrected_for(study), study.findable
+    lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
         "One comparison: no correction."] if n else []
     if known(size):
         last = effects.tested(effects.rows_of_last_look(study, study.comparisons))
@@ -782,44 +753,6 @@ def remarks(study, over_text="report.html"):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
     return [*lines, *remarks_on_target(study), *filter(None, [timed_how(study), rescored_sentence(study)])]
-
-
-# ---- interactions ----
-
-def verdict_together(study, each):
-    """The verdict on an interaction as it is shown; without all four cells, that there are no runs yet."""
-    return INTERIM * is_interim(study) + each.verdict if known(each.mean) else "no runs yet"
-
-
-def sentence_together(study, each):
-    """What two changes give alone and together, and the verdict on the difference of these."""
-    if not known(each.mean):
-        return verdict_together(study, each)
-    alone, more, both = (f"{cell.mean:+.4f}" for cell in cells_of(study, each))
-    unit = f" {study.kind.unit}" if study.kind.unit else ""
-    said = (f"{label_of(study, each.one)} alone {alone}, {label_of(study, each.other)} alone {more}, both "
-            f"{both}{unit} ({better_side(study)}); {INTERIM * is_interim(study)}{each.words}")
-    return " ".join(printable(said).split())
-
-
-def cells_of(study, each):
-    """The comparisons with the plain GPT of the three other cells of an interaction."""
-    return against_plain(study, [each.one, each.other, each.both])
-
-
-def together_table(study, each):
-    """The four cells of an interaction, the sum of each alone, and both less that sum."""
-    head = ("cell", "verdict", study.kind.name, "seeds", head_of_difference(study), "corrected p")
-    label, _, *seeds_and_score = label_and_figures(study, "plain")
-    rows = [(label, "–", *seeds_and_score[::-1], own_interval(study), "–")]
-    cells = cells_of(study, each)
-    for c in cells:
-        label, _, *seeds_and_score = label_and_figures(study, c.variant)
-        rows.append((label, verdict_of(study, c), *seeds_and_score[::-1], interval(c), p_of(c)))
-    alone = sum(number(c.mean) for c in cells[:2])
-    rows.append(("the sum of each alone", "–", "–", "–", show(alone, "+.4f"), "–"))
-    rows.append(("both, less that sum", verdict_together(study, each), "–", "–", interval(each), p_of(each)))
-    return Table(head, rows, (0, 1))
 
 
 # ---- a target ----

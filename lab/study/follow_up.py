@@ -27,23 +27,19 @@ def follow_up(study):
     """{"undecided", "variants", "seeds", "command"} for what a study left undecided; None: nothing.
 
     undecided: [{"variant", "baseline", "seeds"}], with how many fresh seeds would decide four times in five,
-    if the difference is as it was seen; None: more than 1000. interactions: [{"one", "other", "both",
-    "seeds"}], likewise; there is no such key in a study without any. variants, seeds: whom the command is
-    for, all that take at most MOST_SEEDS, and how many seeds the slowest of them takes; [] and None: nobody.
-    command: as text for a shell; None: there is none, or what made the study is not known.
+    if the difference is as it was seen; None: more than 1000. variants, seeds: whom the command is for, all
+    that take at most MOST_SEEDS, and how many seeds the slowest of them takes; [] and None: nobody. command:
+    as text for a shell; None: there is none, or what made the study is not known.
     """
     rows = [dict(variant=c.variant, baseline=c.baseline, seeds=c.more_seeds)
             for c in study.comparisons if is_open(study, c)]
-    crossed = [dict(one=each.one, other=each.other, both=each.both, seeds=each.more_seeds)
-               for each in study.interactions or () if is_open(study, each)]
-    if not rows and not crossed:
+    if not rows:
         return None
-    near = [row for row in (*rows, *crossed) if is_near(row)]
-    sides = ("variant", "baseline", "one", "other", "both")
-    names = dict.fromkeys(row[side] for row in near for side in sides if side in row)
+    near = [row for row in rows if is_near(row)]
+    names = dict.fromkeys(row[side] for row in near for side in ("variant", "baseline"))
     names = [name for name in names if study.arms[name].kind == "variant"]
     seeds = max((row["seeds"] for row in near), default=None)
-    return dict(undecided=rows, **({"interactions": crossed} if crossed else {}), variants=names, seeds=seeds,
+    return dict(undecided=rows, variants=names, seeds=seeds,
                 command=command_of(study, names, fresh(study, seeds)) if near and study.command else None)
 
 
@@ -85,7 +81,7 @@ def command_of(study, names, seeds):
     given = dict(given)
     is_known = (words[:2] == PROGRAM and printable(study.command) == study.command and alone is not None
                 and given.keys() <= keys.keys() and None not in given.values())
-    if not (is_known and all(is_made_by(config, name) or name in of_interactions(study) for name in names)):
+    if not (is_known and all(is_made_by(config, name) for name in names)):
         return None
     more = {**alone, **narrowed(study, names), "seeds": seeds}
     if config.get("plain_seeds"):
@@ -112,11 +108,6 @@ def is_made_by(config, name):
 def narrowed(study, names):
     """{key: value} that leave a study these variants alone; {}: it has no others."""
     config, given = study.config, study.config.get("variants") or {}
-    crossed = [(entry, cells) for entry, cells in zip(config.get("interactions") or (), study.crossed or ())
-               if {*cells} <= {*names}]
-    stays = {name for _, cells in crossed for name in cells}
-    # what only an interaction has made that is left out is a variant by its flags
-    own = {**{name: flags for name, flags in of_interactions(study).items() if name not in stays}, **given}
     every = {name for name, arm in study.arms.items() if arm.kind == "variant"}
     if not {*every, *(study.screened_out or ())} - {*names}:
         return {}
@@ -124,18 +115,10 @@ def narrowed(study, names):
     more = dict(mechanisms=mechanisms)
     if config.get("mechanism"):
         more = dict(mechanism=",".join(mechanisms) or None)
-    more["variants"] = {name: flags for name, flags in own.items() if name in names}
+    more["variants"] = {name: flags for name, flags in given.items() if name in names}
     more["contrasts"] = [pair for pair in config.get("contrasts", ()) if {*pair} <= {*names, "plain"}]
-    more["interactions"] = [entry for entry, _ in crossed]
     more["always"] = [name for name in config.get("always", ()) if name in names]
     return {key: value for key, value in more.items() if value or config.get(key)}
-
-
-def of_interactions(study):
-    """{name: flags} of the variants that the interactions of a study have made."""
-    made = {name for cells in study.crossed or () for name in cells}
-    return {name: study.arms[name].flags for name in study.arms if name in made
-            and not is_made_by(study.config, name)}
 
 
 def folder_given(study, given):

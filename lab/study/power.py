@@ -38,7 +38,7 @@ def expected(study):
     found = on_file(spec, in_results)
     # what seems better is also compared with a plain GPT of as many parameters
     wider = [name for name in judged if not effects.same_size(study.compared[name].params, plain.params)]
-    m = len(study.pairs) + len(study.crossed) + c.match_parameters * len(wider)
+    m = len(study.pairs) + c.match_parameters * len(wider)
     size = stats.findable(found.groups, n, n_plain, m, c.alpha)
     if math.isnan(size):
         return [f"What {n} seeds would find is not known yet: neither out/trials nor results/ has two runs "
@@ -49,12 +49,6 @@ def expected(study):
              f"four times in five{corrected}; for {c.margin:g}, the margin, it takes "
              f"{for_margin or 'more than 1,000'} seeds.",
              f"The spread over seeds for that is at its upper 90 % bound, from {found.words}."]
-    if study.crossed:
-        sizes = found.groups, n, n_plain
-        half = stats.half_width(*sizes, c.alpha, cells=3)
-        lines.insert(1, f"An interaction is then known to ±{half:.4f} ({100 * (1 - c.alpha):g} %, not "
-                        f"corrected), and one of {stats.findable(*sizes, m, c.alpha, cells=3):.4f} is found "
-                        "four times in five.")
     if known := effects_in(in_results):
         missed = sum(each < size for each in known)
         lines.append(f"Of {len(known)} effects of mechanisms on file at this size, text and number of steps, "

@@ -208,8 +208,16 @@ class AtCost(Record):
 
 
 @dataclass(kw_only=True)
-class Judged(Record):
-    """A difference and the verdict on it, as stats.Comparison has it, and the verdict as a sentence."""
+class Comparison(Record):
+    """A difference of two variants and the verdict on it, as stats.Comparison has it, and what follows.
+
+    equal: what is equal beside the hyperparameters; differences: each seed of the variant less the mean of
+    the baseline; text: the interval over the text; words: the verdict as a sentence; look: the one of two
+    that judged it.
+    """
+    variant: str
+    baseline: str
+    equal: list[str]
     n: int
     n_baseline: int
     mean: Optional[float]
@@ -219,42 +227,16 @@ class Judged(Record):
     df: Optional[float]
     p: Optional[float]
     p_corrected: Optional[float]
-    p_same: Optional[float]
+    p_same: Optional[float] = None
     verdict: str
     more_seeds: Optional[float]
     words: str
-
-
-@dataclass(kw_only=True)
-class Comparison(Judged):
-    """A difference of two variants and the verdict on it, and what follows.
-
-    equal: what is equal beside the hyperparameters; differences: each seed of the variant less the mean of
-    the baseline; text: the interval over the text; look: the one of two that judged it.
-    """
-    variant: str
-    baseline: str
-    equal: list[str]
-    p_same: Optional[float] = None
     differences: list[float]
     text: Optional[Interval] = None
     worth: Optional[Worth] = sometimes()
     equal_flops: Optional[AtCost] = sometimes()
     equal_time: Optional[AtCost] = sometimes()
     look: Optional[int] = sometimes()
-
-
-@dataclass(kw_only=True)
-class Interaction(Judged):
-    """What two changes give together, less the sum of what each gives alone, and the verdict on it.
-
-    one, other, both: the variants; mean: both - one - other + plain; n: seeds of that of the three which has
-    the fewest, n_baseline: of the plain GPT; verdict: one of stats.TOGETHER. The rest is as a Comparison's,
-    which it is corrected together with.
-    """
-    one: str
-    other: str
-    both: str
 
 
 @dataclass(kw_only=True)
@@ -292,7 +274,6 @@ class Figures(Record):
     """What follows from the scores of a study, or of several texts together, see effects.figures()."""
     procedure: str
     comparisons: list[Comparison]
-    interactions: Optional[list[Interaction]] = sometimes()
     targets: Optional[list[AgainstTarget]] = sometimes()
     screened: Optional[list[Screened]] = None
     findable: Optional[float] = None
@@ -463,10 +444,9 @@ class StudyResults(Figures):
     """All that a study of one size on one text found; its figures follow from the rest.
 
     runs: {name of a trial's folder: Run}; arms: the runs of each variant; pairs: (variant, baseline, what is
-    equal beside the hyperparameters); crossed: (one change, another, both together), the variants of each
-    interaction; lives: dynamic heads, see dynamic.py. In memory alone: `texts`, of several texts together the
-    study on each; `alone`, the keys that make one size of a ladder a study of its own, {} for what is one
-    already, None where no command makes it one.
+    equal beside the hyperparameters); lives: dynamic heads, see dynamic.py. In memory alone: `texts`, of
+    several texts together the study on each; `alone`, the keys that make one size of a ladder a study of its
+    own, {} for what is one already, None where no command makes it one.
     """
     name: str
     scale: Optional[str] = None
@@ -487,7 +467,6 @@ class StudyResults(Figures):
     margin: float
     seeds: list[int]
     pairs: list[list]
-    crossed: Optional[list[list[str]]] = sometimes()
     two_looks: Optional[TwoLooks] = sometimes()
     screen: Optional[Screen] = None
     tuned: Optional[dict[str, Scores]] = None
@@ -523,8 +502,7 @@ class StudyResults(Figures):
             return f"{said}measure={shown(self.measure)} must be one of {', '.join(MEASURES)}"
         if "plain" not in self.arms:
             return f"{said}arms has no plain, the plain GPT"
-        if words := (fault_of_levels(self) or self.fault_of_pairs() or self.fault_of_crossed()
-                     or self.fault_of_looks()):
+        if words := (fault_of_levels(self) or self.fault_of_pairs() or self.fault_of_looks()):
             return said + words
         for i, c in enumerate(self.comparisons):
             if unknown := [name for name in (c.variant, c.baseline) if name not in self.arms]:
@@ -537,16 +515,6 @@ class StudyResults(Figures):
                 return f"pairs: {shown(pair)} is not a variant, a baseline and what is equal"
             if unknown := [name for name in pair[:2] if name not in self.arms]:
                 return f"pairs: {unknown[0]!r} is not one of its arms"
-
-    def fault_of_crossed(self):
-        for cells in self.crossed or ():
-            if len(cells) != 3:
-                return f"crossed: {shown(cells)} is not a variant, another, and both together"
-            if unknown := [name for name in cells if name not in self.arms]:
-                return f"crossed: {unknown[0]!r} is not one of its arms"
-        on_file = [[each.one, each.other, each.both] for each in self.interactions or ()]
-        if on_file and on_file != self.crossed:
-            return "interactions are not of those that are crossed"
 
     def fault_of_looks(self):
         plan = self.two_looks

@@ -17,15 +17,14 @@ from markupsafe import Markup, escape
 
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
-from lab.study import effects, pictures, stats
-from lab.study.findings import (BUT, INTERIM, MEANING, MEANING_TOGETHER, Table, against_plain, baseline_of,
-                                better_side, candidates_table, costs_table, dynamic_tables, equal_of,
-                                headline, interval, known, label_of, labelled, ladder_table, level,
-                                limited_verdict, mean_alone, mean_of, measured, next_study, notices, others,
-                                others_table, part_of, plain_rates_table, question_of, remarks,
-                                screened_table, sentence_of, sentence_together, settings_of, show, standing,
-                                steps_table, target_table, texts_table, together_table, tuned_table,
-                                verdict_of, verdicts_table, without)
+from lab.study import effects, pictures
+from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, baseline_of, better_side,
+                                candidates_table, costs_table, dynamic_tables, equal_of, headline, interval,
+                                known, label_of, labelled, ladder_table, level, limited_verdict, mean_alone,
+                                mean_of, measured, next_study, notices, others, others_table, part_of,
+                                plain_rates_table, question_of, remarks, screened_table, sentence_of,
+                                settings_of, show, standing, steps_table, target_table, texts_table,
+                                tuned_table, verdict_of, verdicts_table, without)
 from lab.study.records import LadderResults, StudyResults, TextsResults, studies_in
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
@@ -42,7 +41,7 @@ def in_text(results, width=120):
         both = effects.pooled(results)
         above = [headline(both), *notices(both)]
         tables = [without(texts_table(both), "bits/byte"),
-                  without(others_table(both), "the other's"), *together_tables(both)]
+                  without(others_table(both), "the other's")]
         below, following = remarks(both), {"": next_study(both)}
     else:
         study = results
@@ -57,7 +56,7 @@ def in_text(results, width=120):
                  for title, cell in zip(main.head, row)] for row in main.rows]
         main = Table([title.removeprefix("at ") for title in main.head], rows, main.words)
         tables = [main, without(others_table(study), "the other's"),
-                  *together_tables(study), *([target_table(study)] if study.targets else []),
+                  *([target_table(study)] if study.targets else []),
                   *dynamic_tables(study)]
     tables, left_out = zip(*map(measured, tables))
     below = [*left_out, *below]
@@ -67,11 +66,6 @@ def in_text(results, width=120):
             lines += ["", *textwrap.wrap(printable(size + more["words"]), width)]
             lines += [f"    {more['command']}"] if more["command"] else []
     return "\n".join(lines)
-
-
-def together_tables(study):
-    """The table of each interaction of a study."""
-    return [together_table(study, each) for each in study.interactions or ()]
 
 
 def in_terminal(above, tables, below, width=120):
@@ -114,10 +108,8 @@ PAGES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent 
 PAGES.filters.update(numeric=numeric, breakable=breakable, shaded=shaded, measured=measured,
                      shown=lambda value: show(value, ".4g"),
                      base64=lambda data: base64.b64encode(data).decode())
-WORDS = (*MEANING, *MEANING_TOGETHER)
-PAGES.globals.update(MEANING=MEANING, MEANING_TOGETHER=MEANING_TOGETHER, BUT=BUT,
-                     CLASSES={word: verdict for verdict, word in stats.TOGETHER.items()},
-                     BADGES=(*WORDS, "failed", "no runs yet", *(INTERIM + word for word in WORDS)))
+PAGES.globals.update(MEANING=MEANING, BUT=BUT,
+                     BADGES=(*MEANING, "failed", "no runs yet", *(INTERIM + word for word in MEANING)))
 
 
 def page(study, drawn=None):
@@ -145,9 +137,6 @@ def page(study, drawn=None):
         drawn={"forest": None, "forest_narrow": None, "learning": None, "compute": None, **(drawn or {})},
         texts=texts_table(study, verdict=limited_verdict) if study.texts else None,
         others=others_table(study),
-        together=[(f"{label_of(study, each.one)} and {label_of(study, each.other)}",
-                   sentence_together(study, each), table)
-                  for each, table in zip(study.interactions or (), together_tables(study))],
         target=target_table(study) if study.targets else None,
         plain_rates=plain_rates_table(study), screened=screened_table(study), steps=steps_table(study),
         costs=costs_table(study), tuned=tuned_table(study), candidates=candidates_table(study),

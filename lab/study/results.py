@@ -67,7 +67,7 @@ def collect(study, command):
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         of_scale=study.builder.of_scale(),
         machine=machine(study, done), data=scored(study, done),
-        alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=study.pairs, crossed=study.crossed or None,
+        alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=study.pairs,
         two_looks=study.two_looks,
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
         tuned_on=study.tuned_on, untuned=study.untuned(),

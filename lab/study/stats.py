@@ -218,24 +218,16 @@ def seeds_wanted(seen, n, alpha, margin, m, power=0.8, most=1000):
     return wanted if wanted <= most else None
 
 
-def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8, cells=1):
+def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8):
     """The smallest true difference that n seeds show with this power, at Holm's first of m steps.
 
-    groups: scores over seeds of each variant, see spread_and_df(). cells: how many variants of n seeds each
-    meet the baseline: 1, or 3 in an interaction.
+    groups: scores over seeds of each variant, see spread_and_df().
     """
-    se, df = spread_and_df(groups, n, n_baseline, cells)
+    se, df = spread_and_df(groups, n, n_baseline)
     return float(se * (stdtrit(df, 1 - alpha / m / 2) + stdtrit(df, power))) if df else math.nan
 
 
-def half_width(groups, n, n_baseline, alpha=0.05, cells=1):
-    """Half the interval, not corrected, that a difference of so many seeds would have, as findable() has it.
-    """
-    se, df = spread_and_df(groups, n, n_baseline, cells)
-    return float(se * stdtrit(df, 1 - alpha / 2)) if df else math.nan
-
-
-def spread_and_df(groups, n, n_baseline, cells=1):
+def spread_and_df(groups, n, n_baseline):
     """(standard error of a difference of so many seeds, its degrees of freedom); nan and 0: not known.
 
     The spread is the median one of the groups, at its upper 90 % bound.
@@ -247,7 +239,7 @@ def spread_and_df(groups, n, n_baseline, cells=1):
     variances, dfs = np.transpose(shown)
     typical = np.median(variances * dfs / chdtri(dfs, 0.5))
     bound = typical * dfs.sum() / chdtri(dfs.sum(), 0.9)
-    sizes = [n] * cells + [n_baseline]
+    sizes = n, n_baseline
     squares = [1 / size for size in sizes]
     # Welch's lie between those of the smaller side and those of equal spreads
     df = (min(sizes) - 1 + satterthwaite(squares, sizes)) / 2
@@ -286,33 +278,6 @@ def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte", baseline="the other s
     if c.verdict == "same":
         return f"the same within {margin:g}{unit}: {seen}, {p_in_words(c.p_same)} of more)"
     return f"undecided: {seen}, {p}); {more_in_words(c)} seeds, now {c.n}, would probably decide"
-
-
-# what an interaction is called by the verdict on its difference
-TOGETHER = {"better": "more together than apart", "worse": "less together than apart",
-            "same": "they add up", "identical": "identical", "undecided": "undecided"}
-
-
-def interaction_in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
-    """The verdict of a Comparison of what two changes give together with the sum of both alone."""
-    level, unit = f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
-    if math.isinf(c.se):
-        why = ("do not show the spread of these scores" if min(c.n, c.n_baseline) > 1
-               else "are too few, each of the four cells needs two or more")
-        return f"undecided: {c.n} and {plural(c.n_baseline, 'seed')} {why}"
-    if is_identical(c):
-        return ("identical: one of the changes did nothing, on every shared seed the scores are those "
-                "without it")
-    if c.verdict in ("better", "worse"):  # the word holds the sign
-        low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
-        return (f"{TOGETHER[c.verdict]} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, "
-                f"{p_in_words(c.p_corrected)})")
-    seen = (f"both differ from the sum of each alone by {c.mean:+.4f}{unit} ({level} {c.low:+.4f} to "
-            f"{c.high:+.4f}")
-    if c.verdict == "same":
-        return f"they add up within {margin:g}{unit}: {seen}, {p_in_words(c.p_same)} of more)"
-    return (f"undecided: {seen}, {p_in_words(c.p_corrected)}); {more_in_words(c)} seeds of each, now {c.n}, "
-            "would probably decide")
 
 
 def p_in_words(p):

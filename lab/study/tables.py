@@ -15,11 +15,11 @@ from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.intervals import t_interval
 from lab.study import effects, pictures, results, task_report, task_study
-from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
-                                dynamic_tables, escaped, in_markdown, interval, label_of, ladder_table, level,
-                                mean_alone, measured, on_each_text, others, others_table, plain_rates_table,
-                                score_of, screened_table, texts_table, together_table, tuned_table,
-                                verdict_of, verdicts_table, without, worth_of)
+from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
+                                escaped, in_markdown, interval, label_of, ladder_table, level, mean_alone,
+                                measured, on_each_text, others, others_table, plain_rates_table, score_of,
+                                screened_table, texts_table, tuned_table, verdict_of, verdicts_table, without,
+                                worth_of)
 from lab.study.records import LadderResults, TextsResults
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
@@ -49,13 +49,6 @@ def measured_alone(table):
     """A table as Markdown without the columns in which nothing was measured, which it names below."""
     table, left_out = measured(table)
     return "\n\n".join([in_markdown(*table), *filter(None, [escaped(left_out)])])
-
-
-def together(study, only=None):
-    """How two changes act together: a table for each interaction of a study."""
-    if not study.interactions:
-        raise UserError(f"{study.name} has no interactions, which the table \"together\" is of")
-    return "\n\n".join(in_markdown(*together_table(study, each)) for each in study.interactions)
 
 
 def verdicts(study, only=None):
@@ -139,7 +132,6 @@ TABLES = {
     "short_timed": of_each_size(short_and_timed),
     "explained": of_each_size(explained),
     "front": of_each_size(front),
-    "together": of_each_size(together),
     "each_text": lambda found, only=None: in_markdown(*without(
         texts_table(effects.pooled(found), only), "bits/byte", "corrected p", "worth × compute", "verdict")),
     "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),

@@ -65,9 +65,6 @@ class StudyConfig:
     mechanisms: list[str] = flag([], "variants, by name (also acag*), all_on, mine.py")
     variants: dict = flag({}, "more variants: name -> flags; seed: added")
     contrasts: list = flag([], 'pairs of variants to compare too: [["a", "b"]]')
-    interactions: list = flag(
-        [], 'pairs of changes, each by itself and both together: [("xsa", "output_gate")]; a change is a '
-            'mechanism, a variant or a dict of flags: [("xsa", {"recipe": "gpt2"})]')
     first: dict = flag({}, "what variants read besides: path -> the command that makes it")
     scale: Optional[Scale] = flag(
         None, "which plain GPT: config/<scale>.py; None: tiny, of a study of tasks task")
@@ -189,13 +186,10 @@ class StudyConfig:
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
         if self.mechanism and self.mechanisms != self.mechanism.split(","):
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
-        if not (self.mechanisms or self.variants or self.interactions or self.tune_lr
-                or self.has_results_already):
+        if not (self.mechanisms or self.variants or self.tune_lr or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         every = [("settings", self.settings, {"seed"})]
         every += [(name, flags, SAME_TEXT) for name, flags in self.variants.items()]
-        every += [(f"interactions: {change}", change, SAME_TEXT) for change in changes_of(self)
-                  if isinstance(change, dict)]
         for name, flags, not_here in every:
             if not (isinstance(name, str) and name):
                 bad.append(f"variants: the name {name!r} must be text in quotes")
@@ -213,48 +207,11 @@ class StudyConfig:
         bad += [f"variants: the name {name!r} is taken" for name in self.variants
                 if name in names or isinstance(name, str) and OF_STUDY.fullmatch(name)]
         names |= set(self.variants)
-        bad += (of_interactions := self.problems_of_interactions())
-        if not of_interactions:
-            names |= {name for cells in crossed_of(self) for name in cells}
         for pair in self.contrasts:
             known = isinstance(pair, (list, tuple)) and all(isinstance(name, str) for name in pair)
             if not (known and len(pair) == len({*pair}) == 2 and {*pair} <= names):
                 bad.append(f"contrasts: {pair!r} must be two of this study's variants")
         bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
-        return bad
-
-    def problems_of_interactions(self):
-        """What is wrong with `interactions`, for which flags that are no flags at all were named before."""
-        bad, seen = [], []
-        for entry in self.interactions:
-            if not (isinstance(entry, (list, tuple)) and len(entry) == 2
-                    and all(isinstance(change, (str, dict)) and change for change in entry)):
-                bad.append(f'interactions: {entry!r} must be two changes, as in [("xsa", "output_gate")]: '
-                           "each a mechanism, a variant, or a dict of flags")
-                continue
-            unknown = [change for change in entry if flags_of_change(self, change) is None]
-            for change in unknown:
-                hint = configurator.nearest(change, [*MECHANISMS, *self.variants, "all_on"])
-                hint = hint[1] if hint[0] else "--help says what it may be"
-                bad.append(f"interactions: {change!r} is neither a mechanism nor one of variants; {hint}")
-            if unknown or not all(isinstance(flags_of_change(self, change), dict) for change in entry):
-                continue
-            one, other = map(name_of_change, entry)
-            if one == other or {one, other} in seen:
-                bad.append(f"interactions: {entry!r} " + ("is one change twice" if one == other else
-                                                          "is there twice"))
-                continue
-            seen.append({one, other})
-            if both_of(one, other) in self.variants:  # given as a variant, whatever its flags
-                continue
-            flags, others = (flags_of_change(self, change) for change in entry)
-            for key in flags.keys() & others.keys():
-                if flags[key] != others[key]:
-                    bad.append(f"interactions: {one} sets {key}={flags[key]} and {other} {key}="
-                               f"{others[key]}, so that there is no model with both")
-                else:
-                    bad.append(f"interactions: {one} and {other} both set {key}={flags[key]}, which would "
-                               "count twice: put it into settings, or leave it out of one of them")
         return bad
 
     def problems_of_sizes(self):
@@ -335,13 +292,11 @@ class StudyConfig:
         if self.looks == 2 and (self.texts or self.has_results_already):
             bad.append("looks=2 is for a study that trains its runs, on one text: leave it out with "
                        f"{'texts' if self.texts else 'a file of results or scores'}")
-        if self.looks == 2 and self.interactions:
-            bad.append("looks=2 has no interactions: leave one of the two out")
         if unknown := [name for name in self.task if name not in (*TASKS, "all")]:
             bad.append(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
         if self.task:
             of_text = dict(texts=[], sizes=[], at={}, looks=1, minutes=None, tokens_per_param=None,
-                           budgets=[], contrasts=[], interactions=[], test_tokens=0, screen=False, best=6,
+                           budgets=[], contrasts=[], test_tokens=0, screen=False, best=6,
                            worst=2, always=[], fresh=False, lives=False, rescore=None)
             bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"
                     for key, usual in of_text.items() if getattr(self, key) != usual]
@@ -364,52 +319,8 @@ def matching(pattern):
 def variants_of(config):
     """{name: flags} of everything that is compared with the plain GPT."""
     names = dict.fromkeys(name for pattern in config.mechanisms for name in matching(pattern))
-    flags = {**{name: flags_of_mechanism(name) for name in names}, **config.variants}
-    for one, other in config.interactions:
-        flags.update({name_of_change(each): flags_of_change(config, each) for each in (one, other)})
-        both = both_of(name_of_change(one), name_of_change(other))
-        flags.setdefault(both, {**flags_of_change(config, one), **flags_of_change(config, other)})
-    return flags
-
-
-def flags_of_mechanism(name):
-    return with_log(ALL_ON if name == "all_on" else MECHANISMS[name])
-
-
-# ---- interactions: two changes, each by itself and both together ----
-
-def changes_of(config):
-    """The changes in `interactions`, names or dicts of flags, whether or not these are what they should be.
-    """
-    return [change for entry in config.interactions if isinstance(entry, (list, tuple)) for change in entry]
-
-
-def name_of_change(change):
-    """The name of the variant with a change alone: its own, or what its flags say."""
-    if isinstance(change, str):
-        return change
-    return ", ".join(f"{key}={value}" for key, value in change.items())
-
-
-def flags_of_change(config, change):
-    """The flags of a change; None: a name that nothing has."""
-    name = name_of_change(change)
-    if name in config.variants:
-        return config.variants[name]
-    if isinstance(change, dict):
-        return change
-    return flags_of_mechanism(name) if name in (*MECHANISMS, "all_on") else None
-
-
-def both_of(one, other):
-    """The name of the variant with two changes."""
-    return f"{one} + {other}"
-
-
-def crossed_of(config):
-    """[(one, other, both)]: the variants of each of `interactions`."""
-    names = [[name_of_change(change) for change in entry] for entry in config.interactions]
-    return [(one, other, both_of(one, other)) for one, other in names]
+    return {**{name: with_log(ALL_ON if name == "all_on" else MECHANISMS[name]) for name in names},
+            **config.variants}
 
 
 # ---- variants: the models that are compared ----

@@ -61,8 +61,6 @@ def test_a_variant_with_steps_of_its_own_is_shortened_as_the_plain_gpt_is():
                       seconds, STEPS)
     steps = round(2000 * found.settings["max_iters"] / STEPS)
     assert steps < 2000 and found.variants == {"long": dict(max_iters=steps), "gate": dict(xsa=True)}
-    found, _ = fitted(study(minutes=1.5, interactions=[("xsa", {"max_iters": 2000})]), seconds, STEPS)
-    assert found.interactions == [["xsa", {"max_iters": round(2000 * found.settings["max_iters"] / STEPS)}]]
 
 
 def test_too_few_minutes_are_refused_with_what_the_least_takes():

@@ -229,22 +229,6 @@ def test_identical_scores_say_that_nothing_acted_and_one_digit_off_is_another_mo
     assert "those of b on every" in effects.figures(pair)["comparisons"][0]["words"]
 
 
-def test_a_change_that_does_nothing_interacts_with_no_other():
-    """Even where the plain GPT has more seeds: its mean is then not that of the seeds that are shared."""
-    plain = {str(i): 2.0 + 0.01 * i ** 2 for i in range(5)}
-    acted = {str(i): 1.9 + 0.02 * i for i in range(3)}
-    idle = {seed: plain[seed] for seed in acted}
-    for one, other in (("idle", "acts"), ("acts", "idle")):
-        scores = {"plain": plain, "idle": idle, "acts": acted, "both": acted}
-        rows, crossed = effects.judged_together([scores], [("acts", "plain", [])], [(one, other, "both")])
-        assert crossed[0].verdict == "identical" and crossed[0].mean == 0
-        assert crossed[0].words.startswith("identical: one of the changes did nothing")
-        assert rows[0].p_corrected == rows[0].p
-    scores["both"] = {**acted, "2": acted["2"] + 1e-9}
-    (_, [one_digit_off]) = effects.judged_together([scores], [], [("idle", "acts", "both")])
-    assert one_digit_off.verdict == "undecided" and one_digit_off.mean != 0
-
-
 def test_two_seeds_that_coincide_make_no_identity():
     own = {"1": 0.50, "2": 0.51, "8": 0.90, "9": 0.90}
     plain = {"1": 0.50, "2": 0.51, "3": 0.50, "4": 0.49}

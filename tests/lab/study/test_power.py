@@ -76,19 +76,6 @@ def test_finished_runs_of_the_plain_gpt_say_what_would_be_found(plain, here, not
         assert "is not known yet" in power.expected(planned(plain, settings=settings))[0]
 
 
-def test_a_plan_says_how_well_an_interaction_would_be_known(plain, here, nothing_there):
-    study = study_of(plain, seeds=[11, 12, 13], plain_seeds=3)
-    study.run(here)
-    scores = [*study.runs.scores("judge")["plain"].values()]
-    said = power.expected(planned(plain, mechanisms=[], interactions=[["xsa", "sink"]], plain_seeds=4,
-                                  match_parameters=False))
-    half = stats.half_width([scores], 4, 4, cells=3)
-    size = stats.findable([scores], 4, 4, 4, cells=3)  # three comparisons and the interaction
-    assert "corrected for 4 comparisons" in said[0]
-    assert said[1] == (f"An interaction is then known to ±{half:.4f} (95 %, not corrected), and one of "
-                       f"{size:.4f} is found four times in five.")
-
-
 def test_results_on_file_say_it_where_out_trials_has_few_runs(plain, here, tmp_path, monkeypatch):
     monkeypatch.setattr(power, "ROOT", tmp_path)
     found = on_disk(plain, here, tmp_path)

@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 from browser import CHROMIUM
 from labels import hidden_labels
 from nanoheads import drawing
-from nanoheads.common import ROOT, UserError
+from nanoheads.common import ROOT
 from lab_helpers import but, some
 from lab.study import effects, findings, pictures, records, report, results, tables
 from lab.study.findings import headline
@@ -245,63 +245,6 @@ def test_headline_counts_verdicts():
     for c in found["comparisons"]:
         c["verdict"] = "undecided"
     assert "Not one of 5 variants was shown to be better than the plain GPT; 5 undecided." in headline(found)
-
-
-def crossed(found, verdict="less together than apart", more_seeds=None):
-    """A study of three variants as one of an interaction: the third has the changes of the other two."""
-    one, other, both = (c.variant for c in found.comparisons if c.baseline == "plain" and not c.equal)
-    row = dict(one=one, other=other, both=both, n=5, n_baseline=10, mean=0.0321, low=0.0121, high=0.0521,
-               se=0.01, df=12.0, p=0.002, p_corrected=0.031, p_same=0.9, verdict=verdict,
-               more_seeds=more_seeds, words=f"{verdict} by 0.0321 bits/byte")
-    return but(found, crossed=[[one, other, both]], interactions=[row])
-
-
-def test_an_interaction_has_four_cells_a_sentence_and_its_place_among_the_corrected():
-    found = crossed(make_found(3))
-    each, = found.interactions
-    alone, more, both = (c.mean for c in findings.cells_of(found, each))
-    rows = findings.together_table(found, each).rows
-    assert [row[0] for row in rows] == [
-        *(findings.label_of(found, name) for name in ("plain", each.one, each.other, each.both)),
-        "the sum of each alone", "both, less that sum"]
-    assert rows[4][4] == f"{alone + more:+.4f}"
-    assert rows[5] == ("both, less that sum", "less together than apart", "–", "–",
-                       "+0.0321 [+0.0121, +0.0521]", "0.031")
-    sentence = findings.sentence_together(found, each)
-    assert sentence == (f"ACAG, a gate for each element alone {alone:+.4f}, routing_1 alone {more:+.4f}, "
-                        f"both {both:+.4f} bits/byte (below 0 is better); less together than apart by 0.0321 "
-                        "bits/byte")
-    assert headline(found).endswith(
-        "How ACAG, a gate for each element and routing_1 act together: less together than apart.")
-    n = len(found.comparisons) + 1
-    assert f"corrected for {n} comparisons, 1 interaction among them." in " ".join(findings.remarks(found))
-    page = html_of(found)
-    section = page[page.index("<h2>Together and apart"):]
-    assert '<span class="badge worse">less together than apart</span>' in section
-    assert f"here they are {n}." in page
-    assert re.sub(r"<wbr>", "", section).count(sentence) == 1
-    for text in (page, report.in_text(found)):
-        assert "both, less that sum" in text
-    last = rows_in(tables.TABLES["together"](found))[-1]
-    assert [*last.values()] == [*rows[5]]
-    with pytest.raises(UserError, match='has no interactions, which the table "together" is of'):
-        tables.TABLES["together"](make_found(3))
-    told, = findings.verdicts(found)["interactions"]
-    assert (told["verdict"], told["both"], told["mean"], told["words"]) == (
-        "less together than apart", each.both, 0.0321, sentence)
-    assert "interactions" not in findings.verdicts(make_found(3))
-    assert "Together and apart" not in html_of(make_found(3))
-
-
-def test_an_interaction_of_an_unfinished_study_is_marked():
-    found = but(crossed(make_found(3)), planned=1000)
-    each, = found.interactions
-    assert findings.verdict_together(found, each) == "interim: less together than apart"
-    assert "routing_1 act together: interim: less together than apart." in headline(found)
-    told, = findings.verdicts(found)["interactions"]
-    assert (told["verdict"], told["interim_verdict"]) == ("unfinished", "less together than apart")
-    none = but(found, interactions=[{**records.as_json(each), "mean": None, "low": None, "high": None}])
-    assert findings.sentence_together(none, none.interactions[0]) == "no runs yet"
 
 
 def test_undecided_beside_an_interval_without_0_says_that_it_is_the_correction():
@@ -748,7 +691,7 @@ def test_what_is_not_known_is_a_dash(variants):
     found = emptied(make_found(variants))
     for text in (Page(html_of(found)).text, report.in_text(found),
                  *(table(found) for kind, table in tables.TABLES.items()
-                   if kind not in ("ladder", "texts", "each_text", "together"))):
+                   if kind not in ("ladder", "texts", "each_text"))):
         assert not re.search(r"\b(nan|NaN|None|null|inf)\b", text)
     assert "no runs yet" in report.in_text(found) and "–" in report.in_text(found)
 

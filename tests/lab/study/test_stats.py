@@ -8,10 +8,10 @@ from scipy import stats as scipy_stats
 from scipy.signal import lfilter
 
 from nanoheads.intervals import block_bootstrap
-from lab.study import effects, stats
+from lab.study import stats
 from lab.study.stats import (Comparison, Difference, difference, findable, holm, in_words, judge, p_same,
                              seeds_to_find)
-from simulate import error_of_interactions, error_of_two_looks
+from simulate import error_of_two_looks
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -241,7 +241,7 @@ def test_two_planned_looks_are_wrong_in_one_of_twenty_and_two_others_more_often(
         assert alone["peeking"] > 1.3 * alone[spending]
 
 
-# ---- interactions ----
+# ---- a weighted sum of means ----
 
 def slowly(cells, weights, alpha=0.05):
     """Welch and Satterthwaite for a weighted sum of means, from their formulas."""
@@ -259,82 +259,18 @@ def slowly(cells, weights, alpha=0.05):
 
 
 def four_cells(r, n=9, spreads=(0.008, 0.004, 0.012, 0.006)):
-    """Scores of the plain GPT, of one change, of another and of both, which give 0.01 less than the sum."""
+    """Scores of four models, whose spreads differ."""
     return [r.normal(mean, spread, n) for mean, spread in zip((2.10, 2.08, 2.07, 2.06), spreads)]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_interaction_is_welchs_test_of_four_means(seed):
-    plain, one, other, both = four_cells(rng(31, seed))
-    want = slowly([both, one, other, plain], [1, -1, -1, 1])
-    by_text = [{name: dict(enumerate(own.tolist())) for name, own in
-                dict(plain=plain, a=one, b=other, ab=both).items()}]
-    got = effects.interaction_of(by_text, "a", "b", "ab", 0.05)
-    assert np.allclose(got, want, rtol=1e-9)
+def test_a_weighted_sum_of_means_has_welchs_interval(seed):
+    """As of the mean of the differences on two texts."""
+    cells, weights = four_cells(rng(31, seed)), [0.5, -0.5, -0.5, 0.5]
+    got = stats.difference([*zip(weights, cells)], 0.05)
+    assert np.allclose(got, slowly(cells, weights), rtol=1e-9)
     # negative control: a sign that is wrong gives another number
-    assert not np.allclose(slowly([both, one, other, plain], [1, -1, 1, -1])[0], got.mean, atol=1e-3)
-
-
-def test_an_interaction_has_its_p_in_the_family_of_the_study():
-    plain, one, other, both = four_cells(rng(32))
-    scores = {name: dict(enumerate(own.tolist())) for name, own in
-              dict(plain=plain, a=one, b=other, ab=both).items()}
-    pairs = [(name, "plain", []) for name in ("a", "b", "ab")]
-    rows, (found,) = effects.judged_together([scores], pairs, [("a", "b", "ab")])
-    # one family of four: p as they are and those of "same", no factor above four
-    every = [*rows, found]
-    same = [p_same(Difference(each.mean, 0, 0, each.se, each.df, 0), 0.01) for each in every]
-    want = holm([*(each.p for each in every), *same], most_true=4)
-    assert np.allclose([each.p_corrected for each in every], want[:4])
-    assert np.allclose([each.p_same for each in every], want[4:])
-    alone = effects.comparisons([scores], pairs)  # without the interaction: a family of three
-    assert any(each.p_corrected < row.p_corrected for each, row in zip(alone, rows))
-    assert (found.n, found.n_baseline) == (9, 9)
-
-
-@pytest.mark.parametrize("both, verdict, words", [
-    (2.03, "more together than apart", "more together than apart by 0.02"),
-    (2.07, "less together than apart", "less together than apart by 0.0"),
-    (2.05, "they add up", "they add up within 0.01 bits/byte: ")])
-def test_the_verdict_on_an_interaction_and_its_words(both, verdict, words):
-    r, cells = rng(33), dict(plain=2.10, a=2.08, b=2.07, ab=both)
-    scores = {name: dict(enumerate(r.normal(mean, 0.004, 40).tolist())) for name, mean in cells.items()}
-    found, = effects.judged_together([scores], [], [("a", "b", "ab")])[1]
-    assert found.verdict == verdict and found.words.startswith(words)
-    higher, = effects.judged_together([scores], [], [("a", "b", "ab")], higher_is_better=True)[1]
-    turned = {"more together than apart": "less together than apart",
-              "less together than apart": "more together than apart"}
-    assert higher.verdict == turned.get(verdict, verdict)
-
-
-def test_an_interaction_with_one_seed_of_a_cell_is_undecided():
-    scores = dict(plain={1: 2.1, 2: 2.2}, a={1: 2.0, 2: 2.1}, b={1: 2.0, 2: 2.05}, ab={1: 1.9})
-    found, = effects.judged_together([scores], [], [("a", "b", "ab")])[1]
-    assert found.verdict == "undecided" and "1 and 2 seeds are too few" in found.words
-
-
-def test_the_half_width_of_an_interaction_is_its_interval():
-    """27 seeds of each cell, whose spread is 0.008, give 0.006."""
-    scores = rng(34).normal(size=(4, 27))
-    scores = 0.008 * (scores - scores.mean(1, keepdims=True)) / scores.std(1, ddof=1, keepdims=True)
-    seen = difference(list(zip((1, -1, -1, 1), scores)))
-    assert (seen.high - seen.low) / 2 == pytest.approx(0.0061, abs=5e-5)
-    # at the upper bound of the spread it is wider, and wider than that of one difference
-    planned, single = (stats.half_width(scores, 27, 27, cells=cells) for cells in (3, 1))
-    assert (seen.high - seen.low) / 2 < planned < 0.0075 and planned == pytest.approx(single * 2 ** 0.5, 0.02)
-    assert findable(scores, 27, 27, 4, cells=3) > planned
-    assert math.isnan(stats.half_width([], 27, 27, cells=3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n, n_plain, world", [(5, 9, {}), (27, 27, dict(unequal=0.4))])
-def test_interactions_are_wrong_in_one_of_twenty_studies_at_most(n, n_plain, world):
-    """A part of tests/simulate.py --only=interactions; a contrast with a wrong sign is the negative control.
-    """
-    trials = 400
-    for true in (0.0, -1.0):
-        assert error_of_interactions(trials, n, n_plain, world, true) / 100 <= bound(trials)
-    assert error_of_interactions(trials, n, n_plain, world, cells=("arm 0", "arm 2", "arm 1")) > 50
+    assert not np.allclose(slowly(cells, [0.5, -0.5, 0.5, -0.5])[0], got.mean, atol=1e-3)
 
 
 # ---- what is found ----

@@ -272,8 +272,6 @@ def test_all_tasks_fit_their_own_scale():
     (["--task=copy", "--mechanisms=sink", "--looks=2"], "task=\\['copy'\\] and looks"),
     (["--task=copy", "--mechanisms=sink,fox", '--contrasts=[["sink", "fox"]]'],
      "task=\\['copy'\\] and contrasts"),
-    (["--task=copy", "--mechanisms=sink,fox", '--interactions=[["sink", "fox"]]'],
-     "task=\\['copy'\\] and interactions"),
     (["--task=copy", "--mechanism=sink", "--screen"], "task=\\['copy'\\] and screen"),
     (["--task=copy", "--mechanisms=sink", "--budgets=3"], "task=\\['copy'\\] and budgets"),
     (["--task=copy", "--mechanisms=sink", '--settings={"dataset": "x"}'], "dataset='x' is of a text"),

@@ -284,31 +284,6 @@ def test_a_study_of_variants_of_its_own_keeps_those_that_are_open_and_their_cont
         assert following is None or following["command"] is None
 
 
-def test_an_undecided_interaction_is_followed_by_all_of_its_cells(open_study):
-    """A cell whose interaction is decided is followed as a variant of its own flags."""
-    cells = [c.variant for c in open_study.comparisons if c.baseline == "plain" and not c.equal][:3]
-    both = " + ".join(cells[:2])
-    arms = {both if name == cells[2] else name: arm for name, arm in open_study.arms.items()}
-    rows = [but(c, variant=both if c.variant == cells[2] else c.variant, verdict="same")
-            for c in open_study.comparisons if c.variant in cells]
-    each = dict(one=cells[0], other=cells[1], both=both, n=5, n_baseline=9, mean=0.01, se=0.01, p=0.2,
-                p_corrected=0.4, p_same=0.3, verdict="undecided", more_seeds=30, words="")
-    config = {**open_study.config, "mechanisms": [], "variants": {}, "interactions": [cells[:2]]}
-    command = f'python compare.py --scale=tiny --split=val "--interactions={[cells[:2]]}"'
-    found = but(open_study, config=config, arms=arms, crossed=[[*cells[:2], both]], interactions=[each],
-                comparisons=rows, command=command)
-    following = findings.next_study(found)
-    assert following["variants"] == [*cells[:2], both] and following["seeds"] == 30
-    assert following["words"].startswith(f"Undecided: how {cells[0]} and {cells[1]} act together. A new")
-    flags = dict(word[2:].split("=", 1) for word in shlex.split(following["command"])
-                 if word.startswith("--"))
-    assert "variants" not in flags and flags["interactions"] == str([cells[:2]])
-    # only the cell of both is open, against the plain GPT
-    rows = [but(row, verdict="undecided", more_seeds=20) if row.variant == both else row for row in rows]
-    flags = pasted(found, comparisons=rows, interactions=[{**each, "verdict": "they add up"}])
-    assert flags["interactions"] == "[]" and flags["variants"] == str({both: arms[both].flags})
-
-
 def test_a_size_of_a_ladder_has_a_command_of_its_own():
     found = results.read(ROOT / "results" / "ladder-nano.json.gz")
     sizes = findings.verdicts(found)["sizes"]
