@@ -49,7 +49,7 @@ try:
     from lab.study import (budget, commands, costs, effects, findings, looks, power, queue, report, results,
                            tables, task_report, task_study, trial)
     from lab.study import scores as score_file
-    from lab.study.records import Candidate, LadderResults, Screen, TwoLooks, Untuned, as_read
+    from lab.study.records import Candidate, Screen, TwoLooks, Untuned, as_read
     from lab.study.runs import Reuse, Runs, agreement, refused_sentence
     from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 except ModuleNotFoundError as e:
@@ -458,11 +458,12 @@ def plan_of(study):
     return "\n".join([table(head, rows, left=(0, 4)), *notes])
 
 
-def expectations(study, label=""):
-    """What a planned study would find, and what it does not measure, as lines; label: before the first."""
+def expectations(study, text=None):
+    """What a planned study would find, and what it does not measure, as lines; text: of several the first."""
     if not (lines := power.expected(study)):
         return []
-    return [label + lines[0], *lines[1:], *([] if study.config.budgets else [findings.NO_BUDGETS])]
+    first = f"On {text} alone: {lines[0]}" if text else lines[0]
+    return [first, *lines[1:], *([] if study.config.budgets else [findings.NO_BUDGETS])]
 
 
 def folders_of(study):
@@ -483,8 +484,8 @@ def within_minutes(config, name):
     Runs that are done count as if they were to be done, so that the same command is the same study when it
     goes on, and a script that tries one mechanism after the other has the same seeds and steps for each.
     """
-    if config.sizes or config.texts:
-        raise UserError("minutes is for a study of one size on one text: leave out sizes and texts")
+    if config.texts:
+        raise UserError("minutes is for a study on one text: leave out texts")
     slots, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
     plain, splits = study.builder.plain, study.builder.data.splits
     config = replace(config, screen=study.screens())  # else it would be named among what is left out
@@ -506,31 +507,28 @@ def within_minutes(config, name):
 
 
 def plans(config, name):
-    """plan_of() each size of a study, and what else is to be known before it runs. UserError."""
-    notes, lines = check_parts(config), []
-    for study, label in planned(config, name):
-        lines += [plan_of(study), *expectations(study, label)]
+    """plan_of() a study, and what else is to be known before it runs, as lines. UserError."""
+    notes, study = check_parts(config), planned(config, name)
+    lines = [plan_of(study), *expectations(study, *config.texts[:1])]
     if config.texts[1:]:
         lines.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
     return [*lines, *notes]
 
 
 def planned(config, name):
-    """Yield (Study, planned and not run, what to put before lines about it) of each size, or the first text.
-    """
-    for size in config.sizes or [config.size]:
-        study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
-        study.run(None)
-        yield study, f"{size}: " if config.sizes else f"On {config.texts[0]} alone: " if config.texts else ""
+    """The Study, planned and not run; of several texts, on the first of them."""
+    study = Study(on_text(config, *config.texts[:1] or [None]), name)
+    study.run(None)
+    return study
 
 
 def print_expectations(config, name):
     """What the runs of a study that are to do would find."""
     # not as --fresh: that is said once, by the study itself
-    for study, label in planned(replace(config, fresh=False), name):
-        if config.fresh or folders_of(study)[1]:
-            for line in expectations(study, label):
-                say(line, flush=True)
+    study = planned(replace(config, fresh=False), name)
+    if config.fresh or folders_of(study)[1]:
+        for line in expectations(study, *config.texts[:1]):
+            say(line, flush=True)
 
 
 def plan_without_data(config, missing):
@@ -614,25 +612,6 @@ def written(study, command):
     return own
 
 
-def at_size(config, size, **keys):
-    """The config of one size of a ladder."""
-    return replace(config, **{"size": size, "sizes": [], "at": {}, **keys,
-                              **config.at.get(size, {})})
-
-
-def ladder_of(config, name, command):
-    """(results, Study of each): the study at each of its sizes."""
-    out, studies = Path(config.out_dir), []
-    ladder = LadderResults(name=name, command=command, sizes={}, config=json_safe(asdict(config)))
-    for size in config.sizes:
-        studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
-        ladder.sizes[size] = finished(studies[-1], command)
-        print(report.in_text(findings.part_of(ladder, size)))
-    ladder = replace(ladder, **effects.progress(*ladder.sizes.values()))
-    results.write(ladder, out)
-    return ladder, studies
-
-
 def on_text(config, text, **keys):
     """The config of a study on one of its texts; None: on its scale's."""
     settings = {**config.settings, **({"dataset": text} if text else {})}
@@ -677,28 +656,20 @@ def on_texts(config, name, command):
 
 
 def check_parts(config):
-    """UserError, before anything runs, where a size or a text cannot be had, or a mechanism looks ahead.
+    """UserError, before anything runs, where a text cannot be had, or a mechanism looks ahead.
 
     Returns what is known of its mechanisms that does not stop it, as lines.
     """
-    sizes = [at_size(config, size) for size in config.sizes]
-    if bad := [f"at {each.size}: {problem}" for each in sizes for problem in each.problems()]:
-        raise UserError("; ".join(bad))
-    every = variants_of(config)
-    more = {f"{name} at {each.size}": flags for each in sizes for name, flags in variants_of(each).items()
-            if every.get(name) != flags}
-    notes = promises.refuse_broken({**every, **more})
-    for each in [*sizes[1:], *(on_text(config, text) for text in config.texts[1:])]:
-        VariantBuilder(each).variants()
+    notes = promises.refuse_broken(variants_of(config))
+    for text in config.texts[1:]:
+        VariantBuilder(on_text(config, text)).variants()
     return notes
 
 
 def keep_file(config, out):
     """The file of a study's own mechanism, into its report's folder: it can be run again elsewhere."""
-    studies = [at_size(config, size) for size in config.sizes] or [config]
-    every = [flags for study in studies for flags in variants_of(study).values()]
     for cls, file in own_mechanism.ADDED.items():
-        if any(flags.get(cls.flag) for flags in every):
+        if any(flags.get(cls.flag) for flags in variants_of(config).values()):
             own_mechanism.copy(file, out)
 
 
@@ -815,9 +786,7 @@ def run_study(config, name, command):
     if not config.report_only:
         place_for(config)  # what it refuses is refused before a line is printed
         print_expectations(config, name)
-    if config.sizes:
-        found, studies = ladder_of(config, name, command)
-    elif config.texts:
+    if config.texts:
         found, studies = on_texts(config, name, command)
     else:
         studies = [Study(config, name)]

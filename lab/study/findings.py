@@ -1,8 +1,8 @@
 """
 What a study found, in words and as tables of text: what the terminal, the docs and report.html show.
 
-study: a records.StudyResults, as results.py reads it from a results.json.gz; of several sizes or texts a
-LadderResults or TextsResults where that is said. Whatever is not known yet is None, and shown as –;
+study: a records.StudyResults, as results.py reads it from a results.json.gz; of several texts a TextsResults
+where that is said. Whatever is not known yet is None, and shown as –;
 what a study did not measure reads "not measured".
 """
 
@@ -21,7 +21,7 @@ from lab.study import effects
 from lab.study.dynamic import FIGURES, means_over_seeds, shares
 from lab.study.follow_up import MOST_SEEDS, follow_up, is_near
 from lab.study.measures import COSTS_ELSEWHERE, COSTS_HERE
-from lab.study.records import LadderResults, PlainRates, TextsResults, as_json
+from lab.study.records import PlainRates, TextsResults, as_json
 from lab.study.variants import times
 
 # the verdicts, and what each means
@@ -136,11 +136,8 @@ def labelled(study):
 
 def verdicts(results):
     """The verdicts of a study for a program to read, as a dict for JSON; of a TextsResults those over all
-    texts, of a LadderResults {"sizes": {size: ...}}.
+    texts.
     """
-    if isinstance(results, LadderResults):
-        return {**effects.progress(*results.sizes.values()),
-                "sizes": {size: verdicts(part_of(results, size)) for size in results.sizes}}
     several = isinstance(results, TextsResults)
     study = effects.pooled(results) if several else results
     out = (None if several else study.out) or results.config.get("out_dir")
@@ -174,12 +171,8 @@ def name_for_a_program(study, name):
 
 
 def part_of(results, name):
-    """One size of a ladder, or one text of several, with the keys that make it a study of its own."""
-    if isinstance(results, TextsResults):
-        return replace(results.texts[name], alone=None)  # its verdicts are those of all texts
-    at = (results.config or {}).get("at")
-    alone = None if at is None else dict(size=name, sizes=[], at={}, **at.get(name, {}))
-    return replace(results.sizes[name], alone=alone)
+    """The study on one of several texts."""
+    return replace(results.texts[name], one_of_several=True)
 
 
 def next_study(study):
@@ -612,15 +605,10 @@ MOST_LOOKS = 4  # of other reports, that are named one by one
 WHAT_IT_DOES = "docs/results/verdicts.md says how often it misleads"
 
 
-def standing(results):
+def standing(study):
     """What p values do not know of, as sentences: runs that were cut, are to come, are left out, or were
     judged before.
-
-    results: of one study, or a LadderResults.
     """
-    if isinstance(results, LadderResults):
-        return [f"{size}: {line}" for size, study in results.sizes.items() for line in standing(study)]
-    study = results
     lines = [words] if (words := cut_in_words(study)) else []
     if is_interim(study):
         lines.append(f"This study is not finished: {study.done} of {study.planned} runs are done; "
@@ -1060,16 +1048,15 @@ def candidates_table(study, only=None):
     return Table(("variant", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
 
 
-def ladder_table(ladder, only=None, verdict=verdict_of):
-    """Each variant's difference to the plain GPT and its worth, size by size."""
-    rows = [("plain GPT", size, "–", score_of(study, "plain"), own_interval(study), "–", "1")
-            for size, study in ladder.sizes.items()]
-    judged = dict.fromkeys(c.variant for study in ladder.sizes.values() for c in against_plain(study))
-    for name in only or judged:
-        for size, study in ladder.sizes.items():
-            rows += [(label_of(study, name), size, verdict(study, c), score_of(study, name), interval(c),
-                      p_of(c), worth_of(c)) for c in against_plain(study, [name])]
-    gap = head_of_difference(next(iter(ladder.sizes.values())))
+def ladder_table(studies):
+    """Each variant's difference to the plain GPT and its worth, in studies of several sizes, one by one."""
+    rows = [("plain GPT", study.size, "–", score_of(study, "plain"), own_interval(study), "–", "1")
+            for study in studies]
+    for name in dict.fromkeys(c.variant for study in studies for c in against_plain(study)):
+        for study in studies:
+            rows += [(label_of(study, name), study.size, verdict_of(study, c), score_of(study, name),
+                      interval(c), p_of(c), worth_of(c)) for c in against_plain(study, [name])]
+    gap = head_of_difference(studies[0])
     head = ("variant", "size", "verdict", "bits/byte", gap, "corrected p", "worth × compute")
     return Table(head, rows, (0, 1, 2))
 

@@ -68,22 +68,19 @@ def fresh(study, n):
 # ---- the command ----
 
 def command_of(study, names, seeds):
-    """The study's command for these variants and seeds, quoted for a shell; None: it is not known.
-
-    study.alone: the keys that make one size of a ladder a study of its own; None: no command makes it one.
-    """
-    config, alone, keys = study.config, study.alone, configurator.keys_of((StudyConfig,))
+    """The study's command for these variants and seeds, quoted for a shell; None: it is not known."""
+    config, keys = study.config, configurator.keys_of((StudyConfig,))
     try:
         words = shlex.split(study.command)
     except ValueError:  # a quotation without its end
         return None
     files, given = configurator.split_args(words[2:], keys)
     given = dict(given)
-    is_known = (words[:2] == PROGRAM and printable(study.command) == study.command and alone is not None
-                and given.keys() <= keys.keys() and None not in given.values())
+    is_known = (words[:2] == PROGRAM and printable(study.command) == study.command
+                and not study.one_of_several and given.keys() <= keys.keys() and None not in given.values())
     if not (is_known and all(is_made_by(config, name) for name in names)):
         return None
-    more = {**alone, **narrowed(study, names), "seeds": seeds}
+    more = {**narrowed(study, names), "seeds": seeds}
     if config.get("plain_seeds"):
         in_proportion = round(config["plain_seeds"] * len(seeds) / len(study.seeds))
         more["plain_seeds"] = min(max(len(seeds), in_proportion), MOST_PLAIN_SEEDS)
@@ -126,12 +123,11 @@ def folder_given(study, given):
     folder, default = given.get("out_dir"), Path("out", joined([f"{study.name}-{study.scale}"]))
     own = str(study.out or default)
     if folder is None:
-        if study.texts or study.alone != {} or own.startswith(str(default)):
+        if study.texts or study.one_of_several or own.startswith(str(default)):
             return None
         folder = own
     name, number = re.fullmatch(r"(.*?)(?:-(\d+))?/*", folder).groups()
-    size = f"-{study.alone['size']}" if study.alone else ""
-    return f"{name}{size}-{int(number or 1) + 1}"
+    return f"{name}-{int(number or 1) + 1}"
 
 
 def in_text(value):

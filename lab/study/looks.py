@@ -36,7 +36,7 @@ def beside(study):
             before = results.read(path)
         except UserError as e:
             print(f"what was judged there before is not known: {e}", flush=True)
-    before = before if isinstance(before, StudyResults) else None  # not that of several sizes or texts
+    before = before if isinstance(before, StudyResults) else None  # not that of several texts
     return dict(left_out=left_out(study.runs, before), looks=looks(study, before))
 
 

@@ -231,12 +231,13 @@ def compute(study):
     return figure
 
 
-def ladder(results):
-    """A Figure: each variant's difference in bits/byte against size, and beside it, where the plain GPT was
-    trained at other budgets too, what the variant is worth in the plain GPT's compute; None: nothing known.
+def ladder(studies):
+    """A Figure of studies of several sizes: each variant's difference in bits/byte against size, and beside
+    it, where the plain GPT was trained at other budgets too, what the variant is worth in the plain GPT's
+    compute; None: nothing known.
     """
     points = {}  # variant -> [(parameters of the plain GPT's blocks, comparison)]
-    for study in results.sizes.values():
+    for study in studies:
         plain = study.plain
         size = 12 * plain["n_layer"] * plain["n_embd"] ** 2
         for c in against_plain(study):
@@ -245,7 +246,7 @@ def ladder(results):
     if not points:
         return None
     some_worth = any(has_worth(c) for own in points.values() for _, c in own)
-    figure = canvas(10 if some_worth else 6, 5.1, f"{cut(results.name)}: effect against size")
+    figure = canvas(10 if some_worth else 6, 5.1, f"{cut(studies[0].name)}: effect against size")
     panels_of = figure.subplots(1, 1 + some_worth, squeeze=False)[0]
     lines = [(cut(name), COLOURS[i % len(COLOURS)],
               [(n * 1.03 ** (i - (len(points) - 1) / 2), c) for n, c in own])  # beside each other
@@ -257,8 +258,7 @@ def ladder(results):
         axes.set(xscale="log", xlabel="parameters of the plain GPT's blocks")
         shown = {n for own in points.values() for n, c in own if has_data(c)}
         ticks(axes.xaxis, sorted(shown), [short(n) for n in sorted(shown)])
-    first = next(iter(results.sizes.values()))
-    text = f"bars: {level(first)} intervals over seeds; a triangle lies farther out"
+    text = f"bars: {level(studies[0])} intervals over seeds; a triangle lies farther out"
     figure.legend(handles=[Line2D([], [], color=colour, marker="o", label=name) for name, colour, _ in lines],
                   title=text, loc="outside lower center", ncols=4, frameon=False, fontsize=10,
                   title_fontsize=10)

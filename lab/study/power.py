@@ -84,10 +84,10 @@ def studies_like(spec):
     Read without the checks of results.read(), which take seconds. An installed copy has no results/.
     """
     asked, found = at_any_rates(spec), []
-    for path in sorted((ROOT / "results").glob("*.json.gz")):
+    for path in sorted((ROOT / "results").rglob("*.json.gz")):
         try:
             several = from_json(gzip.decompress(path.read_bytes()))
-            for study in (several.get("sizes") or several.get("texts") or {"": several}).values():
+            for study in (several.get("texts") or {"": several}).values():
                 run = next((name for name in study["arms"]["plain"]["runs"] if name in study["runs"]), None)
                 if run and at_any_rates(study["runs"][run]["spec"]) == asked:
                     found.append(study)

@@ -445,8 +445,7 @@ class StudyResults(Figures):
 
     runs: {name of a trial's folder: Run}; arms: the runs of each variant; pairs: (variant, baseline, what is
     equal beside the hyperparameters); lives: dynamic heads, see dynamic.py. In memory alone: `texts`, of
-    several texts together the study on each; `alone`, the keys that make one size of a ladder a study of its
-    own, {} for what is one already, None where no command makes it one.
+    several texts together the study on each; `one_of_several`, of these, whose verdicts are those of all.
     """
     name: str
     scale: Optional[str] = None
@@ -489,7 +488,7 @@ class StudyResults(Figures):
     measure: str = sometimes("bits/byte")
     target: Optional[float] = sometimes()
     texts: Optional[dict] = in_memory()
-    alone: Optional[dict] = field(default_factory=dict, metadata=dict(in_memory=True))
+    one_of_several: Optional[bool] = in_memory()
 
     @property
     def kind(self):
@@ -529,21 +528,6 @@ class StudyResults(Figures):
         for i, c in enumerate(self.comparisons):
             if c.look not in (1, 2):
                 return f"comparisons[{i}].look is {shown(c.look)}, and must be 1 or 2"
-
-
-@dataclass(kw_only=True)
-class LadderResults(Record):
-    """A study at each of several sizes."""
-    name: str
-    command: str
-    finished: Optional[bool] = None
-    planned: Optional[int] = None
-    done: Optional[int] = None
-    sizes: dict[str, StudyResults]
-    config: Optional[dict] = None
-
-    def fault(self, where):
-        return None if self.sizes else "sizes holds no study"
 
 
 @dataclass(kw_only=True)
@@ -732,12 +716,8 @@ class TasksResults(Record):
 
 
 def studies_in(results):
-    """{size or text: StudyResults} of what a results file holds; of one study, itself under ""."""
-    if isinstance(results, LadderResults):
-        return results.sizes
-    if isinstance(results, TextsResults):
-        return results.texts
-    return {"": results}
+    """{text: StudyResults} of what a results file holds; of one study, itself under ""."""
+    return results.texts if isinstance(results, TextsResults) else {"": results}
 
 
 # ---- to JSON ----

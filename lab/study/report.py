@@ -1,6 +1,6 @@
 """
 The report of a study: a table for the terminal, report.html from templates/, the forest plot; of a study of
-several sizes or texts also the report of each.
+several texts also the report of each.
 
 All of it comes from a results.json.gz: `python compare.py report FILE` makes it again. The page loads
 nothing from the network, and text from a results file is escaped where it is shown: samples hold anything.
@@ -20,12 +20,12 @@ from nanoheads.common import no_link, printable, say, table, write_atomic
 from lab.study import effects, pictures
 from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, baseline_of, better_side,
                                 candidates_table, costs_table, dynamic_tables, equal_of, headline, interval,
-                                known, label_of, labelled, ladder_table, level, limited_verdict, mean_alone,
+                                known, label_of, labelled, level, limited_verdict, mean_alone,
                                 mean_of, measured, next_study, notices, others, others_table, part_of,
                                 plain_rates_table, question_of, remarks, screened_table, sentence_of,
-                                settings_of, show, standing, steps_table, target_table, texts_table,
+                                settings_of, show, steps_table, target_table, texts_table,
                                 tuned_table, verdict_of, verdicts_table, without)
-from lab.study.records import LadderResults, StudyResults, TextsResults, studies_in
+from lab.study.records import TextsResults
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
@@ -33,23 +33,19 @@ SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 def in_text(results, width=120):
     """The plain GPT and each variant, the best first; long names lose their end to keep to `width`."""
-    if isinstance(results, LadderResults):
-        above = [f"{results.name}: effects over sizes", *standing(results)]
-        tables, below = [ladder_table(results)], []
-        following = {f"{size}: ": next_study(part_of(results, size)) for size in results.sizes}
-    elif isinstance(results, TextsResults):
+    if isinstance(results, TextsResults):
         both = effects.pooled(results)
         above = [headline(both), *notices(both)]
         tables = [without(texts_table(both), "bits/byte"),
                   without(others_table(both), "the other's")]
-        below, following = remarks(both), {"": next_study(both)}
+        below, following = remarks(both), next_study(both)
     else:
         study = results
         name, first = f"{study.name}: ", headline(study)
         if not study.question:
             name = f"{question_of(study)} "
         above = [first if first.startswith(name) else name + first, *notices(study)]
-        below, following = remarks(study), {"": next_study(study)}
+        below, following = remarks(study), next_study(study)
         # of differences at equal cost the mean alone: intervals, costs and sizes are on the page
         main = without(verdicts_table(study, difference=mean_alone), "params", "seeds")
         rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
@@ -61,10 +57,9 @@ def in_text(results, width=120):
     tables, left_out = zip(*map(measured, tables))
     below = [*left_out, *below]
     lines = [in_terminal(above, tables, [" ".join(filter(None, below))], width)]
-    for size, more in following.items():
-        if more:  # a command is not broken into lines: it is there to be copied
-            lines += ["", *textwrap.wrap(printable(size + more["words"]), width)]
-            lines += [f"    {more['command']}"] if more["command"] else []
+    if following:  # a command is not broken into lines: it is there to be copied
+        lines += ["", *textwrap.wrap(printable(following["words"]), width)]
+        lines += [f"    {following['command']}"] if following["command"] else []
     return "\n".join(lines)
 
 
@@ -176,15 +171,6 @@ def over_text_table(study, every):
     return Table(("variant", "against", *over), rows, (0, 1))
 
 
-def ladder_page(ladder, drawn=None):
-    """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
-    return PAGES.get_template("ladder.html").render(
-        ladder=ladder, title=question_of(next(iter(ladder.sizes.values()))),
-        table=ladder_table(ladder, verdict=limited_verdict),
-        notices=standing(ladder),
-        drawn={"ladder": None, **(drawn or {})})
-
-
 # ---- files ----
 
 def write_all(results, folder):
@@ -196,12 +182,9 @@ def write_all(results, folder):
 def write(results, folder):
     """Write every file of the report -> their paths. UserError: the disk refuses."""
     draws = [pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute]
-    if isinstance(results, LadderResults):
-        paths = write_page(results, folder, ladder_page, [pictures.ladder])
-    else:
-        one = effects.pooled(results) if isinstance(results, TextsResults) else results
-        paths = write_page(one, folder, page, draws)
-    for name in () if isinstance(results, StudyResults) else studies_in(results):
+    several = isinstance(results, TextsResults)
+    paths = write_page(effects.pooled(results) if several else results, folder, page, draws)
+    for name in results.texts if several else ():
         paths += write(part_of(results, name), no_link(Path(folder, name)))
     return paths
 

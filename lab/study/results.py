@@ -34,7 +34,7 @@ from nanoheads.scoring import bits, windows_of
 from nanoheads.timing import median_interval
 from nanoheads.traces import GATE, declared_axes, summaries
 from lab.study import costs, dynamic, effects, queue, rescoring, trial
-from lab.study.records import (Arm, Curve, Failure, LadderResults, Machine, NotThatRecord, Run,
+from lab.study.records import (Arm, Curve, Failure, Machine, NotThatRecord, Run,
                                ScoredText, StudyResults, TextsResults, TimeRatio, as_json, as_read, as_record,
                                shown, studies_in)
 from lab.study.variants import StudyConfig, all_flags
@@ -353,7 +353,7 @@ def rounded(value):
 # ---- files ----
 
 def write(results, folder):
-    """Write the record of a study, of several sizes or of several texts into a folder, as results.json.gz.
+    """Write the record of a study, or of one on several texts, into a folder, as results.json.gz.
 
     UserError: a mechanism replaced something of these programs.
     """
@@ -363,8 +363,8 @@ def write(results, folder):
 
 
 def read(path):
-    """The StudyResults, LadderResults or TextsResults of a file, gzip'd or not. UserError, in one line, where
-    there is none, or one of an older version.
+    """The StudyResults or TextsResults of a file, gzip'd or not. UserError, in one line, where there is none,
+    or one of an older version.
     """
     path = Path(path)
     try:
@@ -388,7 +388,7 @@ def results_of(found):
     """The record of what a results file holds. NotThatRecord: nothing that a reader would get along with."""
     if not isinstance(found, dict):
         raise NotThatRecord(f"it holds {shown(found)}, not a dict")
-    kind = LadderResults if "sizes" in found else TextsResults if "texts" in found else StudyResults
+    kind = TextsResults if "texts" in found else StudyResults
     results = as_record(kind, found)
     if kind is TextsResults:
         together = effects.pooled(results)
@@ -405,7 +405,7 @@ def is_of_an_older_version(found):
     do not say with which libraries they were made. found: what the file holds, a study or anything else.
     """
     try:
-        studies = [*(found.get("sizes") or found.get("texts") or {"": found}).values()]
+        studies = [*(found.get("texts") or {"": found}).values()]
         procedures = {each.get("procedure") for each in (*studies, found.get("together", studies[0]))}
         specs = [run["spec"] for study in studies for run in study["runs"].values()]
         return procedures != {effects.PROCEDURE} or any("libraries" not in spec for spec in specs)

@@ -3,7 +3,8 @@ The tables and the picture of README.md and docs/ that come from results/. `pyth
 makes them.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
-PICTURES names each picture of a study, its differences or what it finds at each size, and its results file.
+PICTURES names each picture and its results files: of one file it shows the differences of a study, of several
+what studies of several sizes find.
 """
 
 import json
@@ -20,9 +21,10 @@ from lab.study.findings import (Table, against_plain, at_cost, candidates_table,
                                 measured, on_each_text, others, others_table, plain_rates_table, score_of,
                                 screened_table, texts_table, tuned_table, verdict_of, verdicts_table, without,
                                 worth_of)
-from lab.study.records import LadderResults, TextsResults
+from lab.study.records import TextsResults
 
-PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
+PICTURES = {"docs/forest.png": ["all-tiny.json.gz"],
+            "docs/ladder.png": [f"ladder-nano/{size}.json.gz" for size in ("0.1M", "0.33M", "1M")]}
 
 # what a variant of the tables "explained" and "front" does, in words
 IN_WORDS = {
@@ -116,35 +118,32 @@ def counted(study, only=None):
     return in_markdown(*without(table, *times))
 
 
-def of_each_size(make):
-    """The table of a study; of a ladder, one for each size under its name; of several texts, over all."""
+def over_all_texts(make):
+    """The table of a study; of several texts, over all."""
     def text(found, only=None):
-        if isinstance(found, LadderResults):
-            return "\n\n".join(f"**{size}**\n\n{make(study, only)}" for size, study in found.sizes.items())
         return make(effects.pooled(found) if isinstance(found, TextsResults) else found, only)
     return text
 
 
 # what README.md and docs/ can hold of a results file: kind -> text(found, names of variants or None: all)
 TABLES = {
-    "verdicts": of_each_size(verdicts),
-    "short": of_each_size(short_verdicts),
-    "short_timed": of_each_size(short_and_timed),
-    "explained": of_each_size(explained),
-    "front": of_each_size(front),
+    "verdicts": over_all_texts(verdicts),
+    "short": over_all_texts(short_verdicts),
+    "short_timed": over_all_texts(short_and_timed),
+    "explained": over_all_texts(explained),
+    "front": over_all_texts(front),
     "each_text": lambda found, only=None: in_markdown(*without(
         texts_table(effects.pooled(found), only), "bits/byte", "corrected p", "worth × compute", "verdict")),
-    "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),
-    "counted": of_each_size(counted),
-    "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),
-    "costs": of_each_size(lambda found, only=None: in_markdown(*costs_table(found, only))),
-    "lives": of_each_size(lambda found, only=None: "\n\n".join(
+    "others": over_all_texts(lambda found, only=None: in_markdown(*others_table(found, only))),
+    "counted": over_all_texts(counted),
+    "screened": over_all_texts(lambda found, only=None: in_markdown(*screened_table(found, only))),
+    "costs": over_all_texts(lambda found, only=None: in_markdown(*costs_table(found, only))),
+    "lives": over_all_texts(lambda found, only=None: "\n\n".join(
         in_markdown(*each) for each in dynamic_tables(found, only))),
-    "plain_rates": of_each_size(lambda found, only=None: in_markdown(*plain_rates_table(found))),
-    "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
-    "candidates": of_each_size(lambda found, only=None: in_markdown(*candidates_table(found, only))),
+    "plain_rates": over_all_texts(lambda found, only=None: in_markdown(*plain_rates_table(found))),
+    "tuned": over_all_texts(lambda found, only=None: in_markdown(*tuned_table(found, only))),
+    "candidates": over_all_texts(lambda found, only=None: in_markdown(*candidates_table(found, only))),
     "texts": lambda found, only=None: in_markdown(*texts_table(effects.pooled(found), only)),
-    "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),
 }
 
 
@@ -231,8 +230,14 @@ def learned(path, only=None):
     return f"{in_markdown(head, rows, (0,))}\n\n{escaped(meanings)}"
 
 
+def ladder(path, more=None):
+    """What studies of several sizes find: that of a file, and those of `more` names in results/."""
+    paths = [path, *(ROOT / "results" / name for name in more or ())]
+    return in_markdown(*ladder_table([results.read(each) for each in paths]))
+
+
 # kind -> text(the file's path, the rest of its mark)
-TABLES_OF_FILES = {"learned": learned}
+TABLES_OF_FILES = {"ladder": ladder, "learned": learned}
 # kind -> text(what the JSON file holds, its rows or None: all)
 OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
 
@@ -262,11 +267,12 @@ def filled(text, where):
     return MARK.sub(fill, text)
 
 
-def picture(file):
-    """The PNG of a results file's differences; of several texts, over all of them; of a ladder, by size."""
-    found = results.read(ROOT / "results" / file)
-    if isinstance(found, LadderResults):
-        return drawing.drawn(pictures.ladder, found, "png")
+def picture(files):
+    """The PNG of a results file's differences, of several texts over all of them; of several files, by size.
+    """
+    found, *more = (results.read(ROOT / "results" / file) for file in files)
+    if more:
+        return drawing.drawn(pictures.ladder, [found, *more], "png")
     study = effects.pooled(found) if isinstance(found, TextsResults) else found
     return drawing.drawn(pictures.forest, study, "png")
 
@@ -274,11 +280,11 @@ def picture(file):
 def write_pictures():
     """Draw PICTURES; a line for each that changed."""
     changed = []
-    for name, file in PICTURES.items():
-        path, data = ROOT / name, picture(file)
+    for name, files in PICTURES.items():
+        path, data = ROOT / name, picture(files)
         if not path.is_file() or path.read_bytes() != data:
             write_atomic(path, lambda f, data=data: f.write(data))
-            changed.append(f"{name}: drawn from results/{file}")
+            changed.append(f"{name}: drawn from {', '.join(f'results/{file}' for file in files)}")
     return changed
 
 

@@ -23,7 +23,7 @@ from nanoheads.teacher import is_function
 from lab.study import effects
 from lab.study.records import LARGEST, is_finite
 
-# plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
+# plain GPTs by size, the parameters of their blocks, on one scale's data and recipe
 SIZES = {
     "0.1M": dict(n_layer=2, n_head=4, n_embd=64, adamw_lr=0.016, embed_lr=0.02),  # 98,304 parameters
     "0.33M": dict(n_layer=3, n_head=6, n_embd=96),   # 331,776
@@ -69,8 +69,6 @@ class StudyConfig:
     scale: Optional[Scale] = flag(
         None, "which plain GPT: config/<scale>.py; None: tiny, of a study of tasks task")
     size: Optional[str] = flag(None, "another size of it: 0.1M | 0.33M | 1M | 10M")
-    sizes: list[str] = flag([], "a ladder: the study once for each of these sizes")
-    at: dict = flag({}, 'other keys at one size of the ladder: {"1M": {"seeds": [1]}}')
     base: Optional[str] = flag(None, "config file of another plain GPT")
     settings: dict = flag({}, "flags for both sides, on top of the plain GPT's")
     task: list[str] = flag(
@@ -170,7 +168,7 @@ class StudyConfig:
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
-        return [*configurator.text_problems(self), *self.problems_of_variants(), *self.problems_of_sizes(),
+        return [*configurator.text_problems(self), *self.problems_of_variants(), *self.problems_of_text(),
                 *self.problems_of_budget(), *self.problems_of_choices()]
 
     def problems_of_variants(self):
@@ -214,29 +212,14 @@ class StudyConfig:
         bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
         return bad
 
-    def problems_of_sizes(self):
+    def problems_of_text(self):
         bad = []
-        for size in [self.size, *self.sizes]:
-            if size not in (None, *SIZES):
-                bad.append(f"size={size!r} must be one of {', '.join(SIZES)}")
-        if self.sizes and self.size:
-            bad.append(f"sizes={self.sizes} and size={self.size!r}: give one of the two")
-        for size, keys in self.at.items():
-            known = isinstance(keys, dict) and set(keys) <= {f.name for f in fields(self)}
-            if size not in self.sizes or not known:
-                bad.append(f"at={{{size!r}: {keys!r}}} must be one of sizes={self.sizes} and keys of a study")
-                continue
-            types = configurator.keys_of((StudyConfig,))
-            for key, value in keys.items():
-                try:
-                    configurator.check(value, types[key][0])
-                except ValueError:
-                    bad.append(f"at {size}: {key}={value!r} is not {configurator.type_name(types[key][0])}")
+        if self.size not in (None, *SIZES):
+            bad.append(f"size={self.size!r} must be one of {', '.join(SIZES)}")
         names = {Path(text).name for text in self.texts}
-        if self.texts and (len(names) < max(2, len(self.texts)) or self.sizes or "dataset" in self.settings):
+        if self.texts and (len(names) < max(2, len(self.texts)) or "dataset" in self.settings):
             bad.append(f"texts={self.texts} must be two datasets or more (one is --settings=\"{{'dataset': "
-                       "'NAME'}\"), each once, with neither sizes nor "
-                       "settings of a dataset beside them")
+                       "'NAME'}\"), each once, without settings of a dataset beside them")
         return bad
 
     def problems_of_budget(self):
@@ -295,7 +278,7 @@ class StudyConfig:
         if unknown := [name for name in self.task if name not in (*TASKS, "all")]:
             bad.append(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
         if self.task:
-            of_text = dict(texts=[], sizes=[], at={}, looks=1, minutes=None, tokens_per_param=None,
+            of_text = dict(texts=[], looks=1, minutes=None, tokens_per_param=None,
                            budgets=[], contrasts=[], test_tokens=0, screen=False, best=6,
                            worst=2, always=[], fresh=False, lives=False, rescore=None)
             bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"

@@ -485,12 +485,7 @@ COMMANDS = [
         ("--split=val --tune_lr", "since val chooses"),
         ("--submit=slurm", "submit=slurm: "),
         ("--out_dir=/proc/none", "--out_dir: cannot write into /proc"),
-        ("--device=meta", "device=meta cannot be used"),
-        ("--sizes=0.1M,1M --at=\"{'1M': {'seeds': 4}}\"", "at 1M: seeds=4 is not list"),
-        ("--sizes=0.1M,1M --at=\"{'1M': {'budgets': ['x']}}\"", "at 1M: budgets=['x']"),
-        ("--sizes=0.1M,0.33M --at=\"{'0.33M': {'seeds': [], 'mechanisms': ['nope']}}\"",
-         "at 0.33M: seeds=[] must be", "unknown 'nope'"),
-        ("--sizes=0.1M,0.33M --at=\"{'0.33M': {'variants': {'x': {'n_head': 5}}}}\"", "n_head=5")),
+        ("--device=meta", "device=meta cannot be used")),
     *under("compare.py --base=plain.py --device=cpu",
         ("", "name at least one variant"),
         ("--mechanism=qqqq", "unknown 'qqqq'; model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"),
@@ -517,7 +512,7 @@ COMMANDS = [
     # ---- compare.py: texts, two looks, scores of others, files of results ----
     *under("compare.py --mechanisms=sink",
         *((f"{texts}", "must be two datasets or more") for texts in (
-            "--texts=\"['a']\"", "--texts=\"['a', 'a']\"", "--texts=\"['a', 'b']\" --sizes=0.1M,1M",
+            "--texts=\"['a']\"", "--texts=\"['a', 'a']\"",
             "--texts=\"['a', 'b']\" --settings=\"{'dataset': 'c'}\""))),
     *under("compare.py --base=plain.py --device=cpu --mechanisms=sink --texts=\"['sums', 'not_there']\"",
         ("", "no dataset not_there"), ("--dry_run", "no dataset not_there")),

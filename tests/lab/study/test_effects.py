@@ -269,7 +269,7 @@ def test_a_file_of_an_older_version_is_refused_in_a_line_that_names_the_commit(t
 
     found = json.loads(gzip.decompress((ROOT / "results/demo.json.gz").read_bytes()))
     old = {key: value for key, value in found.items() if key != "procedure"}
-    assert refusal(old) == refusal(dict(name="x", command="", sizes={"0.1M": found, "1M": old})) == line
+    assert refusal(old) == refusal(dict(name="x", command="", texts={"a": found, "b": old})) == line
     together = json.loads(gzip.decompress((ROOT / "results/all-tiny.json.gz").read_bytes()))
     del together["together"]["procedure"]
     assert refusal(together) == line

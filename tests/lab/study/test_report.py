@@ -127,12 +127,11 @@ def comparison(entries, variant, baseline, equal):
 
 
 def make_ladder(variants=2):
-    """Three sizes."""
-    sizes = {size: make_found(variants, size=size) for size in ("0.1M", "0.33M", "1M")}
-    for (layers, width), study in zip(((2, 64), (3, 96), (5, 128)), sizes.values()):
+    """Studies of three sizes."""
+    studies = [make_found(variants, size=size) for size in ("0.1M", "0.33M", "1M")]
+    for (layers, width), study in zip(((2, 64), (3, 96), (5, 128)), studies):
         study["plain"].update(n_layer=layers, n_embd=width)
-    return records.LadderResults(name="ladder", command="python compare.py config/studies/ladder.py",
-                                 sizes=sizes)
+    return studies
 
 
 def poisoned(found):
@@ -321,10 +320,6 @@ def test_a_cut_study_says_so_in_headline_box_and_json():
     part = cut(make_found(2), share=0.25)
     assert headline(part).startswith("Scored on 25 % of the test split. 1 of 2")
     assert "After all steps" not in findings.notices(part)[0]
-    ladder = make_ladder()
-    cut(ladder["sizes"]["1M"], steps=1)
-    lines = findings.standing(ladder)
-    assert [line[:52] for line in lines] == ["1M: Each run of the plain GPT was trained for 1 step"]
     del found["of_scale"]  # of a file from before
     assert headline(found).startswith("Scored on 14 % of the test split. 1 of 2 variants")
     assert findings.verdicts(found)["cut"]["of_steps"] is None
@@ -574,17 +569,8 @@ def test_verdicts_of_an_unfinished_study_are_marked_wherever_they_stand():
 
 def test_of_several_sizes_or_texts_the_unfinished_ones_are_marked():
     ladder = make_ladder()
-    assert findings.verdicts(ladder)["finished"] and "not finished" not in report.in_text(ladder)
-    ladder["sizes"]["0.33M"]["done"] -= 3
-    told = findings.verdicts(ladder)
-    n = 3 * ladder["sizes"]["1M"]["planned"]
-    assert (told["finished"], told["planned"], told["done"]) == (False, n, n - 3)
-    for size, each in told["sizes"].items():
-        assert each["finished"] is (size != "0.33M")
-        assert all((c["verdict"] == "unfinished") is (size == "0.33M") for c in each["comparisons"])
+    ladder[1]["done"] -= 3
     assert {row[1] for row in findings.ladder_table(ladder).rows if row[2].startswith("interim")} == {"0.33M"}
-    for text in (report.in_text(ladder), Page(report.ladder_page(ladder)).text):
-        assert "0.33M: This study is not finished" in text and text.count("not finished") == 1
     texts = results.read(ROOT / "results" / "all-tiny.json.gz")
     assert findings.verdicts(texts)["finished"]
     next(reversed(texts["texts"].values()))["planned"] += 1
@@ -691,7 +677,7 @@ def test_what_is_not_known_is_a_dash(variants):
     found = emptied(make_found(variants))
     for text in (Page(html_of(found)).text, report.in_text(found),
                  *(table(found) for kind, table in tables.TABLES.items()
-                   if kind not in ("ladder", "texts", "each_text"))):
+                   if kind not in ("texts", "each_text"))):
         assert not re.search(r"\b(nan|NaN|None|null|inf)\b", text)
     assert "no runs yet" in report.in_text(found) and "–" in report.in_text(found)
 
@@ -1046,27 +1032,13 @@ def test_36_variants_stay_a_small_page():
 
 # ---- ladders ----
 
-@pytest.mark.slow
-def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys):
+def test_studies_of_several_sizes_have_a_table():
     found = make_ladder()
-    report.write_all(found, tmp_path)
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= max(120, len(str(tmp_path)) + 20)
-    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.is_file()}
-    own = {"report.html", "forest.svg", "forest.png"}
-    assert files == {"report.html", "ladder.svg", "ladder.png"} | {
-        f"{size}/{name}" for size in found["sizes"] for name in own}
-    page = Page((tmp_path / "report.html").read_text())
-    plain, *rows = rows_in(tables.TABLES["ladder"](found))
-    assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
-    c = main_rows(found["sizes"]["0.1M"])[0]
+    plain, *rows = rows_in(findings.in_markdown(*findings.ladder_table(found)))
+    assert plain["variant"] == "plain GPT" and len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
+    c = main_rows(found[0])[0]
     assert rows[2]["difference [95 %], below 0 is better"] == findings.interval(c)
     assert rows[2]["verdict"] == c["verdict"] and html.unescape(rows[2]["corrected p"]) == findings.p_of(c)
-    assert findings.interval(c) in page.text.replace("−", "-") and findings.interval(c) in printed
-    assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} == {
-        f"{size}/report.html" for size in found["sizes"]}
-    assert rows_in(tables.TABLES["ladder"](found, ["routing_1"]))[3]["variant"] == "routing_1"
-    assert tables.TABLES["costs"](found, None).count("**") == 6
 
 
 def curves_of(axes):
@@ -1076,7 +1048,7 @@ def curves_of(axes):
 
 def test_ladder_picture_has_difference_and_worth_at_each_size():
     found = make_ladder()
-    smallest = found["sizes"]["0.1M"]
+    smallest = found[0]
     one, other = findings.against_plain(smallest)
     one["worth"].update(mean=None, low=None, high=None, beyond="more")
     other["worth"]["mean"] = None
@@ -1093,7 +1065,7 @@ def test_ladder_picture_has_difference_and_worth_at_each_size():
 
 def test_ladder_picture_says_95_percent_and_has_no_tick_without_data():
     found = make_ladder()
-    for c in found["sizes"]["1M"]["comparisons"]:
+    for c in found[2]["comparisons"]:
         c["worth"] = None
     figure = pictures.ladder(found)
     differences, worth = figure.axes
@@ -1102,21 +1074,20 @@ def test_ladder_picture_says_95_percent_and_has_no_tick_without_data():
 
 
 def test_ladder_picture_does_without_worth_and_marks_what_lies_far_out():
-    found = make_ladder()
-    sizes = list(found["sizes"].values())
+    sizes = make_ladder()
     for study in sizes:
         for c in study["comparisons"]:
             c["worth"] = None
     far = findings.against_plain(sizes[2])[0]
     far.update(mean=5.0, low=4.0, high=6.0)
-    axes, = pictures.ladder(found).axes
+    axes, = pictures.ladder(sizes).axes
     top = axes.get_ylim()[1]
     assert top < 1 and curves_of(axes)[far["variant"]].get_ydata()[2] == top
     assert [line.get_ydata()[0] for line in axes.get_lines() if line.get_marker() == "^"] == [top]
     for study in sizes:
         for c in study["comparisons"]:
             c["mean"] = None
-    assert pictures.ladder(found) is None
+    assert pictures.ladder(sizes) is None
 
 
 # ---- a browser ----

@@ -10,7 +10,7 @@ from compare import main
 from helpers import ROOT
 from nanoheads.common import UserError
 from lab_helpers import as_on_file, but
-from lab.study import effects, findings, follow_up, records, report, results, stats
+from lab.study import effects, findings, follow_up, records, results, stats
 from lab.study.report import page as html_of
 
 BIG = {"big": dict(n_inner=96, max_iters=18)}  # better than the plain GPT, and of more parameters
@@ -282,17 +282,6 @@ def test_a_study_of_variants_of_its_own_keeps_those_that_are_open_and_their_cont
     for name in found["texts"]:  # a command is that of all texts
         following = findings.next_study(findings.part_of(found, name))
         assert following is None or following["command"] is None
-
-
-def test_a_size_of_a_ladder_has_a_command_of_its_own():
-    found = results.read(ROOT / "results" / "ladder-nano.json.gz")
-    sizes = findings.verdicts(found)["sizes"]
-    commands = {size: told["follow_up"]["command"] for size, told in sizes.items()}
-    assert commands["1M"] == (
-        "python compare.py config/studies/ladder.py --jobs=2 --size=1M '--sizes=[]' '--at={}' "
-        "--mechanisms=short_conv_kv,key_offset --seeds=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21 "
-        "--plain_seeds=18 '--budgets=[]'")
-    assert all(f"\n    {command}" in report.in_text(found) for command in commands.values())
 
 
 def test_a_study_that_was_cut_to_minutes_is_followed_by_one_cut_alike(open_study):
