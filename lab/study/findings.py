@@ -21,8 +21,7 @@ from lab.study import effects
 from lab.study.dynamic import FIGURES, means_over_seeds, shares
 from lab.study.follow_up import MOST_SEEDS, follow_up, is_near
 from lab.study.measures import COSTS_ELSEWHERE, COSTS_HERE
-from lab.study.records import PlainRates, TextsResults, as_json
-from lab.study.variants import times
+from lab.study.records import TextsResults, as_json
 
 # the verdicts, and what each means
 MEANING = {
@@ -535,9 +534,6 @@ def notices(study):
     if dearer := dearer_and_better(study):
         lines.append(f"Better and dearer: {listed(dearer)}. Whether {baseline_of(study)} would be as good at "
                      "that cost was not measured.")
-    if taken := study.plain_rates and study.plain_rates.flags:
-        moved = listed([f"{flag}={value:g}" for flag, value in taken.items()])
-        lines.append(f"All is compared at the plain GPT's best rates on validation, which had {moved}.")
     if study.reused:
         lines.append(reused_sentence(study.reused, study.planned))
     if failed:
@@ -999,24 +995,6 @@ def at_edge(scores):
     """Whether the best of {factor: bits/byte} has the lowest or the highest factor."""
     tried = sorted((float(factor), bpb) for factor, bpb in scores.items() if known(bpb))
     return len(tried) > 1 and min(tried, key=lambda pair: pair[1]) in (tried[0], tried[-1])
-
-
-def plain_rates_table(study):
-    """What a search of until 2026-11-25 tried of the plain GPT's rates, and its scores, the best first."""
-    record = study.plain_rates or PlainRates(seeds=[], start={}, flags={}, tried=[])
-    rows = []
-    for each in record.tried:
-        rates = {flag: times(2.0 ** each.steps[flag], flag, start)
-                 for flag, start in record.start.items()}
-        taken = all(rates[flag] == record.flags.get(flag, start)
-                    for flag, start in record.start.items())
-        scores = [*each.bpb.values()]
-        rows.append((mean_of(scores), len(scores), rates, taken))
-    rows.sort(key=lambda row: (row[0] is None, row[0]))
-    return Table((*record.start, "seeds", "bits/byte, validation", "taken"),
-                 [(*(f"{rate:g}" for rate in rates.values()), str(n),
-                   show(mean, ".4f") if n else "diverged", "taken" * taken)
-                  for mean, n, rates, taken in rows], (len(record.start) + 2,))
 
 
 def tuned_table(study, only=None):

@@ -358,21 +358,6 @@ class Candidate(Record):
 
 
 @dataclass(kw_only=True)
-class Tried(Record):
-    steps: dict
-    bpb: dict[str, float]
-
-
-@dataclass(kw_only=True)
-class PlainRates(Record):
-    """A search for the plain GPT's rates, as studies had one until 2026-11-25."""
-    seeds: list[int]
-    start: dict
-    flags: dict
-    tried: list[Tried]
-
-
-@dataclass(kw_only=True)
 class Untuned(Record):
     """Rates of what variants add, none of them tuned; runs: that tuning takes, at least and at most."""
     rates: Scores
@@ -471,7 +456,6 @@ class StudyResults(Figures):
     tuned: Optional[dict[str, Scores]] = None
     candidates: Optional[dict[str, list[Candidate]]] = None
     tuned_on: Optional[str] = None
-    plain_rates: Optional[PlainRates] = sometimes()
     untuned: Optional[Untuned] = None
     screened_out: Optional[list[str]] = None
     arms: dict[str, Arm]

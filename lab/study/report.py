@@ -22,7 +22,7 @@ from lab.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, bas
                                 candidates_table, costs_table, dynamic_tables, equal_of, headline, interval,
                                 known, label_of, labelled, level, limited_verdict, mean_alone,
                                 mean_of, measured, next_study, notices, others, others_table, part_of,
-                                plain_rates_table, question_of, remarks, screened_table, sentence_of,
+                                question_of, remarks, screened_table, sentence_of,
                                 settings_of, show, steps_table, target_table, texts_table,
                                 tuned_table, verdict_of, verdicts_table, without)
 from lab.study.records import TextsResults
@@ -133,7 +133,7 @@ def page(study, drawn=None):
         texts=texts_table(study, verdict=limited_verdict) if study.texts else None,
         others=others_table(study),
         target=target_table(study) if study.targets else None,
-        plain_rates=plain_rates_table(study), screened=screened_table(study), steps=steps_table(study),
+        screened=screened_table(study), steps=steps_table(study),
         costs=costs_table(study), tuned=tuned_table(study), candidates=candidates_table(study),
         dynamic=dynamic_tables(study), runs=runs_tables(study), over_text=over_text_table(study, every),
         heads=[(name, arm.heads) for name, arm in labelled(study) if arm.heads], samples=samples,

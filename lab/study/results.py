@@ -546,9 +546,6 @@ def unexplained(study):
     given += [(f"{name} at {each.rates}, seed {seed}", bpb)
               for name, own in (study.candidates or {}).items()
               for each in own for seed, bpb in each.bpb.items()]
-    tried = study.plain_rates.tried if study.plain_rates else ()  # of a search until 2026-11-25
-    given += [(f"the plain GPT at {each.steps}, seed {seed}", bpb)
-              for each in tried for seed, bpb in each.bpb.items()]
     of_runs = {found.bpb for found in runs.values()}
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in given if bpb not in of_runs]
 

@@ -18,7 +18,7 @@ from nanoheads.intervals import t_interval
 from lab.study import effects, pictures, results, task_report, task_study
 from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
                                 escaped, in_markdown, interval, label_of, ladder_table, level, mean_alone,
-                                measured, on_each_text, others, others_table, plain_rates_table, score_of,
+                                measured, on_each_text, others, others_table, score_of,
                                 screened_table, texts_table, tuned_table, verdict_of, verdicts_table, without,
                                 worth_of)
 from lab.study.records import TextsResults
@@ -140,7 +140,6 @@ TABLES = {
     "costs": over_all_texts(lambda found, only=None: in_markdown(*costs_table(found, only))),
     "lives": over_all_texts(lambda found, only=None: "\n\n".join(
         in_markdown(*each) for each in dynamic_tables(found, only))),
-    "plain_rates": over_all_texts(lambda found, only=None: in_markdown(*plain_rates_table(found))),
     "tuned": over_all_texts(lambda found, only=None: in_markdown(*tuned_table(found, only))),
     "candidates": over_all_texts(lambda found, only=None: in_markdown(*candidates_table(found, only))),
     "texts": lambda found, only=None: in_markdown(*texts_table(effects.pooled(found), only)),

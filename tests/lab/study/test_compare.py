@@ -485,26 +485,6 @@ def test_a_study_of_the_plain_gpt_alone_finds_its_best_rates(plain, here, monkey
         results.recheck("results.json.gz")
 
 
-def test_a_page_shows_what_a_search_of_before_tried():
-    """Two files in results/ hold such a search: its scores stay readable, nothing of it is computed."""
-    found = results.read(ROOT / "results" / "rates-tiny.json.gz")
-    head, rows, _ = findings.plain_rates_table(found)
-    record = found["plain_rates"]
-    assert len(rows) == len(record["tried"]) == 23
-    best = dict(zip(head, rows[0]))
-    assert best["taken"] == "taken" and [row[-1] for row in rows].count("taken") == 1
-    assert (best["muon_lr"], best["muon_momentum"], best["adamw_lr"]) == ("0.02", "0.9", "0.016")
-    own, = (each["bpb"] for each in record["tried"] if each["steps"] == {
-        "muon_lr": 0, "muon_momentum": 0, "adamw_lr": 2, "embed_lr": 0})
-    assert best["seeds"] == "4" and float(best["bits/byte, validation"]) == pytest.approx(
-        np.mean([*own.values()]), abs=5e-5)
-    assert {row[1] for row in rows} == {"0.8", "0.9", "0.95"}
-    assert "adamw_lr=0.016" in " ".join(findings.notices(found)) and "Rates of the plain GPT" in (
-        report.page(found))
-    record["tried"][0]["bpb"] = {}
-    assert findings.plain_rates_table(found).rows[-1][-2] == "diverged"
-
-
 @pytest.mark.slow
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
     hot = dict(adamw_lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
