@@ -7,7 +7,6 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
     python compare.py config/studies/all.py --scale=mid          # tiny, deep, long, bpe, nano, ...
     python compare.py config/studies/all.py --jobs_per_gpu=4     # small models: four runs at once on each GPU
-    python compare.py config/studies/all.py --submit=auto        # through submitit: Slurm where there is one
     python compare.py plan config/studies/all.py                 # what would run, and for how long
     python compare.py report results/all-tiny.json.gz            # a report once more, from its numbers alone
     python compare.py recheck results/all-tiny.json.gz           # every figure of it, computed once more
@@ -565,9 +564,9 @@ def folder_name(config, name):
 
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
-NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options",
-             "dry_run", "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck",
-             "tables", "scores", "baseline", "higher_is_better", "target", "json"}
+NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "dry_run", "report_only",
+             "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck", "tables", "scores",
+             "baseline", "higher_is_better", "target", "json"}
 
 
 def asked_for(config):
@@ -591,9 +590,6 @@ def default_folder(config, name):
 
 
 def place_for(config):
-    if config.submit:
-        return queue.Cluster(config.submit, config.jobs, config.submit_options, config.device,
-                             config.jobs_per_gpu)
     return queue.Processes(config.jobs, config.device, config.jobs_per_gpu)
 
 

@@ -1,18 +1,17 @@
 """
-The queue of a study: every run that is not done, as many at once as this machine or a cluster has places for.
+The queue of a study: every run that is not done, as many at once as this machine has places for.
 
 A run is a process of its own (lab/study/trial.py), so that one that crashes or is killed takes nothing
 with it.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, from_json, pick_device, plural, printable, write_atomic
 from nanoheads.log import read_json
-from lab.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
+from lab.study.trial import TRIALS_ON_GPU, WITH_PARENT, done, last_line
 
 
 def command_of(folder):
@@ -142,80 +141,6 @@ class Processes:
                 job.kill()
 
 
-def on_slurm(submit):
-    return submit == "slurm" or submit == "auto" and shutil.which("srun") is not None
-
-
-class Cluster:
-    """submitit: Slurm where there is one, else this machine, in its Slots.
-
-    `options` are submitit's update_parameters(). UserError: no submitit, no such device, a wrong option.
-    """
-
-    def __init__(self, submit, jobs, options, device="auto", jobs_per_gpu=1):
-        try:
-            import submitit  # only here: an optional dependency
-        except ModuleNotFoundError:
-            raise UserError("submit needs submitit, which is not installed: pip install submitit")
-        slurm = on_slurm(submit)
-        if slurm and (jobs_per_gpu > 1 or device.startswith("cuda:")):
-            key = f"jobs_per_gpu={jobs_per_gpu}" if jobs_per_gpu > 1 else f"device={device}"
-            raise UserError(f"{key} means nothing on Slurm, which gives each run a GPU of its own")
-        self.room = None if slurm else Slots(jobs, device, jobs_per_gpu)
-        options = {"timeout_min": 240, "name": "nanoheads", **options}
-        if slurm:
-            options = {"gpus_per_node": 1, "cpus_per_task": 8, **options}
-        try:
-            folder = str(TRIALS / "submitit" / "%j")
-            self.executor = submitit.AutoExecutor(folder=folder, cluster="slurm" if slurm else "local")
-            self.executor.update_parameters(**options)
-        except (RuntimeError, NameError, TypeError, ValueError, AssertionError) as e:
-            raise UserError(f"submit={submit}: {' '.join(str(e).split())[:300]}")
-        self.command = submitit.helpers.CommandFunction
-        self.slots = self.room.count if self.room else jobs or 1000  # a cluster queues by itself
-        self.jobs, self.lock, self.stopped = [], Lock(), False  # submitit expects one thread at a time
-
-    def run(self, folder):
-        """Run a trial, and wait for its end: "" when it is done, else why it is not, in a line."""
-        with self.room.gpu() if self.room else nullcontext() as gpu:
-            with self.lock:
-                if self.stopped:
-                    return "stopped"
-                job = self.start(folder, self.room.env(gpu) if self.room else {})
-                self.jobs.append(job)
-            while not self.has_ended(job):
-                time.sleep(0.5)
-        # it ended well, but a network file system may show the result a little later
-        until = time.monotonic() + 60
-        while not done(folder):
-            if self.stopped:
-                return "stopped"
-            if job.exception() is not None:
-                return last_line(folder)
-            if time.monotonic() > until:
-                return "it ended without a result"
-            time.sleep(0.5)
-        return ""
-
-    def start(self, folder, env):
-        # `env` adds to the environment that submitit gives a job; its own env= would stand in its place
-        words = [f"{key}={value}" for key, value in env.items()]
-        # a command rather than a function: a node would have to import its module before it has a path
-        command = self.command(["env", *words, *command_of(folder)], cwd=str(Path.cwd()), verbose=False)
-        return self.executor.submit(command)
-
-    def has_ended(self, job):
-        with self.lock:
-            return self.stopped or job.done()
-
-    def stop(self):
-        """Take the jobs back; each goes on from its last save when it is submitted again."""
-        with self.lock:
-            self.stopped = True
-            for job in self.jobs:
-                job.cancel()
-
-
 # ---- the queue ----
 
 def progress_of(folder):
@@ -321,7 +246,7 @@ def run_one(folder, place):
     (folder / "failed.txt").unlink(missing_ok=True)
     try:
         return place.run(folder)
-    except Exception as e:  # a full queue, a wrong partition: what runs already should not be lost with it
+    except Exception as e:  # no process to be had: what runs already should not be lost with it
         return f"could not be started: {' '.join(str(e).split())[:300]}"
 
 

@@ -19,7 +19,7 @@ from nanoheads.config import TrainConfig
 from nanoheads.dataset import digests_of
 from nanoheads.threads import processor
 from lab.labels.targets import sha256
-from lab.study import costs, queue, trial
+from lab.study import costs, trial
 from lab.study.records import Rescored
 from lab.study.variants import BOOKKEEPING
 
@@ -54,12 +54,11 @@ def rescored(study, done, nothing_runs):
 def how_many(config, done, nothing_runs):
     """How many runs to score once more, --rescore or one in ten of those that are done.
 
-    Without --rescore none where runs may still be going, nothing is to be computed, or a cluster's nodes had
-    the device.
+    Without --rescore none where runs may still be going, or nothing is to be computed.
     """
     if config.rescore is not None:
         return config.rescore
-    if not nothing_runs or config.report_only or queue.on_slurm(config.submit):
+    if not nothing_runs or config.report_only:
         return 0
     return -(-done // ONE_IN)
 

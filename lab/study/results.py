@@ -153,18 +153,9 @@ def leaks_looked_for(results):
 def machine(study, done):
     c, threads = study.config, sorted({result["threads"] for result in done.values()})
     processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
-    away = queue.on_slurm(c.submit)  # the runs were not on this machine, which may lack their device
-    return Machine(processor=", ".join(processors), cores=None if away else os.cpu_count(),
-                   system=platform.system(),
-                   jobs=None if away else queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
+    return Machine(processor=", ".join(processors), cores=os.cpu_count(), system=platform.system(),
+                   jobs=queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
                    threads=", ".join(map(str, threads)))
-
-
-def device_of_runs(config):
-    """The kind of device of a study's runs, also where they were on a cluster and this machine lacks it."""
-    if queue.on_slurm(config.submit):
-        return "cpu" if config.device == "auto" else config.device
-    return pick_device(config.device)
 
 
 def scored(study, done):
@@ -198,7 +189,7 @@ def arm_of(study, variant, folders, done, nothing_runs):
     first = next((folder for folder, result in zip(folders.values(), found) if result), None)
     inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
     multiple = variant.train.max_iters / study.builder.plain.train.max_iters
-    sizes = sizes_of(variant, device_of_runs(study.config))
+    sizes = sizes_of(variant, pick_device(study.config.device))
     if variant.train.documents:  # whose batches hold what the text has, and not all the tokens that fit
         curves = [curve_of(folder, result) for folder, result in zip(folders.values(), found) if result]
         sizes["tokens"] = statistics.median([n for curve in curves for n in curve.tokens[-1:]]
@@ -228,8 +219,7 @@ def time_ratio(study, variant, nothing_runs):
     key = trial.folder_of([study.runs.spec(each, 0, "val") for each in (variant, plain)]).name
     measured = trial.read_json(path) or {}
     if key not in measured:
-        # on a cluster the runs were not on this machine
-        if not nothing_runs or study.config.report_only or queue.on_slurm(study.config.submit):
+        if not nothing_runs or study.config.report_only:
             return None
         c, device = study.config, pick_device(study.config.device)
         threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads

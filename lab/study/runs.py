@@ -51,8 +51,7 @@ class Runs:
         model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
         training = digest.own_training(variant.train)
         flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
-        # a cluster's node picks its own device; here, GPUs are handed out by number
-        flags["device"] = c.device if queue.on_slurm(c.submit) else pick_device(c.device).split(":")[0]
+        flags["device"] = pick_device(c.device).split(":")[0]  # GPUs are handed out by number
         files = own_mechanism.files_for(model)
         what = dict(rows=trial.ROWS_OF_TASK) if variant.train.task else dict(tokens=c.test_tokens)
         return dict(model=digest.own_flags(model), train=flags, score=dict(split=split, **what),

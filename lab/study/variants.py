@@ -116,8 +116,6 @@ class StudyConfig:
     jobs: int = flag(0, "runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core")
     jobs_per_gpu: int = flag(1, "runs at once on one GPU, each with its part of the memory")
     device: str = flag("auto", "auto | cpu | cuda | mps; cuda:1: that GPU alone")
-    submit: Optional[str] = flag(None, "submitit: auto (Slurm if there) | slurm | local; None: no")
-    submit_options: dict = flag({}, 'submitit\'s: {"slurm_partition": "gpu"}')
     dry_run: bool = flag(False, "print what would run, and for how long")
     report_only: bool = flag(False, "write the report from what is done")
 
@@ -289,8 +287,6 @@ class StudyConfig:
             bad.append(f"settings: task={self.settings['task']!r} makes no study of tasks: name it by --task")
         if self.looks == 1 and self.spending != "obrien_fleming":
             bad.append(f"spending={self.spending!r} is how the error is spent on two looks: add --looks=2")
-        if self.submit not in (None, "auto", "slurm", "local"):
-            bad.append(f"submit={self.submit!r} must be one of auto, slurm, local")
         return bad
 
 

@@ -483,7 +483,6 @@ COMMANDS = [
         ("--settings=\"{'patience': 3}\"", "plain: patience=3 would end runs at different steps"),
         ("--split=tset", "split='tset' must be test or val"),
         ("--split=val --tune_lr", "since val chooses"),
-        ("--submit=slurm", "submit=slurm: "),
         ("--out_dir=/proc/none", "--out_dir: cannot write into /proc"),
         ("--device=meta", "device=meta cannot be used")),
     *under("compare.py --base=plain.py --device=cpu",

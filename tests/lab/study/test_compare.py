@@ -28,7 +28,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, files, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.dataset import missing
-from lab.study import (costs, digest, effects, findings, own_files, pictures, queue, records, report,
+from lab.study import (costs, digest, effects, findings, own_files, pictures, records, report,
                        rescoring, results, tables, task_study, trial)
 from lab.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 
@@ -545,17 +545,6 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     alone.mkdir(parents=True)
     (alone / "trial.json").write_text((folder / "trial.json").read_text())
     assert trial.run(alone, train.train)["bpb"] == cut["bpb"]  # to the last bit
-
-
-@pytest.mark.slow
-def test_the_same_study_runs_through_submitit(plain):
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    study = study_of(plain, submit="local", seeds=[1], plain_seeds=1, mechanisms=["agency"])
-    study.run(queue.Cluster("local", 2, {"timeout_min": 5}))
-    assert results.collect(study, "test")["comparisons"][0]["differences"] == [0.0]
-    # the same runs as without it
-    plain_arm = study.builder.plain
-    assert study.runs.spec(plain_arm, 1, "test") == study_of(plain).runs.spec(plain_arm, 1, "test")
 
 
 # ---- results ----
@@ -1764,16 +1753,6 @@ def test_what_cannot_be_sampled_costs_the_report_its_sample_alone(finished, monk
     assert "the report has no sample of out/trials/" in capsys.readouterr().out
 
 
-def test_runs_on_a_cluster_need_no_gpu_where_their_report_is_made(finished, monkeypatch):
-    study, found = finished
-    monkeypatch.setattr(results.queue, "on_slurm", lambda submit: True)
-    monkeypatch.setattr(study, "config", replace(study.config, device="cuda", submit="slurm"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    again = results.collect(study, "test")
-    assert again["comparisons"] == found["comparisons"] and again["machine"]["jobs"] is None
-    assert "runs at once: –" in report.page(again)
-
-
 def test_a_study_in_minutes_counts_runs_that_are_done(finished, plain, monkeypatch):
     """Else the same command would be a larger study when it goes on."""
     study, _ = finished
@@ -1953,17 +1932,14 @@ def two_gpus(monkeypatch):
 
 def test_which_gpu_and_how_many_runs_on_it_change_no_hash(plain, two_gpus):
     specs = []
-    for keys in (dict(), dict(device="cuda:1"), dict(jobs_per_gpu=4), dict(submit="local")):
+    for keys in (dict(), dict(device="cuda:1"), dict(jobs_per_gpu=4)):
         study = study_of(plain, **{"device": "cuda", **keys})
         specs.append(study.runs.spec(study.builder.plain, 1, "test"))
     assert all(spec == specs[0] for spec in specs) and specs[0]["train"]["device"] == "cuda"
 
 
-@pytest.mark.parametrize("submit", [None, "local"])
-def test_a_study_hands_its_keys_to_the_queue(plain, two_gpus, submit):
-    if submit:
-        pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    config = study_of(plain, device="cuda:1", jobs_per_gpu=3, submit=submit).config
+def test_a_study_hands_its_keys_to_the_queue(plain, two_gpus):
+    config = study_of(plain, device="cuda:1", jobs_per_gpu=3).config
     place = compare.place_for(config)
     assert place.slots == 3 and [*place.room.running] == ["1"]
 
@@ -1988,7 +1964,7 @@ def test_times_are_those_of_the_gpu_that_is_named(plain, two_gpus, here, monkeyp
 
 @pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
-    for more in ([], ["--dry_run"], ["--submit=local"]):
+    for more in ([], ["--dry_run"]):
         said = refusal(["--base", str(plain), "--mechanisms=output_gate", "--device=cuda:2", *more])
         assert said == "compare: device=cuda:2 cannot be used: GPUs here: 2, and the last one is cuda:1"
 

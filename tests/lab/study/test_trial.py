@@ -388,9 +388,9 @@ def test_what_cannot_be_started_is_a_failure_and_no_end(tmp_path, monkeypatch):
         slots = 1
 
         def run(self, folder):
-            raise RuntimeError("no such\npartition")
+            raise RuntimeError("no such\nfile")
     folders = [Path("a"), Path("b")]
-    why = "could not be started: no such partition"
+    why = "could not be started: no such file"
     assert queue.run_all(folders, Full()) == dict.fromkeys(folders, why)
     assert [trial.failure(folder) for folder in folders] == [why, why]
 
@@ -440,15 +440,6 @@ def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
     assert wait_until(unlocked)
     assert "stopped by SIGTERM" in (folder / "trial.log").read_text()
     assert 0 < torch.load(folder / "ckpt.pt", weights_only=True)["step"] < 20000
-
-
-@pytest.mark.slow
-def test_a_failure_on_the_cluster_is_reported(spec):
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    place = queue.Cluster("local", 1, {"timeout_min": 5})
-    folder = trial.make({"model": {}, "train": {"dataset": "nowhere"}, "score": {}})
-    assert "no dataset nowhere" in queue.run_all([folder], place)[folder]
-    assert "no dataset nowhere" in trial.failure(folder)
 
 
 def test_without_a_terminal_a_study_prints_a_line_a_minute(tmp_path, monkeypatch, capsys):
@@ -619,50 +610,13 @@ def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
     assert place.room.running == {"4": 0, "6": 0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device, each, count", [("cuda", 1, 2), ("cuda", 2, 4), ("cuda:1", 1, 1)])
-def test_a_local_job_of_submitit_has_a_gpu_of_its_own(device, each, count, spec, monkeypatch):
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    write_environment(monkeypatch)
-    gpus(monkeypatch, 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    monkeypatch.setenv("SEEN_BY_ALL", "yes")
-    place = queue.Cluster("local", 0, {"timeout_min": 5}, device, each)
-    assert place.slots == count
-    found = environments(place, count + 1)
-    assert {one["SEEN_BY_ALL"] for one in found} == {"yes"}
-    assert {one[trial.TRIALS_ON_GPU] for one in found} == {str(each)}
-    names = [one["CUDA_VISIBLE_DEVICES"] for one in found]
-    # which of two jobs asks first is the machine's choice
-    assert sorted(names[:count]) == (["GPU-b"] if device == "cuda:1" else ["GPU-a"] * each + ["GPU-b"] * each)
-    assert names[-1] in names[:count]
-    assert set(place.room.running.values()) == {0}
-
-
-def test_a_job_that_cannot_be_submitted_takes_no_gpu(spec, monkeypatch):
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+def test_a_run_that_cannot_be_started_takes_no_gpu(spec, monkeypatch):
     gpus(monkeypatch, 1)
-    for place in (queue.Cluster("local", 0, {}, "cuda"), queue.Processes(0, "cuda")):
-        monkeypatch.setattr(queue, "command_of", lambda folder: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            place.run(Path("out/trials/x"))
-        assert set(place.room.running.values()) == {0}
-
-
-def test_a_job_on_slurm_keeps_the_environment_of_its_node(tmp_path, spec, monkeypatch):
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    place = queue.Cluster("slurm", 3, {})
-    monkeypatch.setattr(place.executor, "submit", lambda command: command)
-    command = place.start(Path("out/trials/x"), {})
-    assert command.env is None and not any("CUDA" in word for word in command.command)
-    assert place.slots == 3 and place.executor._executor.parameters["gpus_per_node"] == 1
-    for keys in (dict(jobs_per_gpu=2), dict(device="cuda:1")):
-        with pytest.raises(UserError, match="means nothing on Slurm, which gives each run a GPU of its own"):
-            queue.Cluster("auto", 3, {}, **keys)
+    place = queue.Processes(0, "cuda")
+    monkeypatch.setattr(queue, "command_of", lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        place.run(Path("out/trials/x"))
+    assert set(place.room.running.values()) == {0}
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
