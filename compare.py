@@ -12,17 +12,15 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py recheck results/all-tiny.json.gz           # every figure of it, computed once more
     python compare.py scores scores.csv --baseline=plain         # verdicts on runs of another program
     python compare.py scores scores.csv --target=3.28            # and is each mean below a target?
-    python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
     python compare.py --mechanism=mine.py --seeds=1,2,3,4,5,6,7,8 --looks=2    # half the seeds may be enough
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
 study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
-Nothing else counts as done. --reuse takes finished runs from a results file, matched by flags, data and seed;
---accept_code takes runs of other code too, for who knows that it computes the same; the report says how many
-of either. Before it reports, a study scores one in ten of its runs once more from their checkpoints, or as
-many as --rescore says, and ends with an error where a score is not the one on file. A config file is Python
-code, and reading it runs it: name only files that you trust. --help: all keys.
+Nothing else counts as done. --accept_code takes runs of other code too, for who knows that it computes the
+same; the report says how many. Before it reports, a study scores one in ten of its runs once more from their
+checkpoints, or as many as --rescore says, and ends with an error where a score is not the one on file. A
+config file is Python code, and reading it runs it: name only files that you trust. --help: all keys.
 """
 
 import itertools
@@ -49,7 +47,7 @@ try:
                            tables, task_report, task_study, trial)
     from lab.study import scores as score_file
     from lab.study.records import Candidate, Screen, TwoLooks, Untuned, as_read
-    from lab.study.runs import Reuse, Runs, agreement, refused_sentence
+    from lab.study.runs import OtherCode, Runs, agreement, refused_sentence
     from lab.study.variants import StudyConfig, VariantBuilder, variants_of
 except ModuleNotFoundError as e:
     sys.exit(f"compare: {without_lab(e, 'a study')}")
@@ -103,11 +101,11 @@ class Study:
             many = plural(len(left), "finished run")
             print(f"--fresh goes on where it was stopped: {many} in {trials}; delete that folder to train "
                   "all once more", flush=True)
-        reuse = Reuse(trials=None) if config.fresh else Reuse(config.reuse, config.accept_code)
+        of_other_code = OtherCode(trials=None) if config.fresh else OtherCode(config.accept_code)
         self.builder = VariantBuilder(config)
         self.variants = by_name(self.builder.variants())
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
-        self.runs = Runs(config, self.builder.data, trials, reuse)
+        self.runs = Runs(config, self.builder.data, trials, of_other_code)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         # {variant: MLP width of the plain GPT of its parameters, None: not made yet} of those that are
         # compared with one even if they do not seem better here, since they do on another text
@@ -565,8 +563,8 @@ def folder_name(config, name):
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
 NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "dry_run", "report_only",
-             "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck", "tables", "scores",
-             "baseline", "higher_is_better", "target", "json"}
+             "accept_code", "fresh", "rescore", "from_results", "recheck", "tables", "scores", "baseline",
+             "higher_is_better", "target", "json"}
 
 
 def asked_for(config):
@@ -792,7 +790,7 @@ def run_study(config, name, command):
     keep_file(config, out)
     print(results.leaks_looked_for(found))
     if config.fresh:
-        print(agreement([study.runs for study in studies], config.reuse))
+        print(agreement([study.runs for study in studies]))
         for study in studies:
             study.runs.take_into_trials()
     if config.json:

@@ -24,8 +24,8 @@ LOOKS = "looks"  # the folder in out/trials
 def beside(study):
     """{"left_out", "looks"} of a study, for its results.
 
-    left_out: [LeftOut] of the finished runs of what is judged that no stage has: in out/trials, in files of
-    --reuse, in the results file that is in the study's folder.
+    left_out: [LeftOut] of the finished runs of what is judged that no stage has: in out/trials, in
+    the results file that is in the study's folder.
     looks: [Look] of other reports, the oldest first, that judged one of its variants by other runs of that or
     of the plain GPT; their seeds are of these variants and of the plain GPT. The first of two looks that the
     study itself planned is none.
@@ -71,9 +71,7 @@ def left_out(runs, before):
 
     specs = [spec for spec in specs_in(trial.TRIALS) if is_record(Spec, spec)
              and is_left(spec) and trial.done(trial.folder_of(spec))]
-    on_file = [run["spec"] for same in runs.reuse.runs.values() for run in same]
-    on_file += [run.spec for run in before.runs.values()] if before else []
-    specs += [spec for spec in on_file if is_left(spec)]
+    specs += [run.spec for run in before.runs.values() if is_left(run.spec)] if before else []
     found = {name: set() for name in names.values()}
     for variant, seed in map(variant_and_seed, specs):
         found[names[variant]].add(seed)

@@ -21,9 +21,9 @@ from lab.study.measures import MEASURES
 LARGEST = 1e30  # of a score, a cost, a figure
 
 
-def sometimes(default=None, key=None):
-    """A field that is written where it is not `default`; key: its name in a file, where that is another."""
-    return field(default=default, metadata=dict(sometimes=True, key=key))
+def sometimes(default=None):
+    """A field that is written where it is not `default`."""
+    return field(default=default, metadata=dict(sometimes=True))
 
 
 def in_memory():
@@ -91,8 +91,7 @@ class Curve(Record):
 class Run(Record):
     """A trained and scored model, see trial.py.
 
-    block_nats: nats of each block of the text; source: where it was taken from, if it was not trained here.
-    seconds: of training, by the clock.
+    block_nats: nats of each block of the text; seconds: of training, by the clock.
     """
     nats: float
     bytes: float
@@ -112,7 +111,6 @@ class Run(Record):
     threads: Optional[int] = None
     torch: Optional[str] = None
     block_nats: Optional[list[float]] = sometimes()
-    source: Optional[str] = sometimes(key="from")
     spec: Annotated[dict, Spec]
     curve: Optional[Curve] = None
 

@@ -1,10 +1,9 @@
 """
-The runs of a study: which there are, what each gave, and which of them were taken instead of trained.
+The runs of a study: which there are, what each gave, and which of them other code made.
 
 A run is a folder of out/trials, named after a hash of its flags, its data and its code (trial.py, digest.py).
-A study trains every run that is not done there. `--reuse=FILE` names results files whose runs count too; they
-are matched by flags, data and seed. `--accept_code` also takes runs, of these files and of out/trials, that
-other code or other libraries made. Whatever is taken says where it comes from.
+A study trains every run that is not done there. `--accept_code` also takes runs there that other code or
+other libraries made, matched by flags, data and seed; the report says how many.
 """
 
 import json
@@ -13,14 +12,13 @@ from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import UserError, from_json, no_link, pick_device, plural, say
-from lab.study import digest, queue, results, trial
-from lab.study.records import Reused, as_json, studies_in
+from lab.study import digest, queue, trial
+from lab.study.records import Reused
 from lab.study.variants import BOOKKEEPING
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
@@ -30,15 +28,15 @@ CODE = "code", "torch", "libraries", "environment"  # keys of trial.json that sa
 class Runs:
     """The runs of a study so far, on one dataset.
 
-    trials: the folder that they lie in; reuse: a Reuse of those that may be taken instead of trained.
+    trials: the folder that they lie in; of_other_code: the OtherCode of those that may be taken there.
     """
 
-    def __init__(self, config, data, trials, reuse):
-        self.config, self.data, self.trials, self.reuse = config, data, trials, reuse
+    def __init__(self, config, data, trials, of_other_code):
+        self.config, self.data, self.trials, self.of_other_code = config, data, trials, of_other_code
         self.folders = {}    # (stage, variant, seed): folder; a stage is screen, tune or judge
         self.specs = {}      # folder: its trial.json
-        self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
-        self.refused = {}    # folder: of a run that does not count since other code made it, a Refused
+        self.taken = {}      # folder: (run of OtherCode, the trial.json that was planned)
+        self.refused = {}    # folder of a run that does not count since other code made it: see OtherCode
         self.said = set()    # folders of these that newly_refused() has named
         self.failed = set()  # folders; another study may have started these again meanwhile
 
@@ -70,11 +68,11 @@ class Runs:
             for variant in variants:
                 spec = self.spec(variant, seed, split or self.config.split)
                 folder = trial.folder_of(spec, self.trials)
-                if not trial.done(folder) and (run := self.reuse.find(spec)):
+                if not trial.done(folder) and (run := self.of_other_code.find(spec)):
                     asked, spec = spec, run["spec"]
                     folder = trial.folder_of(spec)
                     self.taken[folder] = run, asked
-                elif not trial.done(folder) and (refused := self.reuse.refused(spec)):
+                elif not trial.done(folder) and (refused := self.of_other_code.refused(spec)) is not None:
                     self.refused[folder] = refused
                 self.specs[folder] = spec
                 self.folders[stage, variant.name, seed] = folder
@@ -93,13 +91,13 @@ class Runs:
         self.failed |= queue.run_all(folders, place, what).keys()
 
     def newly_refused(self, folders):
-        """The Refused of those of these folders that were not asked for before."""
+        """What `refused` has of those of these folders that were not asked for before."""
         new = {*folders} & {*self.refused} - self.said
         self.said |= new
         return [self.refused[folder] for folder in new]
 
     def result(self, folder):
-        """What a run gave, trained here or taken from elsewhere; None: it is not done."""
+        """What a run gave, of today's code or taken from another; None: it is not done."""
         return trial.result(folder) or self.taken.get(folder, (None,))[0]
 
     def scores(self, stage):
@@ -115,18 +113,13 @@ class Runs:
         return all(self.result(f) or f in self.failed or trial.failure(f) for f in folders)
 
     def reused(self):
-        """[records.Reused]: how many runs were taken from where, and how many of them other code or other
-        libraries made.
-        """
-        found, names = {}, {folder: name for (_, name, _), folder in self.folders.items()}
-        for folder in (folder for folder in names if folder in self.taken):
-            run, planned = self.taken[folder]
-            row = found.setdefault(run["from"], Reused(source=run["from"], runs=0, other_code=0, of=[]))
-            row.runs += 1
-            if not is_same_code(run["spec"], planned):
-                row.other_code += 1
-                row.of += [names[folder]] * (names[folder] not in row.of)
-        return [*found.values()]
+        """[records.Reused]: how many runs were taken that other code or other libraries made, if any."""
+        names = {folder: name for (_, name, _), folder in self.folders.items()}
+        taken = [folder for folder in names if folder in self.taken]
+        other = [folder for folder in taken if not is_same_code(self.taken[folder][0]["spec"],
+                                                                self.taken[folder][1])]
+        of = list(dict.fromkeys(names[folder] for folder in other))
+        return [Reused(source=TRIALS_THERE, runs=len(taken), other_code=len(other), of=of)] if taken else []
 
     def take_into_trials(self):
         """Put the runs that a study trained anew in the place of those in out/trials."""
@@ -141,7 +134,7 @@ class Runs:
                 arrived.rename(there)
 
 
-# ---- runs from elsewhere ----
+# ---- runs of other code ----
 
 def key_of(spec):
     """What a run of this trial.json is: its flags, data, seed and score, without its CODE.
@@ -164,17 +157,14 @@ def files_of(spec):
     return spec.get("data", {}).get("mechanism")
 
 
-class Refused(NamedTuple):
-    """Of a run with the flags, data and seed of a planned one, that does not count: other code made it."""
-    source: str     # a results file, or out/trials
-    own_file: bool  # a mechanism's file had another text then
-
-
 def refused_sentence(rows):
-    """How many runs there are that do not count, and why. rows: of Refused."""
+    """How many runs there are that do not count, and why.
+
+    rows: for each, whether that is because the file of its mechanism had another text.
+    """
     parts = []
-    for (source, own_file), n in Counter(rows).items():
-        runs = f"{plural(n, 'run')} of {source} {'does' if n == 1 else 'do'} not count, since"
+    for own_file, n in Counter(rows).items():
+        runs = f"{plural(n, 'run')} of {TRIALS_THERE} {'does' if n == 1 else 'do'} not count, since"
         parts.append(f"{runs} the file of the mechanism has another text now." if own_file else
                      f"{runs} other code or other libraries made {'it' if n == 1 else 'them'}; --accept_code "
                      f"takes {'it as it is' if n == 1 else 'them as they are'}.")
@@ -186,77 +176,41 @@ def say_what_is_refused(rows):
         say(refused_sentence(rows))
 
 
-class Reuse:
-    """The runs that a study may take. files: results files; accept_code: also those of other code, and those
-    of the folder trials. trials: None: it is not looked at.
+class OtherCode:
+    """The runs of a folder of trials that a study may take though other code made them, with accept_code.
 
-    on_file: yields the runs of a file. UserError: a file cannot be read, or holds no runs.
+    trials: None: the folder is not looked at.
     """
 
-    def __init__(self, files=(), accept_code=False, trials=trial.TRIALS, on_file=None):
+    def __init__(self, accept_code=False, trials=trial.TRIALS):
         self.accept_code, self.trials = accept_code, trials
-        self.runs = {}  # key_of(spec): [result, with its "spec" and "from"]
-        for path in files:
-            for run in (on_file or runs_on_file)(path):
-                self.runs.setdefault(key_of(run["spec"]), []).append({**run, "from": str(path)})
-        if not any(self.runs.values()) and files:
-            raise UserError(f"reuse={', '.join(map(str, files))} holds no runs")
-        for spec in specs_in(Path(trials)) if accept_code else ():
-            self.runs.setdefault(key_of(spec), []).append({"spec": spec, "from": TRIALS_THERE})
 
     def find(self, spec):
         """A finished run in the place of the one with this trial.json, or None: its result, with "spec", the
-        trial.json that it was made with, and "from". One of the same code comes before all others.
+        trial.json that it was made with. One of the same code comes before all others.
         """
-        same, other = [], []
-        for run in self.runs.get(key_of(spec), ()):
-            (same if is_same_code(run["spec"], spec) else other).append(run)
-        for run in [*same, *(other if self.accept_code else [])]:
-            if run["from"] == TRIALS_THERE:
-                result = trial.result(trial.folder_of(run["spec"]))
-                run = result and {**result, **run}
-            if run:
-                return run
+        specs = self.in_trials.get(key_of(spec), ()) if self.accept_code else ()
+        for each in sorted(specs, key=lambda each: not is_same_code(each, spec)):
+            if result := trial.result(trial.folder_of(each)):
+                return {**result, "spec": each}
         return None
 
     def refused(self, spec):
-        """The Refused of a run of this trial.json where find() takes none; None: there is no such run."""
-        if self.accept_code:
-            return None
-        key = key_of(spec)
-        if key in self.runs:
-            source, specs = self.runs[key][0]["from"], [run["spec"] for run in self.runs[key]]
-        else:
-            source, specs = TRIALS_THERE, [each for each in self.in_trials.get(key, ())
-                                           if trial.done(trial.folder_of(each, Path(self.trials)))]
-        others = [each for each in specs if not is_same_code(each, spec)]
-        return Refused(source, all(files_of(each) != files_of(spec) for each in others)) if others else None
+        """Whether of the runs of this trial.json that find() does not take each had another text of its own
+        file; None: there is no such run.
+        """
+        specs = () if self.accept_code else self.in_trials.get(key_of(spec), ())
+        others = [each for each in specs if not is_same_code(each, spec)
+                  and trial.done(trial.folder_of(each, Path(self.trials)))]
+        return all(files_of(each) != files_of(spec) for each in others) if others else None
 
     @cached_property
     def in_trials(self):
-        """{key_of(): [trial.json]} of the finished runs of out/trials, whatever their code."""
+        """{key_of(): [trial.json]} of the finished runs of the folder, whatever their code."""
         found = {}
         for spec in specs_in(Path(self.trials)) if self.trials else ():
             found.setdefault(key_of(spec), []).append(spec)
         return found
-
-
-def runs_on_file(path):
-    """Yield the runs of a results file, each checked against its hash and its nats. UserError."""
-    for study in studies_in(results.read(path)).values():
-        for name, run in as_json(study.runs).items():
-            yield taken(path, name, run, lambda: run.get("block_nats", run["nats"]))  # blocks are rounded
-
-
-def taken(path, name, run, parts):
-    """A run of a results file as it is there. UserError: it is not what its name and its parts() say."""
-    try:
-        trial.check_figures(run, parts(), 1e-6)
-        if trial.folder_of(run["spec"]).name != name:
-            raise ValueError("it has the trial.json of another run")
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path}: run {name} cannot be taken: {e}") from None
-    return run
 
 
 def specs_in(trials):
@@ -275,12 +229,12 @@ def specs_in(trials):
             if isinstance(spec, dict) and all(isinstance(spec.get(key), dict) for key in ("train", "data"))]
 
 
-def agreement(studies, files):
-    """How many scores that were trained anew are those that were there before, as a sentence.
+def agreement(studies):
+    """How many scores that were trained anew are those in out/trials, as a sentence.
 
-    studies: the Runs of each; files: results files to compare with, beside the same runs in out/trials.
+    studies: the Runs of each.
     """
-    known, pairs = Reuse(files, accept_code=True), []
+    known, pairs = OtherCode(accept_code=True), []
     for runs in studies:
         for folder in {*runs.folders.values()}:
             new, spec = runs.result(folder), runs.specs[folder]

@@ -25,7 +25,7 @@ from nanoheads.common import (UserError, from_json, git_commit, json_safe, pick_
 from nanoheads.tasks import LEARNED, TASKS
 from lab.study import costs, findings, permutation, queue, results, trial
 from lab.study.records import NotThatRecord, TasksResults, as_json, as_record
-from lab.study.runs import Reuse, Runs, refused_sentence, say_what_is_refused, taken
+from lab.study.runs import OtherCode, Runs, refused_sentence, say_what_is_refused
 from lab.study.variants import VariantBuilder
 
 PLAIN = "plain"
@@ -54,14 +54,14 @@ def seeds_of_plain(config, comparisons):
 class OnTask:
     """One task of a study: its plain GPT, its variants and their runs."""
 
-    def __init__(self, config, name, reuse):
+    def __init__(self, config, name, of_other_code):
         self.name = name
         self.config = replace(config, task=[name])
         self.builder = VariantBuilder(self.config)
         self.plain = self.builder.plain
         self.variants = {each.name: each for each in self.builder.variants()}
         self.twice = self.builder.at_budget(TWICE)
-        self.runs = Runs(self.config, self.builder.data, trial.TRIALS, reuse)
+        self.runs = Runs(self.config, self.builder.data, trial.TRIALS, of_other_code)
         self.tuned = {}   # variant: {(Muon's factor, AdamW's): its runs, {acc, learned_from}, a list each}
         self.at_best = {}  # variant: the Variant at its best rates
         self.wider = {}    # variant: the plain GPT of as many parameters, of those that seem better
@@ -109,8 +109,8 @@ class TaskStudy:
 
     def __init__(self, config, name):
         self.config, self.name = config, name
-        reuse = Reuse(config.reuse, config.accept_code, on_file=runs_on_file)
-        self.tasks = [OnTask(config, task, reuse) for task in names_of(config.task)]
+        of_other_code = OtherCode(config.accept_code)
+        self.tasks = [OnTask(config, task, of_other_code) for task in names_of(config.task)]
         comparisons = sum(len(task.compared) - 1 for task in self.tasks)
         self.plain_seeds = seeds_of_plain(config, max(1, comparisons))
 
@@ -391,15 +391,6 @@ def plan_in_words(study, training):
         lines.append(f"then, for what differs, a grid of {len(GRID) ** 2} pairs of rates with "
                      f"{plural(len(study.config.screen_seeds), 'seed')} each, and fresh seeds at the best")
     return lines
-
-
-def runs_on_file(path):
-    """Yield the runs of a study of tasks, each checked against its hash and its answers. UserError."""
-    if not (found := read(path)):
-        raise UserError(f"reuse={path} is not a results file of a study of tasks, or cannot be read")
-    for each in found["tasks"].values():
-        for name, run in each["runs"].items():
-            yield taken(path, name, run, lambda: [nats for nats, _, _ in run["levels"].values()])
 
 
 def read(path):

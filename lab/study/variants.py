@@ -119,10 +119,9 @@ class StudyConfig:
     dry_run: bool = flag(False, "print what would run, and for how long")
     report_only: bool = flag(False, "write the report from what is done")
 
-    reuse: list[str] = flag(
-        [], "results files whose runs are taken instead of trained",
+    accept_code: bool = flag(
+        False, "take runs that other code or other libraries made, too",
         section="which finished runs count; without these keys those in out/trials of the same code alone")
-    accept_code: bool = flag(False, "take runs that other code or other libraries made, too")
     fresh: bool = flag(False, "train everything anew, and print how many scores agree with before")
     rescore: Optional[int] = flag(
         None, "so many runs are scored once more from their checkpoints before the report; None: one in ten "

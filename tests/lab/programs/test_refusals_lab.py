@@ -534,9 +534,8 @@ COMMANDS = [
         ("--target=0 --mechanisms=xsa", "target: these go with compare.py scores FILE alone"),
         ("scores s.csv --target=1e31", "target=1e+31 must be a finite number, up to 1e+30"),
         ("scores s.csv --target=low", "target='low' is not"),
-        *((f"{key}={name}.json.gz{more}", words) for name, (_, words) in NO_RESULTS.items()
-          for key, more in (("--from_results", ""), ("--recheck", ""),
-                            ("--reuse", " --mechanisms=xsa --device=cpu")))),
+        *((f"{key}={name}.json.gz", words) for name, (_, words) in NO_RESULTS.items()
+          for key in ("--from_results", "--recheck"))),
 ]
 
 

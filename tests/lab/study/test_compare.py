@@ -753,17 +753,15 @@ def on_file(found, name="x"):
     return str(path)
 
 
-def of_other_code(found, **change):
-    """The same results as other code, or another torch, would have left them; None: it is not known."""
-    found = as_on_file(found)
-    names = {}
-    for name, run in list(found["runs"].items()):
-        run["spec"] = {**run["spec"], **change}
-        names[name] = trial.folder_of(run["spec"]).name
-        found["runs"][names[name]] = found["runs"].pop(name)
-    for arm in found["arms"].values():
-        arm["runs"] = [names[name] for name in arm["runs"]]
-    return found
+def change_trials(changed):
+    """Let the runs in out/trials be those of what changed() makes of each trial.json."""
+    for folder in [*Path("out/trials").glob("*/")]:
+        if (folder / "result.json").is_file():
+            spec = changed(json.loads((folder / "trial.json").read_text()))
+            there = folder.rename(trial.folder_of(spec))
+            (there / "trial.json").write_text(json.dumps(spec))
+            result = json.loads((there / "result.json").read_text())
+            (there / "result.json").write_text(json.dumps({**result, "trial": there.name}))
 
 
 @pytest.mark.slow
@@ -776,46 +774,6 @@ def test_a_run_in_results_does_not_count_as_done(finished, here):
     anew.run(here)
     assert len(here.started) == len(found["runs"]) and anew.runs.reused() == []
     assert not results.collect(anew, "test")["reused"]
-
-
-@pytest.mark.slow
-def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, capsys):
-    study, found = finished
-    path = on_file(found)
-    here.started = []
-    taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
-    taking.run(here)
-    assert here.started == []
-    again = results.collect(taking, "test")
-    n = len(found["runs"])
-    assert again["comparisons"] == found["comparisons"]
-    assert records.as_json(again["reused"]) == [{"from": path, "runs": n, "other_code": 0, "of": []}]
-    words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
-    assert words in findings.notices(again) and words in report.in_text(again).replace("\n", " ")
-    assert words in report.page(again)
-    assert words in plan_of(taking)
-    results.write(again, "out/elsewhere")
-    assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
-
-
-@pytest.mark.slow
-def test_the_runs_that_were_taken_are_counted_over_all_texts(
-        plain, here, bytes_data, other_text, monkeypatch, capsys):
-    """Also where a file has runs of the second text alone."""
-    monkeypatch.setattr(compare, "place_for", lambda config: here)
-    small = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--seeds=1", "--plain_seeds=1",
-             "--budgets=[]"]
-    main([*small, f"--settings={{'dataset': {str(other_text)!r}}}", "--out_dir=out/one"])
-    path = on_file(results.read("out/one/results.json.gz"))
-    here.started = []
-    main([*small, f"--texts={[str(bytes_data), str(other_text)]}", f"--reuse={path}", "--out_dir=out/two"])
-    found = results.read("out/two/results.json.gz")
-    assert len(here.started) == 2
-    reused = records.as_json(effects.pooled(found).reused)
-    assert reused == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
-    words = f"2 of 4 runs were not trained for this study: 2 from {path}."
-    assert words in report.in_text(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
-        "\n", " ")
 
 
 def test_a_damaged_training_text_is_refused_before_the_first_run(plain, bytes_data, refusal):
@@ -859,26 +817,25 @@ def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plai
     dict(libraries=None)], ids=lambda change: "".join(change))
 def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change, capsys):
     study, found = finished
-    path = on_file(of_other_code(found, **change))
+    change_trials(lambda spec: {**spec, **change})
     here.started, n = [], len(found["runs"])
-    refusing = Study(replace(study.config, out_dir="out/a", reuse=[path]), "test")
-    refusing.run(here)
-    assert len(here.started) == n
-    told = " ".join(capsys.readouterr().out.split())
-    told = re.findall(rf"(\d+) runs? of {re.escape(path)} do(?:es)? not count, since other code or other "
-                      r"libraries made (?:it|them); --accept_code takes", told)
-    assert sum(map(int, told)) == n
-    shutil.rmtree("out/trials")
-    here.started = []
-    taking = Study(replace(study.config, out_dir="out/b", reuse=[path], accept_code=True), "test")
+    taking = Study(replace(study.config, out_dir="out/b", accept_code=True), "test")
     taking.run(here)
     again = results.collect(taking, "test")
     row, = again["reused"]
-    assert here.started == [] and (row["source"], row["runs"], row["other_code"]) == (path, n, n)
+    assert here.started == [] and (row["source"], row["runs"], row["other_code"]) == ("out/trials", n, n)
     assert {*row["of"]} == {*again["arms"]}
     assert again["comparisons"] == found["comparisons"]
     assert f"({n} of them made by other code or other libraries, which --accept_code allowed, those of " in (
         " ".join(findings.notices(again)))
+    capsys.readouterr()
+    refusing = Study(replace(study.config, out_dir="out/a"), "test")
+    refusing.run(here)
+    assert len(here.started) == n
+    told = " ".join(capsys.readouterr().out.split())
+    told = re.findall(r"(\d+) runs? of out/trials do(?:es)? not count, since other code or other "
+                      r"libraries made (?:it|them); --accept_code takes", told)
+    assert sum(map(int, told)) == n
 
 
 @pytest.mark.slow
@@ -949,12 +906,11 @@ def test_other_bytes_in_meta_json_are_another_text(copied, plain, here):
 def test_runs_that_read_another_meta_json_are_not_taken(copied, plain, here):
     study = study_of(plain)
     study.run(here)
-    path = on_file(results.collect(study, "test"))
-    for meta, taken in ((dict(note="other"), 4), (dict(separator=11), 0)):
+    for meta, done in ((dict(note="other"), 4), (dict(separator=11), 0)):
         put_meta(copied, **meta)
-        again = study_of(plain, reuse=[path], accept_code=True)
+        again = study_of(plain, accept_code=True)
         again.run(None)
-        assert sum(row["runs"] for row in again.runs.reused()) == taken
+        assert sum(again.runs.result(folder) is not None for folder in again.runs.specs) == done
 
 
 def with_bytes(run, size):
@@ -1146,14 +1102,15 @@ def test_one_run_in_ten_is_drawn_or_as_many_as_are_asked_for(keys, done, n):
     assert rescoring.draw(folders, done) != folders or done == 1
 
 
-def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, here):
+def test_runs_without_a_checkpoint_are_counted(finished, here):
     study, found = finished
-    path = on_file(but(found, rescored=None))  # where it is not known
-    assert findings.rescored_sentence(results.read(path)) is None
-    assert findings.verdicts(results.read(path))["rescored"] is None
-    taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
-    taking.run(here)
-    again = results.collect(taking, "test")
+    unknown = but(found, rescored=None)
+    assert findings.rescored_sentence(unknown) is None and findings.verdicts(unknown)["rescored"] is None
+    for path in Path("out/trials").glob("*/best.pt"):
+        path.unlink()
+    again = Study(replace(study.config, out_dir="out/elsewhere"), "test")
+    again.run(here)
+    again = results.collect(again, "test")
     assert vars(again["rescored"]) == dict(runs=[], without=13)
     words = "No run was scored once more from its checkpoint; 13 of 13 have none here."
     assert words in findings.remarks(again)
@@ -1215,10 +1172,9 @@ def test_a_variant_trained_on_documents_has_the_tokens_that_it_was_trained_on(pl
 @pytest.mark.parametrize("key", ["data", "train", "model", "score"])
 def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
     study, found = finished
-    changed = {**next(iter(found["runs"].values()))["spec"][key], "more": "1"}
-    path = on_file(of_other_code(found, **{key: changed}))
+    change_trials(lambda spec: {**spec, key: {**spec[key], "more": "1"}})
     here.started = []
-    Study(replace(study.config, out_dir="out/a", reuse=[path], accept_code=True), "test").run(here)
+    Study(replace(study.config, out_dir="out/a", accept_code=True), "test").run(here)
     assert len(here.started) == len(found["runs"])
 
 
@@ -1256,20 +1212,6 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
     less = Study(replace(study.config, out_dir="out/e"), "test")
     less.run(None)
     assert len(less.runs.refused) == n - 1
-
-
-@pytest.mark.slow
-def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
-    study, found = finished
-    other = as_on_file(found)
-    next(iter(other["runs"].values()))["bpb"] += 1e-3
-    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
-    assert "cannot be taken: a figure was changed" in refusal([*argv, f"--reuse={on_file(other)}"])
-    Path("out/trials").mkdir()
-    other = as_on_file(found)
-    next(iter(other["runs"].values()))["spec"]["train"]["adamw_lr"] = 0.5
-    assert "has the trial.json of another run" in refusal([*argv, f"--reuse={on_file(other)}"])
-    assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
 
 
 @pytest.mark.slow
@@ -1640,16 +1582,6 @@ def test_what_a_study_was_judged_by_stays_with_its_results(plain, here, monkeypa
     results.write(but(before, looks=None, left_out=None), "out/a")
     shutil.rmtree("out/trials")
     assert seen(study("5,6", "--out_dir=out/a")) == [dict(plain=[2, 3], sink=[2, 3])]
-
-
-def test_runs_of_a_file_that_a_study_does_not_take_are_left_out_too(plain, here, monkeypatch):
-    study = small_study(plain, here, monkeypatch)
-    study("1,2,3", "--out_dir=out/a")
-    path = on_file(results.read("out/a/results.json.gz"))
-    here.started = []
-    chosen = study("1,3", f"--reuse={path}", "--out_dir=out/b")
-    assert here.started == []
-    assert chosen["left_out"] == [dict(variant=name, seeds=[2]) for name in ("plain", "sink")]
 
 
 def test_a_report_of_a_part_of_the_runs_is_a_look_too(plain, here, monkeypatch):

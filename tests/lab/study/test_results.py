@@ -14,7 +14,6 @@ from nanoheads import own_mechanism
 from nanoheads.common import UserError
 from lab.study import effects, records, results
 from lab.study.effects import BOTH
-from lab.study.runs import Reuse, runs_on_file
 
 FILES = sorted(path for path in (ROOT / "results").rglob("*.json.gz") if path.parent.name != "tasks")
 
@@ -108,13 +107,3 @@ def test_nothing_that_a_results_file_names_is_run(challenge, tmp_path):
         results.recheck(path)
     main([f"--from_results={path}", f"--out_dir={tmp_path / 'again'}"])
     assert (tmp_path / "again" / "report.html").is_file() and not marker.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".")[0])
-def test_the_runs_on_file_can_be_reused(path):
-    """Each has the name that follows from its flags, which runs_on_file() looks at."""
-    runs = list(runs_on_file(path))
-    assert runs and all("adamw_lr" in run["spec"]["train"] for run in runs)
-    found = Reuse([path], accept_code=True).find(runs[0]["spec"])
-    assert found["bpb"] == runs[0]["bpb"] and found["from"] == str(path)

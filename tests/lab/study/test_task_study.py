@@ -123,23 +123,15 @@ def test_a_report_on_a_file_with_another_figure_says_so(home, capsys):
     assert capsys.readouterr().out.startswith("NOT AS COMPUTED: out/changed/results.json.gz: copy: ")
 
 
-def test_runs_of_a_results_file_are_taken_and_named(home, capsys):
+def test_runs_of_other_code_are_taken_where_that_is_accepted(home, capsys, monkeypatch):
     first = study_of_two(home)
-    (home / "out/trials").rename(home / "gone")
+    monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
     capsys.readouterr()
-    compare.main(["--task=copy", *STUDY, "--reuse=out/study/results.json.gz", "--out_dir=out/second"])
-    assert "copy: 7 runs taken from out/study/results.json.gz\n" in capsys.readouterr().out
+    compare.main(["--task=copy", *STUDY, "--accept_code", "--out_dir=out/second"])
+    assert "copy: 7 runs taken from out/trials, 7 of them made by other code" in capsys.readouterr().out
     second = task_study.read(home / "out/second/results.json.gz")
-    assert second["finished"] and not (home / "out/trials").exists()
-    assert second["tasks"]["copy"]["arms"] == first["tasks"]["copy"]["arms"]
+    assert second["finished"] and second["tasks"]["copy"]["arms"] == first["tasks"]["copy"]["arms"]
     task_study.recheck(second, "x")
-    with pytest.raises(SystemExit, match="reuse=plain.py is not a results file of a study of tasks"):
-        compare.main(["--task=copy", *STUDY, "--reuse=plain.py"])
-    run = next(iter(first["tasks"]["copy"]["runs"].values()))
-    run["acc"] += 0.1
-    task_study.write(first, home / "out/changed")
-    with pytest.raises(SystemExit, match="run .* cannot be taken: a figure was changed"):
-        compare.main(["--task=copy", *STUDY, "--reuse=out/changed/results.json.gz"])
 
 
 def test_a_part_that_only_a_report_needs_is_missed_in_one_line(home):
@@ -155,10 +147,9 @@ def test_a_part_that_only_a_report_needs_is_missed_in_one_line(home):
 def test_runs_of_other_code_are_trained_anew_and_named(home, capsys, monkeypatch):
     study_of_two(home)
     monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
-    words = ("7 runs of out/study/results.json.gz do not count, since other code or other libraries made "
-             "them; --accept_code takes them as they are.")
-    (home / "out/trials").rename(home / "gone")
-    more = ["--task=copy", *STUDY, "--reuse=out/study/results.json.gz", "--out_dir=out/second"]
+    words = ("7 runs of out/trials do not count, since other code or other libraries made them; "
+             "--accept_code takes them as they are.")
+    more = ["--task=copy", *STUDY, "--out_dir=out/second"]
     compare.main([*more, "--dry_run"])
     assert words in " ".join(capsys.readouterr().out.split())
     compare.main(more)
