@@ -42,7 +42,7 @@ planted: .venv/ready-test
 lint: .venv/ready-test
 	$(PY) -m ruff check .
 
-# STUDY=config/studies/routing.py for another one; it goes on where it stopped
+# STUDY=config/studies/scores.py for another one; it goes on where it stopped
 compare: .venv/ready
 	$(PY) compare.py $(STUDY)
 

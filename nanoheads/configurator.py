@@ -39,7 +39,7 @@ from nanoheads.files import joined, setting_in_name
 
 HELP_WIDE = 70  # characters of a key's description in a line of --help
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
-Scale = Literal["task", "tiny", "deep", "long", "bpe", "nano", "mid", "small", "paper"]
+Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
 
 
 @dataclass

@@ -36,7 +36,7 @@ from nanoheads import answer_interrupts
 from nanoheads.common import (ArgumentParser, UserError, from_json, gib, memory_of_machine, output_written,
                               say, write_atomic)
 from nanoheads.files import remove_abandoned, temporary
-from nanoheads.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta, trained_pairs
+from nanoheads.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta
 
 
 HOME = Path(__file__).resolve().parents[1] / "data"
@@ -510,16 +510,11 @@ def arguments(doc, name, encodings, argv=None, **more):
     return args
 
 
-def prepare(args, files, splits=None, note="", options=None, vocab_size=None):
+def prepare(args, files, splits=None, note="", options=None):
     """Find the files {key: File} and build from them, unless the folder is there already. UserError.
 
     splits(read) -> [(split, stream)], where read(key) streams a file; the default takes one file a split.
-    vocab_size: of --encoding=bpe, byte pairs that are learnt from the train split. They are written as hf,
-    and beside meta.json as tokenizer.json.
     """
-    learns = args.encoding == "bpe"
-    if learns:
-        args.encoding, options = "hf", {**(options or {}), "vocab_size": vocab_size}
     shas = [file.sha256 for file in files.values()]
     known = {"sha256": identity(shas)} if all(shas) else {}
     if (known or not args.source) and already(args, options=options, **known):
@@ -533,21 +528,7 @@ def prepare(args, files, splits=None, note="", options=None, vocab_size=None):
     def streams():
         return splits(lambda key: read(*sources[key], args.encoding))
 
-    if learns:
-        args.vocab = learnt(args, streams(), vocab_size)
     build(args, origin(sources.values()), streams, note, options)
-
-
-def learnt(args, splits, vocab_size):
-    """The text of a tokenizer.json of so many byte pairs, learnt from the train split. UserError."""
-    say(f"learning {vocab_size:,} byte pairs from the train split", flush=True)
-    try:
-        vocab = trained_pairs(dict(splits)["train"], vocab_size)
-    except ValueError as error:
-        raise UserError(f"{args.out}: {error}") from None
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_atomic(args.out / "tokenizer.json", lambda file: file.write(vocab.encode()))
-    return vocab
 
 
 def build(args, source, splits, note="", options=None):

@@ -300,28 +300,6 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
-def trained_pairs(texts, vocab_size):
-    """The text of a tokenizer.json of GPT-2's kind whose merges are learnt from a stream of str.
-
-    Its tokens: end of text, the 256 bytes, and as many merges as make vocab_size. The same text gives the
-    same tokenizer. ValueError: Hugging Face's tokenizers is missing, or the text is too small for so many.
-    """
-    try:
-        from tokenizers import Tokenizer as Pairs, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise ValueError("byte pairs are learnt by Hugging Face's tokenizers: pip install tokenizers"
-                         ) from None
-    pairs = Pairs(models.BPE())
-    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pairs.decoder = decoders.ByteLevel()
-    pairs.train_from_iterator(cut_at_spaces(texts), trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[ENDS[0]], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
-    if (found := pairs.get_vocab_size()) != vocab_size:
-        raise ValueError(f"the text has merges for {found:,} tokens, not for {vocab_size:,}")
-    return pairs.to_str()
-
-
 def spelled_by(about):
     """How the tokens of a tokenizer.json (a dict) spell text: "bytes" (GPT-2's way), "pieces"
     (SentencePiece's, with a token for each byte), or None: another.

@@ -1,17 +1,13 @@
 """
-enwiki15: plain text of English Wikipedia articles from a 2015 dump, byte by byte, in GPT-2's byte pairs, or
-in 4,096 byte pairs that are learnt from its train split (bpe: two minutes on a core, pip install tokenizers).
+enwiki15: plain text of English Wikipedia articles from a 2015 dump, byte by byte or in GPT-2's byte pairs.
 It is not enwik8, and no standard benchmark: figures on it compare only with others on these same files.
 
 python data/enwiki15/prepare.py                    writes data/enwiki15/
 python data/enwiki15/prepare.py --encoding=gpt2    writes data/enwiki15_gpt2/
-python data/enwiki15/prepare.py --encoding=bpe     writes data/enwiki15_bpe/
 
 There is no download: put enwiki15/{train,valid,test}.txt.xz into the folder NANOHEADS_DATA.
 You should see 123,191,546 / 7,467,041 / 5,972,296 bytes of train, val and test, or 26,706,806 / 1,611,367 /
-1,294,810 of GPT-2's byte pairs, or 36,364,103 / 2,199,944 / 1,769,702 of bpe's. The vocabulary of bpe is kept
-in meta.json, and as tokenizer.json, in whose tokens data/prepare_text.py writes another text:
---encoding=hf --tokenizer=data/enwiki15_bpe.
+1,294,810 of GPT-2's byte pairs.
 """
 import sys
 from pathlib import Path
@@ -24,11 +20,9 @@ FILES = {split: File((f"enwiki15/{name}.txt",), sha256, size) for split, name, s
     ("val", "valid", 7_467_041, "ebcb93fe04d23c8908cab73af35e360044cd6c9233590afcdd1a85692bbd999b"),
     ("test", "test", 5_972_296, "ddec835de2154248207dc9538056850500a3ef65fc433ec3e7015ad135e250ce"))}
 
-VOCAB_SIZE = 4096  # of bpe
-
 
 def main(argv=None):
-    prepare(arguments(__doc__, "enwiki15", ["byte", "gpt2", "bpe"], argv), FILES, vocab_size=VOCAB_SIZE)
+    prepare(arguments(__doc__, "enwiki15", ["byte", "gpt2"], argv), FILES)
 
 
 if __name__ == "__main__":

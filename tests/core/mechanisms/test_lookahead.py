@@ -203,7 +203,7 @@ def test_check_takes_a_scale(monkeypatch, fails):
     assert seen[0] == (64, 128, 16) and seen[1][0] > 64
     assert seen[1] == seen[2] == seen[3] and seen[4] == (32, 128, 16)
     big, = fails(["--check", "--mechanism=xsa", "--scale=big"])
-    assert big.startswith("command line: scale='big' is not task, tiny, deep, long, bpe")
+    assert big.startswith("command line: scale='big' is not task, tiny, nano")
 
 
 def test_check_takes_details_of_the_mechanism_and_each_by_itself(monkeypatch, capsys, fails):

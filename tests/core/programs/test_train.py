@@ -64,17 +64,6 @@ def test_a_tiny_model_learns(args, rows, tmp_path, keys):
     assert losses[-1]["adamw_lr"] < max(r["adamw_lr"] for r in losses) / 4, "the rate falls"
 
 
-@pytest.mark.parametrize("scale", ["deep", "long", "bpe"])
-def test_a_cheap_scale_trains_at_the_size_of_tiny(scale, bytes_data, tmp_path, rows):
-    out = tmp_path / scale
-    train.main([f"--scale={scale}", f"--dataset={bytes_data}", f"--out_dir={out}", "--device=cpu",
-                "--max_iters=2", "--eval_interval=2", "--eval_tokens=256", "--compile=False"])
-    model = checkpoint.build(checkpoint.read(out), out, torch.device("cpu"))
-    assert sum(p.numel() for p in model.transformer.h.parameters()) == 98304
-    (*_, first), (*_, last) = rows(out)
-    assert first["step"] == last["step"] == 2
-
-
 @pytest.mark.slow
 def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
     main(args(grad_clip=1.0))

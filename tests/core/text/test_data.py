@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 
 from data import from_nanogpt, prepare_text
-from nanoheads import corpus, files, tokenizer
+from nanoheads import corpus, files
 from nanoheads.common import UserError
 from nanoheads.corpus import File
 from nanoheads.dataset import Dataset
 from nanoheads.files import temporary
-from nanoheads.scoring import scored_size, windows_of
-from nanoheads.tokenizer import Tokenizer, token_sizes
+from nanoheads.tokenizer import Tokenizer
 from helpers import ROOT
 from helpers import byte_pairs, in_llm_c
 
@@ -150,65 +149,6 @@ def test_enwiki15_without_a_copy_says_so_in_one_line():
             pytest.skip("data/enwiki15/ holds a copy")
         assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
         assert "enwiki15/train.txt" in done.stderr or "/nowhere" in done.stderr
-
-
-# ---- byte pairs that are learnt ----
-
-def in_pairs(tmp_path, monkeypatch, *more):
-    """(folder, meta.json, {split: its text, bytes}) of made articles in learnt byte pairs, 400 of them."""
-    script = SCRIPTS["enwiki15"]
-    names = dict(train="train", val="valid", test="test")
-    rng = np.random.default_rng(0)  # words drawn at random: many pairs are equally frequent
-    words = ["".join(rng.choice(list("abcdeé日 \n"), 4)) for _ in range(300)]
-    texts = {split: " ".join(rng.choice(words, n)) + "\r\n\0 <|endoftext|> \U0001f600 only here: %d\n" % n
-             for split, n in dict(train=4000, val=300, test=200).items()}
-    (tmp_path / "enwiki15").mkdir(exist_ok=True)
-    for split, name in names.items():
-        text_file(tmp_path / "enwiki15" / f"{name}.txt", texts[split])
-    monkeypatch.setattr(script, "FILES", {s: File((f"enwiki15/{name}.txt",)) for s, name in names.items()})
-    monkeypatch.setattr(script, "VOCAB_SIZE", 400)
-    out = tmp_path / "out"
-    script.main([f"--source={tmp_path}", f"--out={out}", "--encoding=bpe", *more])
-    return out, json.loads((out / "meta.json").read_text()), {s: text.encode() for s, text in texts.items()}
-
-
-def test_learnt_byte_pairs_spell_the_text_and_count_its_bytes(tmp_path, monkeypatch):
-    out, meta, texts = in_pairs(tmp_path, monkeypatch)
-    assert (meta["name"], meta["encoding"], meta["vocab_size"]) == ("enwiki15_bpe", "hf", 400)
-    assert meta["dtype"] == "uint16" and meta["spelled"] and meta["options"] == {"vocab_size": 400}
-    data = Dataset(out)
-    sizes = token_sizes(data.tokenizer)
-    for split, text in texts.items():
-        ids = data.tokens(split)
-        assert data.tokenizer.decode_bytes(ids) == text and len(ids) < 0.8 * len(text)
-        assert data.sizes[split] == (len(ids), len(text)) and sizes[ids].sum() == len(text)
-        cuts = windows_of(data, split, 16)
-        assert scored_size(data, split, cuts) == (len(ids), len(text))
-        assert sum(scored_size(data, split, [cut])[1] for cut in cuts) == len(text)
-
-
-def test_learnt_byte_pairs_are_the_same_each_time_and_of_train_alone(tmp_path, monkeypatch):
-    out, meta, texts = in_pairs(tmp_path, monkeypatch)
-    vocab = (out / "tokenizer.json").read_text(encoding="utf-8")
-    assert vocab == meta["vocab"]
-    again, same, _ = in_pairs(tmp_path, monkeypatch, "--force")
-    assert (again / "tokenizer.json").read_text(encoding="utf-8") == vocab and same == meta
-    # the text in any other pieces, and none of the other splits
-    train = texts["train"].decode()
-    assert tokenizer.trained_pairs([train[:1001], train[1001:]], 400) == vocab
-    # another text in the same tokens
-    other = tmp_path / "other"
-    prepare_text.main([f"--source={text_file(tmp_path / 'x.txt', train)}", "--encoding=hf",
-                       f"--tokenizer={out}", f"--out={other}"])
-    assert Dataset(other).tokenizer.vocab == vocab
-
-
-def test_what_byte_pairs_cannot_be_learnt_of_is_one_line(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="the text has merges for 25. tokens, not for 400"):
-        tokenizer.trained_pairs(["ab"], 400)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(lambda: in_pairs(tmp_path, monkeypatch), "pip install tokenizers")
-    assert not [*(tmp_path / "out").glob("*")]
 
 
 # ---- enwik8 ----

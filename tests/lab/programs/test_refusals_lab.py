@@ -460,7 +460,7 @@ COMMANDS = [
         ("--jobs_per_gpu=2", "jobs_per_gpu=2 means nothing on device=cpu"),
         ("--jobs_per_gpu=2 --dry_run", "jobs_per_gpu=2 means nothing on"),
         ("--mechanisms=output_gat", "unknown 'output_gat'; did you mean output_gate?"),
-        ("--scale=huge", "scale='huge' is not task, tiny, deep, long, bpe, nano, mid, small, paper or None"),
+        ("--scale=huge", "scale='huge' is not task, tiny, nano, mid, small, paper or None"),
         ("--scale=small", "scale='small' means nothing beside base="),
         ("--seeds=1,1", "seeds=[1, 1] must be different numbers"),
         ("--seeds=[1e30]", "is beyond 64 bits"),

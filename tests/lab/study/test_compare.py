@@ -185,8 +185,8 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
     # 90 million numbers take their time; sizes have their own test
     monkeypatch.setattr("lab.study.variants.size_of", lambda config: (1000, 1000))
     own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
-    nano = ("ladder.py", "ladder_rates.py", "nano_rates.py")
-    if own or name in ("demo.py", "dose.py", "long_settings.py", *nano):
+    nano = ("ladder_01M.py", "ladder_033M.py", "ladder_1M.py")
+    if own or name in ("demo.py", *nano):
         scale = "nano" if name in nano else "tiny"
     asked = configurator.read((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
     own_mechanism.take(asked)
@@ -196,8 +196,7 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
     assert config.question and (variants or config.tune_lr)
     for variant in variants:
         assert not variant.model.problems()
-        same_steps = name not in ("dose.py", "calm.py", "long_settings.py")  # they ask for other steps
-        assert variant.train.max_iters == builder.plain.train.max_iters or not same_steps
+        assert variant.train.max_iters == builder.plain.train.max_iters
         assert variant.model.attn_dropout == builder.plain.model.attn_dropout  # on both sides or on none
 
 
@@ -231,20 +230,11 @@ def test_a_star_stands_for_every_mechanism_that_fits(mechanisms, names):
     (["--mechanisms=a2c_*,agency"], "a2c-all+agency"),
     (["--mechanisms=*"], "all"),
     (["--variants={'two heads': {'n_head': 2}}"], "two_heads"),
-    (["config/studies/routing.py"], "routing")])
+    (["config/studies/controls.py"], "controls")])
 def test_a_study_is_named_after_its_file_or_its_mechanisms(args, folder):
     config, = configurator.load((StudyConfig,), args)
     files = [arg for arg in args if not arg.startswith("--")]
     assert compare.name_of(config, files) == folder
-
-
-def test_the_ablations_of_routing_say_which_form_they_take_apart():
-    """The literal mode multiplies by 0 and gates in training only; these take the other one apart."""
-    config, = configurator.load((StudyConfig,), ["config/studies/routing.py"])
-    published = [flags for flags in config.variants.values() if flags["routing"] == "published"]
-    assert len(published) == 2
-    for flags in published:
-        assert flags["routing_mask"] == "inf" and flags["routing_eval_gate"] is True
 
 
 # ---- stages ----
