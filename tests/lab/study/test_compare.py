@@ -184,9 +184,8 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
     monkeypatch.setattr("nanoheads.config.Dataset", Bytes)
     # 90 million numbers take their time; sizes have their own test
     monkeypatch.setattr("lab.study.variants.size_of", lambda config: (1000, 1000))
-    own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
     nano = ("ladder_01M.py", "ladder_033M.py", "ladder_1M.py")
-    if own or name in ("demo.py", *nano):
+    if name in ("demo.py", *nano):
         scale = "nano" if name in nano else "tiny"
     asked = configurator.read((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
     own_mechanism.take(asked)
@@ -230,7 +229,7 @@ def test_a_star_stands_for_every_mechanism_that_fits(mechanisms, names):
     (["--mechanisms=a2c_*,agency"], "a2c-all+agency"),
     (["--mechanisms=*"], "all"),
     (["--variants={'two heads': {'n_head': 2}}"], "two_heads"),
-    (["config/studies/controls.py"], "controls")])
+    (["config/studies/scores.py"], "scores")])
 def test_a_study_is_named_after_its_file_or_its_mechanisms(args, folder):
     config, = configurator.load((StudyConfig,), args)
     files = [arg for arg in args if not arg.startswith("--")]
