@@ -51,6 +51,14 @@ def text_of(page):
     return text
 
 
+def without_commits(text):
+    """A page's text without what is of another commit: in a block all from a line with `git checkout` on, in a
+    table each cell that says "at commit".
+    """
+    text = re.sub(r"^( *)git checkout .*(?:\n\1(?!```).*\S.*)*", "", text, flags=re.M)
+    return re.sub(r"(?<=\|)[^|\n]*\bat commit\b[^|\n]*(?=\|)", "", text)
+
+
 def section(name):
     """The README's text under a heading."""
     return README.split(f"\n## {name}\n")[1].split("\n## ")[0]
@@ -76,7 +84,7 @@ def test_files_named_in_the_docs_exist(page):
     files = rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b[\w/]+\.(?:py|sh)\b"
     known = {p.name for p in (*SOURCES, *ROOT.glob("*.sh"), *ROOT.glob("tests/**/*.py"))}
     known |= {f"{p.parent.name}/{p.name}" for p in SOURCES} | NOT_OURS
-    missing = {n for n in re.findall(files, text_of(page)) if n not in known
+    missing = {n for n in re.findall(files, without_commits(text_of(page))) if n not in known
                and not (ROOT / n).exists() and not (page.parent / n).exists()}
     assert not missing
 
@@ -235,8 +243,9 @@ class Read(Exception):
 
 
 def commands(page):
-    """The command lines of a page that begin with python, whole, without comments."""
-    text = re.sub(r"^    ", "", text_of(page), flags=re.M) if page.suffix == ".md" else text_of(page)
+    """The command lines of a page that begin with python, whole, without comments; none of another commit."""
+    text = without_commits(text_of(page))
+    text = re.sub(r"^    ", "", text, flags=re.M) if page.suffix == ".md" else text
     found = re.findall(r"^(?:\.venv/bin/)?python (.*)$", text.replace("\\\n", "\0"), re.M)
     lines = (line.replace("\0--", " --").replace("\0", "") for line in found)
     return [shlex.split(line, comments=True) for line in lines]
@@ -283,8 +292,8 @@ def test_every_command_of_the_docs_is_read(words, monkeypatch, own_mechanisms_go
 def claimed():
     """{command as it is printed: its words}: what a reader fills in is x; commands of older commits aside."""
     found = {}
-    cells = re.split(r"[|\n]", (ROOT / "docs/claims.md").read_text(encoding="utf-8"))
-    for cell in (cell for cell in cells if "at commit" not in cell):
+    cells = re.split(r"[|\n]", without_commits((ROOT / "docs/claims.md").read_text(encoding="utf-8")))
+    for cell in cells:
         for text in re.findall(r"`((?:python |pytest |\w+\.py )[^`]*)`", cell):
             line = re.sub(r"(?<=--ckpt )(<[^>]*>|\.\.\.)", "x", text.replace("ALL", "config/studies/all.py"))
             line = line.replace(" ... ", " --ckpt x ")
@@ -343,6 +352,16 @@ def test_the_page_of_constraint_heads_makes_what_its_commands_read(tmp_path):
     for gone in ("--out_dir=out/p1", "--by=weak"):  # a control
         (tmp_path / "page.md").write_text(text_of(page).replace(gone, ""))
         assert read_before_made(tmp_path / "page.md")
+
+
+def test_commands_of_another_commit_are_not_read(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("    python a.py\n    git checkout 86da9e9    # lab/x.py\n    python b.py \\\n        --one\n"
+                    "\n    python c.py\n\n```sh\npython d.py\ngit checkout 86da9e9\npython e.py\n```\n"
+                    "\n    python f.py\n")
+    assert commands(page) == [["a.py"], ["c.py"], ["d.py"], ["f.py"]]
+    assert "lab/x.py" not in without_commits(page.read_text())
+    assert without_commits("| a | at commit 86da9e9: `b.py` | c |") == "| a || c |"
 
 
 @pytest.mark.parametrize("line", ["train.py --scale=tiny --muon_rate=1",
