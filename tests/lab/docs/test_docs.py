@@ -52,8 +52,8 @@ def text_of(page):
 
 
 def without_commits(text):
-    """A page's text without what is of another commit: in a block all from a line with `git checkout` on, in a
-    table each cell that says "at commit".
+    """A page's text without what is of another commit: in a block all from a line with `git checkout` on, and
+    each cell of a table that says "at commit".
     """
     text = re.sub(r"^( *)git checkout .*(?:\n\1(?!```).*\S.*)*", "", text, flags=re.M)
     return re.sub(r"(?<=\|)[^|\n]*\bat commit\b[^|\n]*(?=\|)", "", text)
@@ -356,8 +356,9 @@ def test_the_page_of_constraint_heads_makes_what_its_commands_read(tmp_path):
 
 def test_commands_of_another_commit_are_not_read(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("    python a.py\n    git checkout 86da9e9    # lab/x.py\n    python b.py \\\n        --one\n"
-                    "\n    python c.py\n\n```sh\npython d.py\ngit checkout 86da9e9\npython e.py\n```\n"
+    page.write_text("    python a.py\n    git checkout 86da9e9    # lab/x.py\n    python b.py \\\n"
+                    "        --one\n\n    python c.py\n\n```sh\npython d.py\ngit checkout 86da9e9\n"
+                    "python e.py\n```\n"
                     "\n    python f.py\n")
     assert commands(page) == [["a.py"], ["c.py"], ["d.py"], ["f.py"]]
     assert "lab/x.py" not in without_commits(page.read_text())
