@@ -30,9 +30,8 @@ def test_the_command_finds_every_table_as_it_is(monkeypatch):
 @pytest.mark.slow
 def test_the_pictures_are_drawn_from_the_results(tmp_path):
     """As pixels: another version of matplotlib may write other bytes, and move a letter a little."""
-    drawn = {name: tables.picture(file) for name, file in tables.PICTURES.items()}
-    for name, data in drawn.items():
-        (tmp_path / "now.png").write_bytes(data)
+    for name, file in tables.PICTURES.items():
+        (tmp_path / "now.png").write_bytes(tables.picture(file))
         (tmp_path / "other.png").write_bytes(tables.picture("aa-tiny.json.gz"))
         now, other, there = (matplotlib.image.imread(path) for path in (
             tmp_path / "now.png", tmp_path / "other.png", ROOT / name))

@@ -1695,7 +1695,9 @@ def test_a_named_mechanism_is_screened_unless_that_is_switched_off():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json.gz")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted([*(ROOT / "results").glob("*.json.gz"),
+                                         *(ROOT / "results").glob("ladder*/*.json.gz")]),
+                         ids=lambda path: str(path.relative_to(ROOT / "results")))
 def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tmp_path, capsys,
                                                                         own_mechanisms_go):
     main([f"--recheck={path}"])
@@ -1705,7 +1707,7 @@ def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tm
     assert study["name"] in said or findings.question_of(study) in said
     assert study["command"].startswith("python compare.py ")
     row = next(line for line in (ROOT / "results/README.md").read_text().splitlines()
-               if f"`{path.name}`" in line)
+               if f"`{path.name}`" in line or f"`{path.parent.name}/`" in line)
     for each in records.studies_in(study).values():
         assert each["done"] == each["planned"] or "missing" in row, "an unfinished study is called that"
 
