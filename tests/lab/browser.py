@@ -1,6 +1,5 @@
-"""A headless Chromium for tests of pages: real clicks, real keys, and what it logged or asked for."""
+"""A headless Chromium for tests of pages: what it shows, logged and asked for."""
 
-import base64
 import json
 import os
 import shutil
@@ -11,9 +10,6 @@ from pathlib import Path
 
 NAMES = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-CODES = dict(Tab=9, Enter=13, Escape=27, PageUp=33, PageDown=34, End=35, Home=36,
-             ArrowLeft=37, ArrowUp=38, ArrowRight=39, ArrowDown=40)
-TEXTS = dict(Enter="\r")
 LAUNCH = """import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.dup2(int(sys.argv[2]), 4)
@@ -61,34 +57,15 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def open(self, path, width, dark=False, place=""):
+    def open(self, path, width):
         self("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False)
-        scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
+        scheme = dict(name="prefers-color-scheme", value="light")
         self("Emulation.setEmulatedMedia", features=[scheme])
-        self("Page.navigate", url="about:blank")  # else a place alone would not load the page anew
-        self("Page.navigate", url=Path(path).as_uri() + place)
+        self("Page.navigate", url="about:blank")  # so that the page before is not taken for this one
+        self("Page.navigate", url=Path(path).as_uri())
         end = time.monotonic() + 30
         while not self.ask("location.protocol == 'file:' && document.readyState == 'complete'"):
             assert time.monotonic() < end, "the page does not load"
-
-    def press(self, key):
-        text = TEXTS.get(key, key if len(key) == 1 else None)
-        for kind, more in (("keyDown", dict(text=text) if text else {}), ("keyUp", {})):
-            self("Input.dispatchKeyEvent", type=kind, key=key,
-                 windowsVirtualKeyCode=CODES.get(key, ord(key[0].upper())), **more)
-
-    def point(self, script, click=False):
-        """The mouse to the middle of an element, and a click there."""
-        self.ask(f"{script}.scrollIntoView({{block: 'center'}})")
-        x, y = self.ask(f"(r => [r.left + r.width / 2, r.top + r.height / 2])"
-                        f"({script}.getBoundingClientRect())")
-        self("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        for kind in ("mousePressed", "mouseReleased") if click else ():
-            self("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def picture(self, path):
-        """A screenshot of the window, as PNG."""
-        Path(path).write_bytes(base64.b64decode(self("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self):
         """What the page logged or threw, and every address that it asked for beside its own."""
