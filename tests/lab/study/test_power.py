@@ -129,10 +129,10 @@ def test_a_challenge_spends_its_time_on_seeds():
 
 def test_the_seeds_of_a_challenge_find_0_015_by_what_is_on_file(tmp_path, monkeypatch):
     """At the tiny scale, also where the variant's sd is 1.5 times the usual and a wider GPT is compared."""
-    dose = results.read(ROOT / "results" / "dose-tiny.json.gz")
-    spec = dose["runs"][dose["arms"]["plain"]["runs"][0]]["spec"]
+    found = results.read(ROOT / "results" / "controls-tiny.json.gz")
+    spec = found["runs"][found["arms"]["plain"]["runs"][0]]["spec"]
     studies = power.studies_like(spec)
-    assert {study["name"] for study in studies} >= {"all", "dose", "controls"}
+    assert {study["name"] for study in studies} >= {"all", "recipes", "controls"}
     monkeypatch.chdir(tmp_path)  # where nothing is in out/trials
     groups, words = power.on_file(spec, studies)
     n = SEEDS_OF_CHALLENGE
