@@ -5,7 +5,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --task=recall,copy --mechanisms=sink,fox   # what is learned of tasks (docs/tasks.md)
     python compare.py config/studies/all.py                      # this machine: its GPUs, or its cores
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
-    python compare.py config/studies/all.py --scale=mid          # tiny, deep, long, bpe, nano, ...
+    python compare.py config/studies/all.py --scale=mid          # tiny, nano, mid, ...
     python compare.py config/studies/all.py --jobs_per_gpu=4     # small models: four runs at once on each GPU
     python compare.py plan config/studies/all.py                 # what would run, and for how long
     python compare.py report results/all-tiny.json.gz            # a report once more, from its numbers alone

@@ -3,7 +3,6 @@ How often the verdicts of a study are wrong, and how often they find what is the
 
     python tests/simulate.py                  # all tables: about 20 minutes on one idle core
     python tests/simulate.py --sims=200       # a first look
-    python tests/simulate.py --only=dose      # known gains, with the spreads of real runs; a picture too
     python tests/simulate.py --only=looks     # second looks, and seeds that are chosen by their scores
     python tests/simulate.py --only=two_looks  # studies that are planned in two looks
 
@@ -16,7 +15,6 @@ import argparse
 import math
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -24,15 +22,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import matplotlib  # noqa: E402
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 from scipy.special import stdtr  # noqa: E402
 from scipy.stats import ttest_1samp  # noqa: E402
 
-from lab.study import effects, results  # noqa: E402
-from lab.study.effects import finished_scores  # noqa: E402
+from lab.study import effects  # noqa: E402
 from lab.study.records import TwoLooks  # noqa: E402
 from lab.study.stats import SPENDING, findable, holm, satterthwaite  # noqa: E402
 
@@ -296,83 +289,6 @@ def print_two_stages(sims):
                       f"{100 * bad:.1f} %{power}", flush=True)
 
 
-# ---- known gains, with the spreads of real runs ----
-
-def doses_of(found):
-    """{variant: (true difference to the plain GPT, its standard error, deviations of its seeds)} of a study.
-
-    Deviations are from the variant's mean, in bits/byte, made as wide as a sample's are too narrow.
-    """
-    scores = {name: np.array([*finished_scores(variant).values()]) for name, variant in found.arms.items()}
-    about = {}
-    for name, y in scores.items():
-        errors = [own.std(ddof=1) / math.sqrt(own.size) for own in (y, scores["plain"])]
-        wide = math.sqrt(y.size / (y.size - 1))
-        about[name] = y.mean() - scores["plain"].mean(), math.hypot(*errors), wide * (y - y.mean())
-    return about
-
-
-def among_many(rng, true, own, plain, m=34, n=5, n_plain=14, text=0.006):
-    """The verdict on a variant whose difference is `true`, screened among m - 1 that do not differ.
-
-    own, plain: deviations to draw from. None: it is not among the best six and the worst two.
-    """
-    draw = partial(rng.choice, replace=True)
-    validation = draw(plain, (m, 2)).mean(1) + text * rng.normal(size=m) / 2
-    validation[0] = true + draw(own, 2).mean() + text * rng.normal() / 2
-    chosen = judged_of(validation)
-    return verdict_on(draw, true, own, plain, n, n_plain, others=len(chosen) - 1) if 0 in chosen else None
-
-
-def verdict_on(draw, true, own, plain, n, n_plain, others=0):
-    """The verdict on a variant with fresh seeds, beside others that do not differ from the plain GPT."""
-    scores = {"plain": draw(plain, n_plain), "dose": true + draw(own, n)}
-    scores |= {f"null {i}": draw(plain, n) for i in range(others)}
-    by_seed = {name: dict(enumerate(y.tolist())) for name, y in scores.items()}
-    return judge(by_seed, [(name, "plain", []) for name in scores if name != "plain"])[0].verdict
-
-
-def print_doses(sims, path="results/dose-tiny.json.gz", picture="docs/dose.png"):
-    """How often each gain of a study of doses is found: among 34 variants, and by itself."""
-    about = doses_of(results.read(path))
-    plain = about.pop("plain")[2]
-    smallest = findable([own for _, _, own in about.values()], 5, 14, 8)
-    print(f"\n{path}: percent of {sims} studies. Of 34 variants the best six and the worst two are judged, "
-          f"with five\nseeds (plain 14); alone: one variant, five seeds, plain 5. findable() promises 80 % "
-          f"at {smallest:.4f}.")
-    print(f"{'variant':<40}{'true difference':>22}{'judged':>8}{'found':>8}{'alone':>8}")
-    rows = []
-    for name, (true, error, own) in sorted(about.items(), key=lambda item: abs(item[1][0])):
-        rng, right = np.random.default_rng(7), "better" if true < 0 else "worse"
-        many = [among_many(rng, true, own, plain) for _ in range(sims)]
-        alone = [verdict_on(rng.choice, true, own, plain, 5, 5) for _ in range(sims)]
-        shares = [100 * np.mean(each) for each in ([v is not None for v in many], [v == right for v in many],
-                                                   [v == right for v in alone])]
-        rows.append(("budget" in name, abs(true), error, *shares))
-        print(f"{name:<40}{true:>+12.4f} ± {error:.4f} " + "".join(f"{x:8.0f}" for x in shares), flush=True)
-    draw_doses(rows, smallest, picture)
-
-
-def draw_doses(rows, smallest, path):
-    """Shares found, %, against the true size. rows: (is longer, size, its error, judged, found, alone).
-
-    Hollow, without a line: other bounds of the logits, whose seeds differ by more than those of longer runs.
-    """
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for is_longer in (True, False):
-        _, size, error, _, found, alone = np.array([row for row in rows if row[0] is is_longer], float).T
-        for y, colour, mark, label in ((found, "C0", "o", "screened among 34 variants, then judged"),
-                                       (alone, "C1", "s", "judged alone, five seeds a side")):
-            style = dict(label=label) if is_longer else dict(linestyle="", mfc="white")
-            axes.errorbar(size, y, xerr=error, marker=mark, color=colour, **style)
-    axes.plot([], [], "ko", markerfacecolor="white", label="another bound of the logits")
-    axes.plot([smallest], [80], "k*", ms=12, label="what the report promises")
-    axes.set(xlabel="true difference, bits/byte", ylabel="found, %", xscale="log", ylim=(-3, 103))
-    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
-    print(path)
-
-
 # ---- power ----
 
 def paired_and_holm(scores, comparisons, m):
@@ -420,9 +336,9 @@ def print_decided(sims, sd):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--sims", type=int, default=1000, help="simulated studies a cell")
-    p.add_argument("--only", choices=("errors", "stages", "power", "dose", "looks", "two_looks"))
+    p.add_argument("--only", choices=("errors", "stages", "power", "looks", "two_looks"))
     a = p.parse_args()
-    for name, table in (("dose", print_doses), ("power", print_power), ("stages", print_two_stages),
+    for name, table in (("power", print_power), ("stages", print_two_stages),
                         ("looks", print_looks), ("two_looks", print_two_looks),
                         ("errors", print_error_rates)):
         if a.only in (None, name):

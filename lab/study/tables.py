@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
-from nanoheads.intervals import t_interval
 from lab.study import effects, pictures, results, task_report, task_study
 from lab.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table, dynamic_tables,
                                 escaped, in_markdown, interval, label_of, ladder_table, level, mean_alone,
@@ -161,64 +160,6 @@ def pruned(found, only=None):
     return in_markdown(head, rows, (0,))
 
 
-def with_half(mean, low, high, sign=""):
-    """A mean and half of its interval, where that is above 0."""
-    return f"{mean:{sign}.3f}" + (f" ±{(high - low) / 2:.3f}" if high > low else "")
-
-
-def scorers(found, only=None):
-    """AUROC on each label: of constraint heads, and of the plain GPT's probes where they were fitted."""
-    rows = []
-    for key in only or found:
-        names = found[key]["names"]
-        for kind, words, sign in (("figures", "", ""), ("heads_less", "constraint heads less ", "+")):
-            rows += [(f"{key}: {words}{scorer}",
-                      *(with_half(*each[kind][scorer]["auroc"], sign) for each in names))
-                     for scorer in names[0][kind] if scorer != "prior"]
-    first = next(iter(found.values()))["names"]
-    head = "run: what scores", *(f"{each['name']} ({each['positive']:.1%} positive)" for each in first)
-    return in_markdown(head, rows, (0,))
-
-
-def tasks(found, only=None):
-    """How often each variant's models choose the right word, less the plain GPT of the same seed."""
-    of = {}
-    for each in found["models"]:
-        of.setdefault(each["variant"], {})[each["seed"]] = each
-    rows = []
-    for name, models in of.items():
-        cells = [f"{statistics.mean(each['accuracy'] for each in models.values()):.3f}"]
-        for key in ("accuracy", "nats"):
-            mean, low, high = t_interval([each[key] - of["plain"][seed][key]
-                                          for seed, each in models.items()])
-            cells.append("–" if name == "plain" else f"{mean:+.4f} ±{(high - low) / 2:.4f}")
-        rows.append((name, *cells))
-    head = f"variant, at {found['size']}", "accuracy", "less plain GPT", "nats, less plain GPT"
-    return in_markdown(head, rows, (0,))
-
-
-def recipe(found, only=None):
-    """What each change of the recipe does to bits per byte, at the same seeds, and its standard error."""
-    scores = {}
-    for row in found["rows"]:
-        scores.setdefault((row["size"], row["name"]), {})[row["seed"]] = row.get("bpb")
-    for one, other in (("B", "h8std1e30"), ("N", "C nor")):  # one trial under two names
-        for size in ("0.1", "0.33"):
-            both = {**scores.get((size, one), {}), **scores.get((size, other), {})}
-            scores[size, one] = scores[size, other] = both
-
-    def cell(size, name, to):
-        own, base = scores.get((size, name), {}), scores.get((size, to), {})
-        d = [own[seed] - base[seed] for seed in sorted(own) if None not in (own[seed], base.get(seed))]
-        if len(d) < 2:
-            return f"{d[0]:+.4f}" if d else "–"
-        return f"{statistics.mean(d):+.4f}±{statistics.stdev(d) / len(d)**.5:.4f}"
-
-    rows = [(label.replace("*", ""), cell("0.1", name, to), cell("0.33", name, to))
-            for label, name, to in found["labels"]]
-    return in_markdown(("change", "0.1 M", "0.33 M"), rows, (0,))
-
-
 def learned(path, only=None):
     """Which variants of a study of tasks learn which, as the page of the study has it."""
     found = task_study.read(path)
@@ -238,7 +179,7 @@ def ladder(path, more=None):
 # kind -> text(the file's path, the rest of its mark)
 TABLES_OF_FILES = {"ladder": ladder, "learned": learned}
 # kind -> text(what the JSON file holds, its rows or None: all)
-OTHER_TABLES = {"pruned": pruned, "scorers": scorers, "tasks": tasks, "recipe": recipe}
+OTHER_TABLES = {"pruned": pruned}
 
 
 # ---- the pages ----
