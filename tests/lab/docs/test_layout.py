@@ -81,40 +81,6 @@ def test_the_page_names_every_file_of_the_core_and_every_room_of_the_lab():
     assert sorted(on_the_page("The lab")) == sorted({*rooms, *programs, "compare.py"})
 
 
-def to_read(page):
-    """[(files named in the first cell, is model.py meant without its mechanisms, lines)] of its tables."""
-    rows = re.findall(r"^\| (`.*?) \| ([\d,]+) \|", page, re.M)
-    return [(re.findall(r"`(.*?)`", cell), "but for" in cell, int(n.replace(",", ""))) for cell, n in rows]
-
-
-def lines_of(file, without_mechanisms):
-    """Lines of a file of the core; of model.py those of its mechanisms, or all others."""
-    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
-    if file != "model.py":
-        return len(lines)
-    mechanisms = lines.index("# ---- all of them ----") - lines.index("# ---- the mechanisms of a layer ----")
-    return len(lines) - mechanisms if without_mechanisms else mechanisms
-
-
-def wrong_lengths(page):
-    """The rows whose number is a tenth or more off, as (files, what the row says, what is true)."""
-    rows = [(files, n, sum(lines_of(file, without) for file in files)) for files, without, n in to_read(page)]
-    return [row for row in rows if abs(row[1] - row[2]) > max(10, 0.1 * row[2])]
-
-
-def test_the_page_says_how_much_there_is_to_read():
-    """And each file of the core is in one of its rows; model.py in two."""
-    page = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
-    assert wrong_lengths(page) == []
-    named = [file for files, *_ in to_read(page) for file in files]
-    assert sorted(named) == sorted([*(file for file in on_the_page("The core")), "model.py"])
-    first = page.partition("| all of these | ")[0]
-    total = int(re.search(r"\| all of these \| ([\d,]+) \|", page)[1].replace(",", ""))
-    assert total == sum(n for *_, n in to_read(first))
-    too_short = re.sub(r"(\| `train\.py` \| )[\d,]+", r"\g<1>630", page)
-    assert [files for files, *_ in wrong_lengths(too_short)] == [["train.py"]]  # control
-
-
 def downward(order, imports):
     """The imports that lead down in this order of files, as "file -> file".
 
