@@ -177,7 +177,7 @@ def open_heads(q, k, v, scale, mask, dropout, open):
     that share keys only those of one group are joined.
     """
     y, group = q.new_zeros(*q.shape[:3], v.size(-1)), q.size(1) // k.size(1)
-    rows_of = open.T.tolist()  # whether each row is, of each head
+    rows_of = open.expand(len(q), -1).T.tolist()  # whether each row is, of each head
     for heads in runs([(rows, head // group if group > 1 else 0) for head, rows in enumerate(rows_of)]):
         shared = slice(heads.start // group, -(-heads.stop // group))
         for rows in runs(rows_of[heads.start]):

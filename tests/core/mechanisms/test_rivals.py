@@ -14,7 +14,7 @@ from test_mechanisms import TINY, tiny
 def attention_of(model, x):
     """What the first block's attention projects and adds to the stream for x [B, T, C]: [B, H, T, D]."""
     attn, merged = model.transformer.h[0].attn, []
-    attn.merge = lambda y, rows: merged.append(y) or y
+    attn.merge = lambda y: merged.append(y) or y
     attn(x, pass_of(model, x))
     del attn.merge
     return merged[0]
