@@ -267,9 +267,8 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     with pytest.raises(UserError, match=r"fast .*position 1 changes with the token at 12"):
         promises.refuse_broken(variants)
     promises.refuse_broken({"off": dict(forget=False, adamw_lr=0.1)})
-    at_one_size = dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
-                       at={"0.33M": dict(variants={"x": dict(forget=True)})})
-    for name, each in (("forget", dict(mechanisms=["forg*"])), ("x at 0.33M", at_one_size)):
+    in_words = dict(mechanisms=["xsa"], variants={"x": dict(forget=True)})
+    for name, each in (("forget", dict(mechanisms=["forg*"])), ("x", in_words)):
         with pytest.raises(UserError, match=rf"{name} .*position 1 changes with the token at 12"):
             compare.check_parts(StudyConfig(**each))
 
