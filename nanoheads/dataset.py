@@ -205,7 +205,7 @@ def missing(name):
     """The UserError for a data folder that is not there: the command that makes it, or the nearest name."""
     known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
     # a second encoding has a folder of its own but no script of its own
-    match = re.match(r"(.*)_(byte|char|gpt2|bpe)$", Path(name).name)
+    match = re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name)
     base, encoding = match.groups() if match else ("", "")
     if base in known:
         known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")

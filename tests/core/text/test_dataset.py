@@ -87,7 +87,7 @@ def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch)
     assert line(lambda: Dataset("data/wikitext9")).endswith("run: python data/wikitext9/prepare.py")
     message = "run: python data/wikitext9/prepare.py --encoding=byte"
     assert line(lambda: Dataset("wikitext9_byte")).endswith(message)
-    assert line(lambda: Dataset("wikitext9_bpe")).endswith("data/wikitext9/prepare.py --encoding=bpe")
+    assert line(lambda: Dataset("wikitext9_gpt2")).endswith("data/wikitext9/prepare.py --encoding=gpt2")
     assert line(lambda: Dataset("enwik8_char")).endswith("run: python data/enwik8_char/prepare.py")
     said = line(lambda: Dataset("wikitxt9"))
     assert "wikitxt9" in said and said.endswith("wikitext9?")
