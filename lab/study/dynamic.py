@@ -149,7 +149,7 @@ def flops_of(folder, model):
     total = 0.0
     for row, start, end in zip(rows, steps, steps[1:]):
         ids = [[h for h in own if h < c.n_head] for own in row["heads"]]
-        then = built(replace(c, head_ids=ids, n_layer=len(ids)))
+        then = built(replace(c, head_ids=ids))
         total += (end - start) * then.flops_per_token()
     return total * last["tokens"] / last["step"]
 
