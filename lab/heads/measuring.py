@@ -362,12 +362,8 @@ class Measurements:
             run.dataset, "val", T, c.controller_heldout, process.rank, process.world)]
         self.autocast = precision(c.dtype, process.kind)[1]
         self.count, self.losses, self.held_out_loss = 0, [], math.nan
-        self.begin(run.model)
-
-    def begin(self, model):
-        """Nothing is known of any head of the model."""
-        extra, n_layer = max(attn.n_extra for attn in attentions(model)), model.config.n_layer
-        self.heads = Metrics((n_layer, model.config.n_head + extra))
+        extra, size = max(attn.n_extra for attn in attentions(run.model)), run.model.config
+        self.heads = Metrics((size.n_layer, size.n_head + extra))
         self.counts = {name: np.full(self.heads.shape, 0) for name in ("high", "small", "low")}
         self.high = np.full(self.heads.shape, False)  # whose entropy is high, with hysteresis
 

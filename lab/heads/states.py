@@ -104,13 +104,8 @@ class States:
     def __init__(self, config, events, shape):
         self.config, self.events = config, events
         self.rules = Rules.read(config.policy_rules) if config.policy_rules else Rules()
-        self.violating, self.refused = set(), set()
-        self.begin(shape)
-
-    def begin(self, shape):
-        """No head of [blocks, heads] has changed its state yet."""
-        self.since = np.full(shape, -10**9)
-        self.no_consent = [tuple(map(int, each.split("."))) for each in self.config.policy_no_consent]
+        self.no_consent = [tuple(map(int, each.split("."))) for each in config.policy_no_consent]
+        self.violating, self.refused, self.since = set(), set(), np.full(shape, -10**9)  # none has changed
 
     # ---- by the policy ----
 
