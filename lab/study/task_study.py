@@ -323,7 +323,7 @@ def recheck(found, where):
         for name, run in each["runs"].items():
             count += 1
             try:
-                trial.check_figures(run, [nats for nats, _, _ in run["levels"].values()], 1e-9)
+                trial.check_figures(run, [nats for nats, _, _ in run["levels"].values()])
             except ValueError:
                 wrong.append(f"{task}: run {name} has a figure that does not follow from its answers")
             if trial.folder_of(run["spec"]).name != name or run["spec"]["train"].get("task") != task:

@@ -107,16 +107,16 @@ def last_line(folder):
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it left no message")
 
 
-def check_figures(found, parts, to):
+def check_figures(found, parts):
     """ValueError where a result's bits per byte do not follow from its nats, or those from their parts."""
     nats = found["nats"]
     if "levels" in found:  # of a task: its accuracy follows from the answers counted
         if not (math.isclose(found["acc"], tasks.summary(found["levels"])["right"], rel_tol=1e-9)
-                and math.isclose(np.sum(parts), nats, rel_tol=to)):
+                and math.isclose(np.sum(parts), nats, rel_tol=1e-9)):
             raise ValueError("a figure was changed")
         return
     if not (math.isfinite(nats) and math.isclose(found["bpb"], bits(nats, found["bytes"]), rel_tol=1e-9)
-            and math.isclose(np.sum(parts), nats, rel_tol=to)):
+            and math.isclose(np.sum(parts), nats, rel_tol=1e-9)):
         raise ValueError("a figure was changed")
 
 
@@ -135,7 +135,7 @@ def checked(folder, at):
         return set_aside(folder / "nats.npy", folder / "result.json", why="is that of another run")
     try:
         per_window = np.load(folder / "nats.npy")
-        check_figures(found, per_window, 1e-9)
+        check_figures(found, per_window)
     except Exception as e:  # numpy has no one error for a file that is damaged
         if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
             raise
