@@ -173,7 +173,7 @@ class Mechanism(nn.Module):
     trace_axes = {}          # trace -> its axes, where they are not those of a gate: see nanoheads/traces.py
     # What it means for pruning and growing.
     in_pairs = False         # heads 0 and 1 belong together, 2 and 3, ...: they are pruned together
-    joins_blocks = False     # its part differs from block to block: none can be put in or taken out
+    joins_blocks = False     # its part differs from block to block: none can be taken out
     passes_on = False        # others read what its layer's heads hold, not only what the layer sends out
     least_head_size = 1      # it needs heads of so many dimensions
     one_head_size = False    # it needs heads of the same size in all layers

@@ -424,7 +424,7 @@ def fault_of_levels(study):
 
 @dataclass(kw_only=True)
 class StudyResults(Figures):
-    """All that a study of one size on one text found; its figures follow from the rest.
+    """All that a study on one text found; its figures follow from the rest.
 
     runs: {name of a trial's folder: Run}; arms: the runs of each variant; pairs: (variant, baseline, what is
     equal beside the hyperparameters); lives: dynamic heads, see dynamic.py. In memory alone: `texts`, of
