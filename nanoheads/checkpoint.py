@@ -88,6 +88,10 @@ GOING_ON = "ckpt.pt of train.py, from which a run goes on"
 SOME = "those that it applies to"
 
 
+# flags of older checkpoints, at the values with which a model is the same without them
+WITHOUT_EFFECT = [("agency_scope", "head")]
+
+
 class Entry(NamedTuple):
     """An entry of a checkpoint, which is a dict: what it must be, and what is inside it."""
 
@@ -249,6 +253,8 @@ def read(path, device="cpu", trust_code=False):
         state = hf.read(hf.fetch(path) if from_hub else path)
         trust_code = trust_code and not from_hub
     check_form(state, path)
+    flags = state["config"].items()
+    state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
     if trust_code:
         from nanoheads import own_mechanism
         own_mechanism.trust(state, path)

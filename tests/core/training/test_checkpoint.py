@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial, reduce
 from operator import getitem
@@ -414,6 +415,15 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_a_line_that_names_the_co
         checkpoint.build(state, "old.pt")
     assert str(e.value) == ("old.pt is of an older version of this program; commit 7a2abeb is the last one "
                             "that reads it")
+
+
+@pytest.mark.parametrize("value, problem", [("head", None), ("mlp", "unknown flags agency_scope")])
+def test_a_flag_that_left_is_unknown_but_where_it_changes_nothing(tmp_path, state, value, problem):
+    state["config"]["agency_scope"] = value
+    checkpoint.save(tmp_path / "old.pt", state)
+    read = checkpoint.read(tmp_path / "old.pt")
+    with pytest.raises(UserError, match=problem) if problem else nullcontext():
+        assert alike(dict(checkpoint.build(read, "old.pt").state_dict()), dict(state["model"]))
 
 
 def test_flags_younger_than_a_checkpoint_are_off(tmp_path):
