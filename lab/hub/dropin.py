@@ -22,6 +22,7 @@ import torch.nn as nn
 
 from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
                    OutputGate, Routing, Sentinel, Sink)
+from nanoheads.checkpoint import WITHOUT_EFFECT
 from nanoheads.common import UserError
 from nanoheads.configurator import near
 from nanoheads.mechanism import HeadControl, Uniform
@@ -326,6 +327,7 @@ def load(folder, **options):
 
     def init(self, config, *args, **kwargs):
         flags = config.__dict__.pop("nanoheads", {})
+        flags = {key: value for key, value in flags.items() if (key, value) not in WITHOUT_EFFECT}
         cls.__init__(self, config, *args, **kwargs)
         if flags:
             gpt = gpt_config(self, (), flags)

@@ -300,6 +300,17 @@ def test_saved_and_loaded_a_model_is_the_same(hf, name, kind, tmp_path):  # noqa
     assert half.generate(ids(), max_new_tokens=2).shape == (2, T + 2)
 
 
+def test_a_flag_that_left_is_read_over_where_it_changes_nothing(hf, tmp_path):  # noqa: F811
+    model = insert(tiny(hf, "gpt2", torch.float32), "agency")
+    for value in ("mlp", "head"):
+        model.config.nanoheads["agency_scope"] = value
+        model.save_pretrained(tmp_path)
+        if value == "mlp":
+            with pytest.raises(UserError, match="no flag 'agency_scope'"):
+                load(tmp_path)
+    assert torch.equal(logits(load(tmp_path), ids(), REAL), logits(model, ids(), REAL))
+
+
 # ---- heads by hand, and off ----
 
 @pytest.mark.slow
