@@ -20,5 +20,4 @@ variants["learned states"] = dict(agency=True, agency_learned=True, controller_l
 variants["roles alone"] = dict(roles=["local", "long", "previous", "free"])
 variants["no consent, disregarded"] = dict(agency=True, agency_enforce=False, policy=True, policy_dwell=1000,
                                            policy_no_consent=["0.0", "1.3"], controller_interval=60)
-lives = True
 match_parameters = False

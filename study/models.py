@@ -1,0 +1,279 @@
+"""
+The models of a study, from flags on top of its plain GPT: the plain GPT itself, variants of it, the plain GPT
+at other budgets, and plain GPTs with a variant's parameters.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from model import GPT, GPTConfig
+from nanoheads import configurator, own_mechanism
+from nanoheads.common import UserError
+from nanoheads.config import TrainConfig, data_of, training_problems
+from nanoheads.optim import block_matrices, of_mechanisms
+from nanoheads.tasks import TASKS
+from study.config import BOOKKEEPING, SIZES, variants_of
+from study.records import PLAIN
+
+# what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
+RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
+         "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
+# values of a variant's flags that follow the size of the plain GPT
+RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2,
+            "half the heads": lambda model: [list(range((model.n_head + 1) // 2))] * model.n_layer}
+SAME_SIZE = 1e-3   # the share of their parameters by which two models of equal parameters may differ
+SMALL = 2_000_000  # numbers in the plain blocks of a model that is built as it is to count things in
+
+
+class Counts(NamedTuple):
+    """What is counted in a model. groups: those of RATES that its optimizers have, by optimizer."""
+    params: int
+    flops_per_token: int  # as the algorithm needs them
+    groups: dict
+
+
+@dataclass(frozen=True, eq=False)  # Models makes each once, so that one is equal to itself alone
+class Model:
+    """A variant as it is trained on one text, with every default filled in."""
+    name: str
+    kind: str       # as records.Variant's
+    text: str
+    flags: dict     # what differs from the plain GPT, by the names that a run has it under
+    config: GPTConfig
+    training: TrainConfig
+
+    @cached_property
+    def counts(self):
+        """Its Counts."""
+        return counts_of(self.config)
+
+    @property
+    def params(self):
+        """How many parameters it has."""
+        return self.counts.params
+
+    @property
+    def tokens(self):
+        """How many tokens a run of it is trained on."""
+        return self.training.max_iters * tokens_a_step(self.config, self.training)
+
+    def groups(self):
+        """The groups of RATES that its optimizers have."""
+        return self.counts.groups[self.training.optimizer]
+
+    def rates(self, factors=()):
+        """{flag: rate} of all RATES, those of some groups times a factor each; what follows adamw_lr where
+        nothing is set as it was.
+        """
+        found = {key: getattr(self.training, key) for keys in RATES.values() for key in keys}
+        return found | {key: times(factor, key, found[key])
+                        for group, factor in dict(factors).items() for key in RATES[group]}
+
+    def same_size(self, other):
+        """Whether both count as of equal parameters."""
+        return abs(other.params - self.params) <= SAME_SIZE * self.params
+
+
+def times(factor, key, value):
+    """A rate times a factor; a momentum m at so many times its memory of 1 / (1 - m) steps."""
+    if factor == 1:
+        return value
+    return max(0.0, round(1 - (1 - value) / factor, 12)) if key == "muon_momentum" else value * factor
+
+
+class Models:
+    """Makes the models of a study, each once. Raises UserError."""
+
+    def __init__(self, config):
+        self.config, self.made, self.data, self.settings = config, {}, {}, {}
+        # {name of a text or a task: what its flag is set to}; None: that of the scale
+        self.texts = {text if config.task else Path(text).name: text for text in texts_of(config)}
+
+    # ---- settings of the plain GPT ----
+
+    def settings_on(self, text):
+        """What both sides are set to on a text, or a task."""
+        if text not in self.settings:
+            key = "task" if self.config.task else "dataset"
+            settings = {**SIZES.get(self.config.size, {}), **self.config.settings, key: self.texts[text]}
+            model, training = self.load(settings)
+            if training.task and not self.config.task:
+                raise UserError(f"{self.config.file} trains on the task {training.task}: add "
+                                f"--task={training.task}, or other ones, or all")
+            if self.config.tokens_per_param:
+                settings |= budget_of(model, training, self.config.tokens_per_param)
+            if model.weight_dropout and any(self.needs_no_dropout(settings, relative(flags, model))
+                                            for flags in variants_of(self.config).values()):
+                settings["attn_dropout"] = 0.0  # on both sides: dropout is no part of the difference
+            self.settings[text] = settings
+        return self.settings[text]
+
+    def load(self, settings, flags={}):
+        """(GPTConfig, TrainConfig) of the plain GPT with these settings and flags. UserError."""
+        return configurator.load((GPTConfig, TrainConfig), [self.config.file],
+                                 more={"settings": settings, f"variant with {flags}": flags})
+
+    def needs_no_dropout(self, settings, flags):
+        """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
+        def accepted(flags):
+            try:
+                return bool(self.load(settings, flags))
+            except UserError:
+                return False
+        return not accepted(flags) and accepted({**flags, "attn_dropout": 0.0})
+
+    def data_on(self, text, training, block_size):
+        """The Dataset of a text or the TaskData of a task, opened once."""
+        if text not in self.data:
+            self.data[text] = data_of(training, block_size)
+        return self.data[text]
+
+    # ---- models ----
+
+    def make(self, text, name, kind, flags):
+        """The Model of these flags on a text, or a task."""
+        key = text, name, repr(flags)
+        if key not in self.made:
+            self.made[key] = self.new(text, name, kind, flags)
+        return self.made[key]
+
+    def new(self, text, name, kind, flags):
+        """make(), without a look at what was made."""
+        plain = self.plain(text) if flags else None
+        flags = relative(flags, plain.config) if plain else flags
+        try:
+            model, training = self.load(self.settings_on(text), flags)
+        except UserError as e:
+            raise UserError(f"{name}: {' '.join(str(e).split())}") from None
+        if bad := training_problems(model, training):
+            raise UserError(f"{name}: {'; '.join(bad)}")
+        if training.patience:
+            raise UserError(f"{name}: patience={training.patience} would end runs at different steps, and a "
+                            "study compares runs of equal length: leave it out")
+        vocab_size = model.vocab_size or self.data_on(text, training, model.block_size).vocab_size
+        files = ",".join(str(file.path) for file in own_mechanism.files_for(model))
+        model = replace(model, vocab_size=vocab_size)
+        training = replace(training, own_mechanism=files or None).for_recipe(model.recipe)
+        flags = as_run(flags, model, training, plain) if plain else flags
+        return Model(name, kind, text, flags, model, training)
+
+    def at(self, model, rates, plain=None):
+        """A Model at other rates; its flags name those that differ from the plain GPT's, a Model; None: no
+        new flags.
+        """
+        key = model, repr(rates), plain
+        if key not in self.made:
+            flags = {flag: rate for flag, rate in rates.items() if plain and (
+                flag in model.flags or rate != getattr(plain.training, flag))}
+            self.made[key] = replace(model, training=replace(model.training, **rates),
+                                     flags={**model.flags, **flags})
+        return self.made[key]
+
+    def plain(self, text):
+        """The plain GPT."""
+        return self.make(text, PLAIN, "plain", {})
+
+    def variant(self, text, name, flags):
+        """A variant of it; of PLAIN the plain GPT itself."""
+        return self.plain(text) if name == PLAIN else self.make(text, name, "variant", flags)
+
+    def at_budget(self, text, multiple):
+        """The plain GPT trained for so many times as many steps."""
+        steps = max(1, round(multiple * self.plain(text).training.max_iters))
+        return self.make(text, f"plain x {multiple:g}", "budget", {"max_iters": steps})
+
+    def wider(self, text, width):
+        """The plain GPT with an MLP of this width."""
+        return self.make(text, f"plain, MLP {width}", "wider", {"n_inner": width})
+
+    def width_for(self, model):
+        """The MLP width of the plain GPT of a model's parameters; None: without its MLP it has more."""
+        width = 64  # of two sizes any width follows
+        plain = self.plain(model.text).config
+        params, more = (counts_of(replace(plain, n_inner=n)).params for n in (width, width + 1))
+        width += round((model.params - params) / (more - params))
+        return width if width > 0 else None
+
+
+# ---- flags ----
+
+def texts_of(config):
+    """What a study is judged on, as its flag has it: its tasks, its texts, or the text of its scale."""
+    if config.task:
+        return [name for name in TASKS if name in config.task or "all" in config.task]
+    if config.texts:
+        return config.texts
+    _, training = configurator.load((GPTConfig, TrainConfig), [config.file],
+                                    more={"settings": config.settings})
+    return [training.dataset]
+
+
+def relative(flags, model):
+    """Flags with the values of RELATIVE worked out for a plain GPT, a GPTConfig."""
+    return {key: RELATIVE[value](model) if isinstance(value, str) and value in RELATIVE else value
+            for key, value in flags.items()}
+
+
+def as_run(flags, model, training, plain):
+    """Flags by the names and values that a run has them under: nanoGPT's names become what they changed,
+    and a warm-up may have been shortened.
+    """
+    known, of_plain = all_flags(model, training), all_flags(plain.config, plain.training)
+    own = {key: known[key] if key == "warmup_iters" else value
+           for key, value in flags.items() if key in known}
+    if len(own) < len(flags):
+        own.update({key: value for key, value in known.items() if value != of_plain.get(key)})
+    return own
+
+
+def all_flags(model, training):
+    """Every flag of a model and of its training but those that change no number."""
+    flags = {**{name: getattr(model, name) for name in GPTConfig.defaults()}, **asdict(training)}
+    return {key: value for key, value in flags.items() if key not in BOOKKEEPING}
+
+
+def budget_of(model, training, tokens_per_param):
+    """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
+    blocks = built(replace(model, vocab_size=1)).transformer.h
+    size = sum(p.numel() for p in blocks.parameters())
+    steps = max(1, round(tokens_per_param * size / tokens_a_step(model, training)))
+    return dict(max_iters=steps, eval_interval=max(1, steps // 10))
+
+
+def tokens_a_step(model, training):
+    """How many tokens a step of training reads."""
+    return training.batch_size * training.grad_accum * model.block_size
+
+
+# ---- counting ----
+
+def built(config):
+    """A GPT to count things in, without memory where it is large."""
+    # the first tensor without memory has torch import its compiler, 2 s; and a window's FLOPs need its table
+    # of how many keys each token sees
+    small = 12 * config.n_layer * config.n_embd ** 2 + config.vocab_size * config.n_embd < SMALL
+    with torch.device("cpu" if small or config.window else "meta"):
+        return GPT(config)
+
+
+COUNTED = {}  # {a GPTConfig as text: its Counts}: building takes longer than all else that is planned
+
+
+def counts_of(config):
+    """The Counts of a GPTConfig."""
+    if (key := repr(config)) not in COUNTED:
+        gpt = built(config)
+        muons, added = {id(p) for p, _ in block_matrices(gpt)}, of_mechanisms(gpt)
+        groups = {}
+        for optimizer in ("muon", "adamw"):
+            own = muons if optimizer == "muon" else set()
+            has = {"muon_lr": own, "muon_momentum": own, "adamw_lr": True, "embed_lr": True,
+                   "mechanism_lr": [p for name, p in gpt.named_parameters()
+                                    if name in added and id(p) not in own]}
+            groups[optimizer] = tuple(group for group in RATES if has[group])
+        COUNTED[key] = Counts(gpt.num_params(), gpt.flops_per_token(), groups)
+    return COUNTED[key]
