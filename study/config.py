@@ -163,8 +163,8 @@ class StudyConfig:
             elif unnamed := [key for key in flags if not isinstance(key, str)]:
                 bad.append(f"{name}: the flag {unnamed[0]!r} must be a name in quotes")
             elif refused := sorted({*flags} & (FIXED | not_here)):
-                where = "; settings can" if {*refused} <= SAME_TEXT - not_here else ""
-                where = "; --task=NAME makes a study of tasks" if refused == ["task"] else where
+                where = "; settings can" if {*refused} <= SAME_TEXT - {"task"} else ""
+                where = "; --task=NAME makes a study of tasks" if "task" in refused else where
                 bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
                            f"a study decides it for every run{where}")
         names = {PLAIN, *(name for pattern in self.mechanisms for name in matching(pattern))}

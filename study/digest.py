@@ -18,7 +18,7 @@ from nanoheads import checkpoint, files, own_mechanism
 from nanoheads.common import ROOT, UserError, from_lab
 from nanoheads.config import data_of
 
-IN_QUOTES = re.compile(r"(nanoheads|lab|study)(\.\w+)+")  # modules as from_lab() and importlib name them
+IN_QUOTES = re.compile(rb'"((?:nanoheads|lab|study)(?:\.\w+)+)"')  # modules, as from_lab() names them
 
 
 def surroundings(training, model, command=None):
@@ -65,7 +65,7 @@ def digest_of_code(root=ROOT, program="train.py"):
         path = waiting.pop()
         if path not in found:
             found[path], named = read_source(path, path.stat().st_mtime_ns, path.stat().st_size)
-            waiting += [file for name in named for file in files_of(root, name) if file.is_file()]
+            waiting += [file for name in named for file in files_of(root, name)]
     texts = [f"{path.relative_to(root).as_posix()} {found[path]}" for path in sorted(found)]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
@@ -73,31 +73,44 @@ def digest_of_code(root=ROOT, program="train.py"):
 @functools.cache
 def read_source(path, *stamp):
     """(the sha256 of a file's syntax, the names of all modules that it may import, wherever it does)."""
+    text = path.read_bytes()
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as e:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as e:
         raise UserError(f"{path} cannot be read as Python ({' '.join(str(e).split())})") from None
-    named = set()
-    for node in ast.walk(tree):
+    named = {name.decode() for name in IN_QUOTES.findall(text)}
+    for node in statements(tree):
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 if ast.get_docstring(node, clean=False) is not None:
                     del node.body[0]
-            case ast.Call(func=ast.Name(id="flag")):  # what --help says of it
-                node.args = node.args[:1]
-                node.keywords = [each for each in node.keywords if each.arg not in ("help", "section")]
+            case ast.AnnAssign(value=ast.Call(func=ast.Name(id="flag")) as call):  # what --help says of it
+                call.args = call.args[:1]
+                call.keywords = [each for each in call.keywords if each.arg not in ("help", "section")]
             case ast.Import():
                 named |= {alias.name for alias in node.names}
             case ast.ImportFrom(module=str(module)):
                 named |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-            case ast.Constant(value=str(text)) if IN_QUOTES.fullmatch(text):
-                named.add(text)
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(named)
 
 
+def statements(tree):
+    """All statements in a syntax tree, and itself: a tenth of what ast.walk() gives."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, block, ())
+            waiting += inside if isinstance(inside, list) else ()
+
+
+@functools.cache
 def files_of(root, name):
-    """Where the module of a name, and the packages that it is in, would lie."""
+    """The files of the module of a name and of the packages that it is in, of those that are in a folder."""
     parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        place = Path(root, *parts[:end])
-        yield from (place.with_suffix(".py"), place / "__init__.py")
+    if not (Path(root, parts[0]).is_dir() or Path(root, f"{parts[0]}.py").is_file()):
+        return []
+    places = [Path(root, *parts[:end]) for end in range(1, len(parts) + 1)]
+    return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")
+            if file.is_file()]

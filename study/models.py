@@ -89,28 +89,28 @@ class Models:
     """Makes the models of a study, each once. Raises UserError."""
 
     def __init__(self, config):
-        self.config, self.made, self.data, self.settings = config, {}, {}, {}
-        # {name of a text or a task: what its flag is set to}; None: that of the scale
+        self.config, self.made, self.data = config, {}, {}
+        # {name of a text or a task: what its flag is set to}
         self.texts = {text if config.task else Path(text).name: text for text in texts_of(config)}
 
     # ---- settings of the plain GPT ----
 
-    def settings_on(self, text):
-        """What both sides are set to on a text, or a task."""
-        if text not in self.settings:
-            key = "task" if self.config.task else "dataset"
-            settings = {**SIZES.get(self.config.size, {}), **self.config.settings, key: self.texts[text]}
-            model, training = self.load(settings)
-            if training.task and not self.config.task:
-                raise UserError(f"{self.config.file} trains on the task {training.task}: add "
-                                f"--task={training.task}, or other ones, or all")
-            if self.config.tokens_per_param:
-                settings |= budget_of(model, training, self.config.tokens_per_param)
-            if model.weight_dropout and any(self.needs_no_dropout(settings, relative(flags, model))
-                                            for flags in variants_of(self.config).values()):
-                settings["attn_dropout"] = 0.0  # on both sides: dropout is no part of the difference
-            self.settings[text] = settings
-        return self.settings[text]
+    @cached_property
+    def settings(self):
+        """What both sides are set to on the first text, or task."""
+        c = self.config
+        of_text = {"task" if c.task else "dataset": next(iter(self.texts.values()))}
+        settings = {**SIZES.get(c.size, {}), **c.settings, **of_text}
+        model, training = self.load(settings)
+        if training.task and not c.task:
+            raise UserError(f"{c.file} trains on the task {training.task}: add --task={training.task}, or "
+                            "other ones, or all")
+        if c.tokens_per_param:
+            settings |= budget_of(model, training, c.tokens_per_param)
+        if model.weight_dropout and any(self.needs_no_dropout(settings, relative(flags, model))
+                                        for flags in variants_of(c).values()):
+            settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
+        return settings
 
     def load(self, settings, flags={}):
         """(GPTConfig, TrainConfig) of the plain GPT with these settings and flags. UserError."""
@@ -143,10 +143,13 @@ class Models:
 
     def new(self, text, name, kind, flags):
         """make(), without a look at what was made."""
+        first = next(iter(self.texts))
+        if text != first:
+            return self.moved_to(text, self.make(first, name, kind, flags))
         plain = self.plain(text) if flags else None
         flags = relative(flags, plain.config) if plain else flags
         try:
-            model, training = self.load(self.settings_on(text), flags)
+            model, training = self.load(self.settings, flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}") from None
         if bad := training_problems(model, training):
@@ -160,6 +163,16 @@ class Models:
         training = replace(training, own_mechanism=files or None).for_recipe(model.recipe)
         flags = as_run(flags, model, training, plain) if plain else flags
         return Model(name, kind, text, flags, model, training)
+
+    def moved_to(self, text, model):
+        """A Model of the first text, on another one: nothing but the text and its vocabulary differ."""
+        key = "task" if self.config.task else "dataset"
+        training, vocab_size = replace(model.training, **{key: self.texts[text]}), model.config.vocab_size
+        data = self.data_on(text, training, model.config.block_size)
+        if vocab_size == self.data_on(model.text, model.training, model.config.block_size).vocab_size:
+            vocab_size = data.vocab_size
+        return replace(model, text=text, training=training,
+                       config=replace(model.config, vocab_size=vocab_size))
 
     def at(self, model, rates, plain=None):
         """A Model at other rates; its flags name those that differ from the plain GPT's, a Model; None: no

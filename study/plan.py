@@ -83,9 +83,8 @@ class Planner:
         """The Plan that follows if all that is missing gives the same score: no fewer runs than there will
         be, but for rates whose best is the last one tried, and wider plain GPTs.
         """
-        outcomes = dict(outcomes)
-        while missing := [run for run in (plan := self.plan(outcomes)).runs if run.name not in outcomes]:
-            outcomes.update((run.name, Result(0.0)) for run in missing)
+        while not ended((plan := self.plan(outcomes)).runs, outcomes):
+            outcomes = {run.name: Result(0.0) for run in plan.runs} | outcomes
         return plan
 
     def on_first(self, variants):
@@ -102,8 +101,9 @@ class Planner:
         """The Run of a Model with a seed. name: of the variant, where it is not the model's."""
         key = stage, model, seed, split, name
         if key not in self.runs:
-            spec = dict(self.spec(model, split), seed=seed + model.flags.get("seed", 0))
-            self.runs[key] = Run(stage, name or model.name, model.text, seed, spec)
+            spec = self.spec(model, split)
+            flags = {**spec["model"], "seed": seed + model.flags.get("seed", 0)}
+            self.runs[key] = Run(stage, name or model.name, model.text, seed, {**spec, "model": flags})
         return self.runs[key]
 
     def spec(self, model, split):
@@ -115,10 +115,9 @@ class Planner:
             train = not_default({key: value for key, value in training.items()
                                  if key not in FIXED and key not in unused}, asdict(TrainConfig()), keep)
             flags = not_default(model.config.flags(), model.config.defaults())
-            flags.pop("seed", None)
             amount = dict(rows=ROWS_OF_TASK) if task else dict(tokens=self.config.test_tokens)
             self.specs[model, split] = dict(
-                model=flags, train=dict(train, device=self.device), score=dict(split=split, **amount),
+                model=flags, train=train, score=dict(split=split, **amount), device=self.device,
                 **self.surroundings_of(model))
         return self.specs[model, split]
 
@@ -198,7 +197,7 @@ class Planner:
         return every, {name: model.rates(candidates[name][taken[name]]) for name, model in models.items()}
 
     def search_on_task(self, text, variants, outcomes):
-        """The same on the validation rows of a task: a small grid over Muon's rate and AdamW's, with all seeds.
+        """The same on validation rows of a task: a small grid over Muon's rate and AdamW's, with all seeds.
 
         Scores that are nearly all or nothing mislead a search with one seed: its best pair may be a lucky
         one.
@@ -247,16 +246,16 @@ class Planner:
                 model, made = on[pair.texts[0]][pair.variant], on[pair.texts[0]]
                 if model.same_size(made[PLAIN]):
                     continue
-                wide = next((each for each in made.values() if each.kind == "wider" and model.same_size(each)),
-                            None)
-                if not (width := wide.config.n_inner if wide else self.models.width_for(model)):
+                fit = [each for each in made.values() if each.kind == "wider" and model.same_size(each)]
+                if not (width := fit[0].config.n_inner if fit else self.models.width_for(model)):
                     notes.append(f"{pair.variant} has fewer parameters than any plain GPT of this size")
                     continue
                 for text in pair.texts:
                     wide = self.with_rates(self.models.wider(text, width), rates.get(text))
                     on[text][wide.name] = wide
-                    # of a task with all of them: with fewer nothing could be shown
-                    runs += [self.run("judge", wide, seed, c.split) for seed in (seeds if c.task else c.seeds)]
+                    # of a task with all of the plain GPT's: with fewer nothing could be shown
+                    runs += [self.run("judge", wide, seed, c.split)
+                             for seed in (seeds if c.task else c.seeds)]
                 pairs.append(Pair(pair.variant, wide.name, pair.texts, "parameters"))
         models = {name: model for text in self.texts[::-1] for name, model in on[text].items()}
         models = {**first, **{name: model for name, model in models.items() if name not in first}}

@@ -1,0 +1,536 @@
+"""
+What a study trains, without any training: outcomes are made up and handed to plan().
+"""
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, without_own_mechanisms, write_dataset
+
+from lab.labels import targets
+from model import GPTConfig
+from nanoheads import configurator, own_mechanism
+from nanoheads.common import UserError
+from nanoheads.config import TrainConfig
+from nanoheads.dataset import Dataset
+from study.config import StudyConfig, variants_of
+from study.digest import digest_of_code
+from study.plan import Planner, ended
+from study.records import PLAIN, Failure, Pair, Result
+
+STUDIES = sorted((ROOT / "config" / "studies").glob("*.py"))
+# a plain GPT that is counted in no time, on the text of a test
+SMALL = dict(n_layer=2, n_head=4, n_embd=16, block_size=16, batch_size=4, max_iters=60, eval_interval=30,
+             eval_tokens=512)
+SMALL_TASK = {key: value for key, value in SMALL.items() if key != "eval_tokens"} | dict(block_size=48)
+SUMS = b"".join(b"%d plus %d is %d.\n" % (i % 13, i % 7, i % 13 + i % 7) for i in range(2000))
+SPLITS = dict(train=SUMS[:20000], val=SUMS[20000:22000], test=SUMS[22000:23000])
+GATES = ["xsa", "output_gate", "query_gain", "value_residual", "short_conv", "sink"]
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """A folder to work in, in which the datasets of config/studies are a few sums."""
+    for name in ("wikitext2_byte", "enwiki15", "pystdlib"):
+        write_dataset(tmp_path / name, SPLITS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def study(**keys):
+    """A StudyConfig of small models."""
+    small = SMALL_TASK if "task" in keys else SMALL
+    return StudyConfig(**{**keys, "settings": {**small, **keys.get("settings", {})}, "device": "cpu"})
+
+
+def finished(planner, outcome):
+    """(the last Plan of a study, all outcomes), where each run ends as outcome(run) says: a score or why not.
+    """
+    outcomes = {}
+    while not ended((plan := planner.plan(outcomes)).runs, outcomes):
+        for run in plan.runs:
+            if run.name not in outcomes:
+                found = outcome(run)
+                outcomes[run.name] = Failure(found) if isinstance(found, str) else Result(found)
+    return plan, outcomes
+
+
+def by_name(means, spread=0.001, usual=2.0):
+    """An outcome() by the first part of a variant's name, and a little by its seed."""
+    def outcome(run):
+        name = run.variant if run.variant.startswith("plain, MLP") else run.variant.split(",")[0]
+        noise = random.Random(f"{name} {run.text} {run.seed}").uniform(-spread, spread)
+        return means.get(name, usual) + noise
+    return outcome
+
+
+def runs_of(plan, stage, variant=None, text=None):
+    return [run for run in plan.runs if run.stage == stage and variant in (None, run.variant)
+            and text in (None, run.text)]
+
+
+# ---- what is judged ----
+
+def test_variants_are_judged_with_their_seeds_and_the_plain_gpt_with_more(texts):
+    planner = Planner(study(mechanisms=GATES[:4], seeds=[1, 2, 3], budgets=[0.5, 2]))
+    plan = planner.plan({})
+    assert [run.seed for run in runs_of(plan, "judge", "xsa")] == [1, 2, 3]
+    assert [run.seed for run in runs_of(plan, "judge", PLAIN)] == [1, 2, 3, 4, 5, 6]  # sqrt(4) times as many
+    assert plan.pairs == tuple(Pair(name, PLAIN, ("wikitext2_byte",)) for name in GATES[:4])
+    assert [run.spec["train"]["max_iters"] for run in runs_of(plan, "judge", "plain x 0.5")] == [30] * 3
+    assert plan.models["plain x 2"].tokens == 2 * plan.models[PLAIN].tokens
+    # what is stopped has all variants of the seeds that it has
+    assert [run.seed for run in plan.runs] == sorted(run.seed for run in plan.runs)
+
+
+def test_seeds_of_the_plain_gpt_pass_over_those_that_choose(texts):
+    plan = Planner(study(mechanisms=["xsa"], seeds=[1, 2], screen_seeds=[3], plain_seeds=4)).plan({})
+    assert [run.seed for run in runs_of(plan, "judge", PLAIN)] == [1, 2, 4, 5]
+
+
+def test_screening_chooses_the_best_the_worst_and_those_that_are_named(texts):
+    config = study(mechanisms=GATES, screen=True, best=1, worst=1, always=["sink"], seeds=[1, 2],
+                   contrasts=[["short_conv", "sink"]])
+    planner = Planner(config)
+    first = planner.plan({})
+    assert {run.stage for run in first.runs} == {"screen"} and first.pairs == ()
+    assert {run.spec["score"]["split"] for run in first.runs} == {"val"}
+    assert {run.seed for run in first.runs} == {101, 102}
+    assert {*first.models} == {PLAIN, *GATES, "plain x 0.7", "plain x 1.4", "plain x 2"}
+    plan, _ = finished(planner, by_name(dict(xsa=1.9, output_gate=2.1, short_conv=1.0, sink=1.0)))
+    assert {pair.variant for pair in plan.pairs if not pair.equal} == {"xsa", "output_gate", "short_conv",
+                                                                       "sink"}
+    assert {run.spec["score"]["split"] for run in runs_of(plan, "judge")} == {"test"}
+    assert not {run.seed for run in runs_of(plan, "judge")} & {101, 102}
+
+
+def test_nothing_is_screened_where_nothing_could_be_left_out(texts):
+    plan = Planner(study(mechanisms=GATES, screen=True, best=3, worst=3)).plan({})
+    assert {run.stage for run in plan.runs} == {"judge"}
+
+
+def test_a_contrast_is_a_pair_of_its_own_and_one_with_the_plain_gpt_is_there_already(texts):
+    config = study(mechanisms=GATES[:2], contrasts=[GATES[:2], [GATES[0], PLAIN]])
+    assert Planner(config).plan({}).pairs == (
+        *(Pair(name, PLAIN, ("wikitext2_byte",)) for name in GATES[:2]),
+        Pair(*GATES[:2], ("wikitext2_byte",)))
+
+
+def test_a_seed_among_a_variants_flags_is_added_to_each_seed(texts):
+    plan = Planner(study(variants={"again": dict(seed=1000)}, seeds=[1, 2])).plan({})
+    plain, again = (runs_of(plan, "judge", name)[0].spec for name in (PLAIN, "again"))
+    assert again["model"]["seed"] == 1001 and plain["model"]["seed"] == 1
+    assert {**again, "model": {**again["model"], "seed": 1}} == plain
+
+
+def test_words_among_flags_follow_the_plain_gpts_size(texts):
+    words = {"half": dict(head_ids="half the heads"), "all": dict(n_kv_head="n_head"),
+             "narrow": dict(n_embd="n_embd // 2")}
+    plan = Planner(study(variants=words)).plan({})
+    assert plan.models["half"].flags["head_ids"] == [[0, 1], [0, 1]]
+    assert plan.models["all"].config.n_kv_head == 4 and plan.models["narrow"].config.n_embd == 8
+
+
+# ---- equal parameters ----
+
+def test_what_seems_better_meets_a_plain_gpt_of_as_many_parameters(texts):
+    planner = Planner(study(mechanisms=["output_gate", "short_conv"], seeds=[1, 2, 3]))
+    plan, _ = finished(planner, by_name(dict(output_gate=1.9, short_conv=2.1)))
+    (pair,) = [pair for pair in plan.pairs if pair.equal]
+    assert (pair.variant, pair.equal, pair.texts) == ("output_gate", "parameters", ("wikitext2_byte",))
+    wide, own = plan.models[pair.baseline], plan.models["output_gate"]
+    assert wide.kind == "wider" and abs(wide.params - own.params) <= 1e-3 * own.params
+    assert [run.seed for run in runs_of(plan, "judge", wide.name)] == [1, 2, 3]
+
+
+def test_no_wider_plain_gpt_for_what_adds_nothing_nor_where_it_is_not_asked_for(texts):
+    better = by_name(dict(xsa=1.9, output_gate=1.9))
+    assert not any(pair.equal for pair in finished(Planner(study(mechanisms=["xsa"])), better)[0].pairs)
+    config = study(mechanisms=["output_gate"], match_parameters=False)
+    assert not any(pair.equal for pair in finished(Planner(config), better)[0].pairs)
+
+
+def test_a_variant_below_any_plain_gpt_is_named(texts):
+    plan, _ = finished(Planner(study(variants={"slim": dict(n_embd=8)})), by_name(dict(slim=1.0)))
+    assert not any(pair.equal for pair in plan.pairs)
+    assert plan.notes == ("slim has fewer parameters than any plain GPT of this size",)
+
+
+# ---- several texts ----
+
+def test_of_two_texts_the_first_chooses_and_both_judge(texts):
+    config = study(mechanisms=GATES, texts=["wikitext2_byte", "enwiki15"], screen=True, tune_lr=True, best=1,
+                   worst=0, seeds=[1, 2, 3], match_parameters=False)
+    plan, _ = finished(Planner(config), by_rates(dict(xsa=4.0), dict(xsa=1.9)))
+    assert {run.text for run in (*runs_of(plan, "screen"), *runs_of(plan, "tune"))} == {"wikitext2_byte"}
+    assert plan.pairs == (Pair("xsa", PLAIN, ("wikitext2_byte", "enwiki15")),)
+    rates = [run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", "xsa")]
+    assert rates == [4 * 0.016] * 6
+    assert len(runs_of(plan, "judge", "xsa", "enwiki15")) == len(runs_of(plan, "judge", "xsa")) // 2
+
+
+def test_what_seems_better_on_the_first_text_alone_meets_the_same_width_on_both(texts):
+    config = study(mechanisms=["output_gate"], texts=["wikitext2_byte", "enwiki15"], seeds=[1, 2, 3, 4])
+    outcome = by_name({})
+
+    def on_first(run):
+        better = run.variant == "output_gate" and run.text == "wikitext2_byte"
+        worse = run.variant == "output_gate" and run.text == "enwiki15"
+        return outcome(run) - 0.1 * better + 0.2 * worse
+    plan, _ = finished(Planner(config), on_first)
+    (pair,) = [pair for pair in plan.pairs if pair.equal]
+    assert pair.texts == ("wikitext2_byte", "enwiki15")
+    assert len({run.text for run in runs_of(plan, "judge", pair.baseline)}) == 2
+
+
+# ---- learning rates ----
+
+def by_rates(factors, means=None, spread=0.001, curve=0.5):
+    """An outcome() that is best where AdamW's rate is a factor, by variant, of that of the tiny scale."""
+    usual = by_name(means or {}, spread)
+
+    def outcome(run):
+        factor = run.spec["train"]["adamw_lr"] / 0.016
+        best = factors.get(run.variant.split(",")[0], 1.0)
+        return usual(run) + curve * math.log2(factor / best) ** 2
+    return outcome
+
+
+def factors_tried(plan, name):
+    return {run.spec["train"]["adamw_lr"] / 0.016 for run in runs_of(plan, "tune")
+            if run.variant.startswith(f"{name},")}
+
+
+def test_the_search_goes_on_where_the_best_is_the_last_one_tried(texts):
+    planner = Planner(study(mechanisms=["xsa", "short_conv"], tune_lr=True, seeds=[1, 2, 3], budgets=[2]))
+    assert {run.seed for run in planner.plan({}).runs} == {101}
+    plan, _ = finished(planner, by_rates({"xsa": 4.0, "short_conv": 0.5}))
+    assert factors_tried(plan, "xsa") == {0.5, 1, 2, 4, 8}
+    assert factors_tried(plan, "short_conv") == {0.25, 0.5, 1, 2}
+    assert factors_tried(plan, PLAIN) == {0.25, 0.5, 1, 2, 4, 8}  # all that was tried for a variant
+    judged = {name: {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)}
+              for name in (PLAIN, "xsa", "short_conv", "plain x 2")}
+    assert judged == {PLAIN: {0.016}, "xsa": {0.064}, "short_conv": {0.008}, "plain x 2": {0.016}}
+    assert plan.rates["xsa"] == dict(adamw_lr=0.064, min_lr=0.0) or plan.rates["xsa"] == dict(adamw_lr=0.064)
+    assert plan.rates[PLAIN] == {}
+    assert plan.models["xsa"].flags["adamw_lr"] == 0.064
+    # what follows AdamW's rate where nothing is set stays as it was
+    assert {run.spec["train"]["embed_lr"] for run in runs_of(plan, "judge", "xsa")} == {0.02}
+
+
+def test_the_rates_stay_unless_others_are_better_by_a_standard_error(texts):
+    config = study(mechanisms=["xsa"], tune_lr=True, seeds=[1, 2])
+
+    def outcome(gain):
+        def at(run):  # a spread of 0.02 over the two seeds, and a gain at twice AdamW's rate
+            moved = run.spec["train"]["adamw_lr"] == 0.032
+            return 2.0 + 0.01 * (-1) ** run.seed - gain * moved
+        return at
+    for gain, rate in ((0.005, 0.016), (0.05, 0.032)):
+        plan, _ = finished(Planner(config), outcome(gain))
+        for name in (PLAIN, "xsa"):
+            assert {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)} == {rate}
+
+
+def test_the_plain_gpts_own_rates_are_its_budgets_and_its_wider_ones(texts):
+    config = study(mechanisms=["output_gate"], tune_lr=True, seeds=[1, 2, 3], budgets=[2])
+    plan, _ = finished(Planner(config), by_rates({PLAIN: 2.0, "plain x 2": 2.0}, {"output_gate": 1.5}))
+    (pair,) = [pair for pair in plan.pairs if pair.equal]
+    for name in (PLAIN, "plain x 2", pair.baseline):
+        assert {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)} == {0.032}
+    assert plan.rates[PLAIN]["adamw_lr"] == 0.032
+    # of a variant that stayed where it was the flags say that the plain GPT did not
+    assert plan.models["output_gate"].flags["adamw_lr"] == 0.016 and plan.models[PLAIN].flags == {}
+
+
+def test_rates_at_which_a_run_failed_are_not_taken(texts):
+    config, good = study(mechanisms=["xsa"], tune_lr=True, seeds=[1, 2]), by_rates({"xsa": 4.0, PLAIN: 4.0})
+
+    def outcome(run):
+        diverged = run.spec["train"]["adamw_lr"] > 0.03 and run.seed == 102
+        return "its loss is nan" if diverged else good(run)
+    plan, outcomes = finished(Planner(config), outcome)
+    assert any(isinstance(each, Failure) for each in outcomes.values())
+    assert {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", "xsa")} == {0.016}
+
+
+# ---- tasks ----
+
+def test_each_task_is_judged_by_itself_and_training_longer_is_a_variant(texts):
+    planner = Planner(study(task=["copy", "recall"], mechanisms=["output_gate", "xsa"]))
+    plan, _ = finished(planner, by_name({"output_gate": 0.9}, usual=0.2))
+    assert planner.measure == "right answers" and planner.texts == ("recall", "copy")
+    assert [pair.texts for pair in plan.pairs if pair.variant == "xsa"] == [("recall",), ("copy",)]
+    assert {pair.variant for pair in plan.pairs} == {"output_gate", "xsa", "plain x 2"}
+    assert {run.spec["score"]["rows"] for run in plan.runs} == {256}
+    of_plain = runs_of(plan, "judge", PLAIN, "copy")
+    wide = [pair for pair in plan.pairs if pair.equal]
+    assert [pair.texts for pair in wide] == [("recall",), ("copy",)]
+    assert len(runs_of(plan, "judge", wide[1].baseline, "copy")) == len(of_plain) == 11
+    # the smallest p of a permutation test, times the comparisons, is a verdict
+    assert 6 / math.comb(len(of_plain) + 5, 5) <= 0.05 / 2
+
+
+def test_too_few_seeds_for_any_verdict_on_tasks_are_refused(texts):
+    with pytest.raises(UserError, match="seeds=.1. are too few for a verdict on one of"):
+        Planner(study(task=["all"], mechanisms=GATES, seeds=[1])).plan({})
+
+
+def test_rates_of_a_task_come_from_a_small_grid_with_all_seeds(texts):
+    planner = Planner(study(task=["recall", "copy"], mechanisms=["xsa"], tune_lr=True))
+    grid = planner.plan({})
+    assert len({run.name for run in grid.runs}) == len(grid.runs) == 2 * 2 * 9 * 2
+    assert {run.seed for run in grid.runs} == {101, 102}
+
+    def outcome(run):
+        muon = run.spec["train"].get("muon_lr", 0.02) / 0.01
+        if run.text == "copy" and run.variant.startswith("xsa"):
+            lucky = run.seed == 101 and muon == 0.5  # the best of one seed, not of two
+            return 1.0 if lucky else 0.9 if muon == 2 else 0.3
+        return 0.3
+    plan, _ = finished(planner, outcome)
+    judged = {(run.variant, run.text): run.spec["train"].get("muon_lr", 0.02) for run in runs_of(plan, "judge")}
+    assert judged["xsa", "copy"] == 0.02 and judged["xsa", "recall"] == judged[PLAIN, "copy"] == 0.01
+    assert plan.rates["xsa on copy"] == dict(muon_lr=0.02) and plan.rates["xsa on recall"] == {}
+
+
+# ---- a function of its outcomes ----
+
+@pytest.mark.parametrize("keys", [
+    dict(mechanisms=GATES, screen=True, best=2, worst=1, tune_lr=True, seeds=[1, 2, 3], budgets=[2.0],
+         texts=["wikitext2_byte", "enwiki15"]),
+    dict(task=["recall", "copy"], mechanisms=["output_gate", "xsa"], tune_lr=True, seeds=[1, 2, 3])])
+def test_the_same_outcomes_give_the_same_plan_in_whatever_order_they_come(texts, keys):
+    outcome = by_rates({"output_gate": 2.0}, {"output_gate": 1.8, "xsa": 2.2}, spread=0.01)
+
+    def or_failed(run):
+        return "killed" if int(run.name, 16) % 29 == 0 else outcome(run)
+    whole, outcomes = finished(Planner(study(**keys)), or_failed)
+    known, rng = [run.name for run in whole.runs], random.Random(1)
+    planner = Planner(study(**keys))
+    for _ in range(12):
+        some = {name: outcomes[name] for name in rng.sample(known, rng.randrange(len(known)))}
+        plan = planner.plan(some)
+        assert {run.name for run in plan.runs} <= {*known}
+        assert planner.plan(some) == Planner(study(**keys)).plan(some) or plan.models  # models are made anew
+        assert [run.name for run in planner.plan(some).runs] == [run.name for run in plan.runs]
+        while not ended(plan.runs, some):
+            missing = [run.name for run in plan.runs if run.name not in some]
+            some.update((name, outcomes[name]) for name in rng.sample(missing, 1 + len(missing) // 2))
+            plan = planner.plan(some)
+        assert (plan.runs, plan.pairs, plan.rates) == (whole.runs, whole.pairs, whole.rates)
+
+
+def test_what_is_foreseen_is_what_follows_if_no_score_differs(texts):
+    planner = Planner(study(mechanisms=GATES, screen=True, best=1, worst=1, tune_lr=True, seeds=[1, 2]))
+    before = planner.foreseen({})
+    after, _ = finished(planner, lambda run: 2.0)
+    assert before.runs == after.runs and len(before.pairs) == 2
+
+
+# ---- specs ----
+
+def test_a_run_follows_from_its_spec_alone(texts):
+    config = study(mechanisms=["*"], variants={"policy": dict(agency=True, policy=True)}, seeds=[7])
+    planner = Planner(replace(config, match_parameters=False))
+    plan = planner.plan({})
+    for run in runs_of(plan, "judge"):
+        spec, model = json.loads(json.dumps(run.spec)), plan.models[run.variant]
+        assert GPTConfig(**spec["model"]) == replace(model.config, seed=spec["model"]["seed"])
+        again = TrainConfig(**spec["train"], device=spec["device"])
+        assert replace(again, out_dir=None) == replace(model.training, device="cpu", out_dir=None)
+    assert len({run.name for run in plan.runs}) == len(plan.runs)
+
+
+def test_names_of_runs_are_the_same_in_another_process(texts):
+    config = dict(mechanisms=["xsa", "acag"], settings=SMALL, seeds=[1], budgets=[2.0], device="cpu")
+    here = [run.name for run in Planner(StudyConfig(**config)).plan({}).runs]
+    code = ("from study.config import StudyConfig\nfrom study.plan import Planner\n"
+            f"print(*(run.name for run in Planner(StudyConfig(**{config!r})).plan({{}}).runs))")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=True)
+    assert found.stdout.decode().split() == here
+
+
+def test_other_data_is_another_run_and_damaged_data_is_refused(texts):
+    config = study(mechanisms=["xsa"], seeds=[1])
+    before = {run.name for run in Planner(config).plan({}).runs}
+    shutil.rmtree(texts / "wikitext2_byte")
+    write_dataset(texts / "wikitext2_byte", {**SPLITS, "test": SUMS[:900]})
+    assert not before & {run.name for run in Planner(config).plan({}).runs}
+    (texts / "wikitext2_byte" / "val.bin").write_bytes(bytes(2000))
+    with pytest.raises(UserError, match=r"val\.bin"):
+        Planner(config).plan({})
+
+
+# ---- sources ----
+
+SOURCES = {
+    "train.py": "from nanoheads import a\nfrom_lab('x', 1)\nimport_module(\"lab.b\")\n",
+    "nanoheads/__init__.py": "", "lab/__init__.py": "",
+    "nanoheads/a.py": '"""Words."""\nfrom nanoheads.mechanism import flag\n\n\nclass A:\n    """More."""\n'
+                      '    x: int = flag(1, "what it is", section="keys")\n\n    def f(self):\n'
+                      '        """Of f."""\n        return 3  # three\n',
+    "nanoheads/mechanism.py": "flag = None\n", "lab/b.py": "B = 1\n", "lab/unread.py": "C = 1\n"}
+
+
+@pytest.mark.parametrize("file, old, new, same", [
+    ("nanoheads/a.py", "# three", "# four", True),
+    ("nanoheads/a.py", "Words.", "Other words.", True),
+    ("nanoheads/a.py", "More.", "", True),
+    ("nanoheads/a.py", "Of f.", "Off.", True),
+    ("nanoheads/a.py", "what it is", "what it was", True),
+    ("nanoheads/a.py", "keys", "flags", True),
+    ("lab/unread.py", "1", "2", True),
+    ("nanoheads/a.py", "return 3", "return 4", False),
+    ("nanoheads/a.py", "flag(1", "flag(2", False),
+    ("lab/b.py", "1", "2", False),
+    ("train.py", "1", "2", False)])
+def test_a_comment_changes_no_digest_and_a_constant_does(tmp_path, file, old, new, same):
+    for root in ("before", "after"):
+        for name, text in SOURCES.items():
+            path = tmp_path / root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace(old, new, 1) if (root, name) == ("after", file) else text)
+    assert (digest_of_code(tmp_path / "before") == digest_of_code(tmp_path / "after")) == same
+
+
+def test_the_digest_holds_what_train_py_reads():
+    assert digest_of_code() != digest_of_code(program="model.py")
+
+
+# ---- the studies on file ----
+
+def config_of(path):
+    """The StudyConfig of a file in config/studies; mechanisms of one's own are added."""
+    command = configurator.read((StudyConfig,), [str(path), "--device=cpu"])
+    own_mechanism.take(command)
+    (config,), _ = configurator.made(command)
+    return config
+
+
+def make_labels(dataset):
+    """Labels of all names that config/studies/constraints.py asks for, all unknown."""
+    for name in ("weak", "synthetic"):
+        folder, names = dataset.dir / "labels" / name, ["reciprocity", "testifiability", "decidability"]
+        folder.mkdir(parents=True)
+        for split in dataset.splits:
+            for each in names:
+                targets.label_file(folder, each, split).write_bytes(b"\xff" * len(dataset.tokens(split)))
+        targets.write_meta(folder, dataset, names, dataset.splits, True, "made up")
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_on_file_is_planned(texts, path):
+    (texts / "tests").symlink_to(ROOT / "tests")
+    with without_own_mechanisms():
+        planner = Planner(config_of(path))
+        if path.stem == "constraints":
+            with pytest.raises(UserError, match="labels: no labels 'weak'.*python -m lab.label"):
+                planner.plan({})
+            make_labels(Dataset("wikitext2_byte"))
+            with pytest.raises(UserError, match="teacher=out/constraint_teacher is not there yet; first run: "
+                                                "python train.py config/constraint_train.py"):
+                planner.plan({})
+            Path("out/constraint_teacher").mkdir(parents=True)
+            Path("out/constraint_teacher/best.pt").write_bytes(b"weights")
+        plan = planner.foreseen({})
+        c = planner.config
+        judged = {pair.variant for pair in plan.pairs}
+        assert judged <= {*variants_of(c)} | {f"plain x {each:g}" for each in c.budgets}
+        assert len(judged) >= (len(variants_of(c)) if not c.screen else c.best + len(c.always))
+        assert all(model.params > 0 for model in plan.models.values())
+
+
+# ---- what is refused ----
+
+REFUSED = [
+    (dict(mechanisms=["xsaa"]), "mechanisms: unknown 'xsaa'; did you mean xsa?"),
+    (dict(mechanism="xsa", mechanisms=["fox"]), "mechanism='xsa' is a study of its own: leave out"),
+    (dict(variants={"a": 3}), "variants: 'a' must be a dict of flags, not 3"),
+    (dict(variants={"a": {3: 4}}), "a: the flag 3 must be a name in quotes"),
+    (dict(variants={"a": dict(dataset="x")}), "a: dataset cannot be set here: a study decides it for every "
+                                              "run; settings can"),
+    (dict(variants={"a": dict(out_dir="x")}), "a: out_dir cannot be set here"),
+    (dict(variants={"a": dict(patience=3)}), "a: patience cannot be set here"),
+    (dict(settings=dict(seed=3)), "settings: seed cannot be set here"),
+    (dict(settings=dict(task="copy")), "settings: task cannot be set here: a study decides it for every run; "
+                                       "--task=NAME makes a study of tasks"),
+    (dict(variants={"xsa": {}}, mechanisms=["xsa"]), "variants: the name 'xsa' is taken"),
+    (dict(variants={"plain": {}}), "variants: the name 'plain' is taken"),
+    (dict(variants={"plain x 3": {}}), "variants: the name 'plain x 3' is taken"),
+    (dict(variants={"a, adamw_lr x 2": {}}), "variants: the name 'a, adamw_lr x 2' is taken"),
+    (dict(contrasts=[["xsa", "nobody"]]), "contrasts: ['xsa', 'nobody'] must be two of this"),
+    (dict(contrasts=["xsa"]), "contrasts: 'xsa' must be two of this study's variants"),
+    (dict(always=["nobody"]), "always: 'nobody' is no variant of this study"),
+    (dict(first={"a": 3}), "first: 'a' and its command 3 must be texts"),
+    (dict(size="2M"), "size='2M' must be one of 0.1M, 0.33M, 1M, 10M"),
+    (dict(texts=["a"]), "texts=['a'] must be two datasets or more"),
+    (dict(texts=["a", "x/a"]), "each once"),
+    (dict(texts=["a", "b"], settings=dict(dataset="c")), "without settings of a dataset beside them"),
+    (dict(base="config/nano.py", scale="mid"), "scale='mid' means nothing beside base='config/nano.py'"),
+    (dict(scale="huge"), "scale='huge' must be one of task, tiny, nano, mid, small, paper"),
+    (dict(task=["recal"]), "task: unknown 'recal'; there are recall"),
+    (dict(task=["recall"], texts=["a", "b"]), "texts is for a study of texts"),
+    (dict(task=["recall"], screen=True), "screen is for a study of texts"),
+    (dict(task=["recall"], settings=dict(dataset="a")), "dataset='a' is of a text, not of a task"),
+    (dict(budgets=[1.0]), "budgets=[1.0] must be different, positive, at most 1000, and not 1"),
+    (dict(budgets=[2, 2]), "budgets=[2, 2] must be different"),
+    (dict(budgets=[math.nan]), "budgets=[nan] must be different"),
+    (dict(seeds=[]), "seeds=[] must be different numbers, at least one, none negative"),
+    (dict(seeds=[1, 1]), "seeds=[1, 1] must be different numbers"),
+    (dict(seeds=[10**10]), "must be numbers of at most 1,000,000,000"),
+    (dict(screen=True, seeds=[101]), "screen_seeds=[101, 102] choose, and seeds=[101] judge: none in both"),
+    (dict(plain_seeds=2), "plain_seeds=2 must be at least a variant's, 5"),
+    (dict(plain_seeds=1001), "plain_seeds=1001 must be at most 1000"),
+    (dict(tokens_per_param=0.0), "tokens_per_param=0.0 must be above 0"),
+    (dict(test_tokens=-1), "test_tokens=-1 must be at least 0"),
+    (dict(jobs=-1), "jobs=-1 must be at least 0"),
+    (dict(jobs_per_gpu=0), "jobs_per_gpu=0 must be at least 1"),
+    (dict(split="train"), "split='train' must be test or val"),
+    (dict(split="val", tune_lr=True), "split='val' must be test, since val chooses"),
+    (dict(alpha=1.0), "alpha=1.0 must be below 1"),
+    (dict(margin=0.0), "margin=0.0 must be above 0"),
+    (dict(target=math.inf), "target=inf must be a finite number"),
+    (dict(out_dir=""), "out_dir is empty"),
+]
+
+
+@pytest.mark.parametrize("keys, words", REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_a_config_that_asks_for_what_cannot_be_is_refused_in_a_line(keys, words):
+    (problem,) = StudyConfig(**{"mechanisms": [] if "mechanism" in keys else ["xsa"], **keys}).problems()
+    assert words in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("keys, words", [
+    ({}, "mechanisms and variants are empty: name at least one variant to compare"),
+    (dict(mechanisms=["xsa"], target=3.0), "target goes with compare.py scores FILE alone"),
+    (dict(mechanisms=["xsa"], alpha=2.0), "alpha=2.0 must be below 1"),
+    (dict(mechanisms=["xsa"], settings=dict(dataset="nowhere")), "no dataset nowhere"),
+    (dict(mechanisms=["xsa"], settings=dict(n_hed=3)), "unknown key n_hed; did you mean n_head?"),
+    (dict(variants={"a": dict(n_head=3)}), "a: n_embd=64 must be a multiple of n_head=3"),
+    (dict(mechanisms=["xsa"], scale="task"), "config/task.py trains on the task recall: add --task=recall"),
+    (dict(mechanisms=["xsa"], base="config/nobody.py"), "no config file config/nobody.py"),
+    (dict(mechanisms=["xsa"], settings=dict(patience=2)), "settings: patience cannot be set here"),
+    (dict(mechanisms=["xsa"], device="gpu"), "gpu")])
+def test_a_study_that_cannot_be_is_refused_before_it_is_planned(texts, keys, words):
+    with pytest.raises(UserError) as e:
+        Planner(StudyConfig(**keys)).plan({})
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_defaults_follow_from_what_is_asked():
+    text, challenge, tasks = (StudyConfig(**keys) for keys in (
+        dict(mechanisms=["xsa"]), dict(mechanism="xsa"), dict(mechanisms=["xsa"], task=["copy"])))
+    assert (text.seeds, text.budgets, text.margin) == ([1, 2, 3, 4, 5], [0.7, 1.4, 2], 0.01)
+    assert not (text.screen or tasks.screen)
+    assert (len(challenge.seeds), challenge.budgets, challenge.screen) == (15, [], True)
+    assert (tasks.scale, tasks.budgets, tasks.margin) == ("task", [2.0], 0.05)
+    assert replace(challenge) == challenge
