@@ -56,6 +56,7 @@ class Planner:
         self.texts = (*self.models.texts,)
         self.measure = "right answers" if config.task else "bits/byte"
         self.device = pick_device(config.device).split(":")[0]  # GPUs are handed out by number
+        self.defaults = asdict(TrainConfig())
         # what was made once: Runs, specs, digests, and whether a variant seems better
         self.runs, self.specs, self.surroundings, self.seen = {}, {}, {}, {}
 
@@ -113,7 +114,7 @@ class Planner:
             unused = () if model.training.dynamic_heads else ControllerConfig.__dataclass_fields__
             keep = ("max_iters",) if task else ("max_iters", "dataset")
             train = not_default({key: value for key, value in training.items()
-                                 if key not in FIXED and key not in unused}, asdict(TrainConfig()), keep)
+                                 if key not in FIXED and key not in unused}, self.defaults, keep)
             flags = not_default(model.config.flags(), model.config.defaults())
             amount = dict(rows=ROWS_OF_TASK) if task else dict(tokens=self.config.test_tokens)
             self.specs[model, split] = dict(
@@ -321,7 +322,8 @@ class Planner:
     def seems_better(self, pair, scores):
         """Whether a pair is on the better side; the same scores are judged once."""
         c, measure = self.config, MEASURES[self.measure]
-        key = pair, repr([scores.get(name) for name in (pair.variant, pair.baseline)])
+        key = repr([scores.get(name, {}).get(text) for name in (pair.variant, pair.baseline)
+                    for text in pair.texts])
         if key not in self.seen:
             self.seen[key] = seems_better(difference(scores, pair, measure, c.alpha, c.margin), c.alpha,
                                           measure.higher_is_better)

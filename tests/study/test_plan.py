@@ -131,11 +131,11 @@ def test_a_seed_among_a_variants_flags_is_added_to_each_seed(texts):
 
 
 def test_words_among_flags_follow_the_plain_gpts_size(texts):
-    words = {"half": dict(head_ids="half the heads"), "all": dict(n_kv_head="n_head"),
+    words = {"half": dict(head_ids="half the heads"), "groups": dict(n_kv_head="n_head"),
              "narrow": dict(n_embd="n_embd // 2")}
     plan = Planner(study(variants=words)).plan({})
     assert plan.models["half"].flags["head_ids"] == [[0, 1], [0, 1]]
-    assert plan.models["all"].config.n_kv_head == 4 and plan.models["narrow"].config.n_embd == 8
+    assert plan.models["groups"].flags == dict(n_kv_head=4) and plan.models["narrow"].config.n_embd == 8
 
 
 # ---- equal parameters ----
@@ -168,7 +168,7 @@ def test_a_variant_below_any_plain_gpt_is_named(texts):
 def test_of_two_texts_the_first_chooses_and_both_judge(texts):
     config = study(mechanisms=GATES, texts=["wikitext2_byte", "enwiki15"], screen=True, tune_lr=True, best=1,
                    worst=0, seeds=[1, 2, 3], match_parameters=False)
-    plan, _ = finished(Planner(config), by_rates(dict(xsa=4.0), dict(xsa=1.9)))
+    plan, _ = finished(Planner(config), by_rates(dict(xsa=4.0), dict(xsa=-1.0)))
     assert {run.text for run in (*runs_of(plan, "screen"), *runs_of(plan, "tune"))} == {"wikitext2_byte"}
     assert plan.pairs == (Pair("xsa", PLAIN, ("wikitext2_byte", "enwiki15")),)
     rates = [run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", "xsa")]
@@ -273,8 +273,8 @@ def test_each_task_is_judged_by_itself_and_training_longer_is_a_variant(texts):
     of_plain = runs_of(plan, "judge", PLAIN, "copy")
     wide = [pair for pair in plan.pairs if pair.equal]
     assert [pair.texts for pair in wide] == [("recall",), ("copy",)]
-    assert len(runs_of(plan, "judge", wide[1].baseline, "copy")) == len(of_plain) == 11
-    # the smallest p of a permutation test, times the comparisons, is a verdict
+    assert len(runs_of(plan, "judge", wide[1].baseline, "copy")) == len(of_plain)
+    # the smallest p of a permutation test, times the comparisons, leaves a verdict possible
     assert 6 / math.comb(len(of_plain) + 5, 5) <= 0.05 / 2
 
 
@@ -296,7 +296,8 @@ def test_rates_of_a_task_come_from_a_small_grid_with_all_seeds(texts):
             return 1.0 if lucky else 0.9 if muon == 2 else 0.3
         return 0.3
     plan, _ = finished(planner, outcome)
-    judged = {(run.variant, run.text): run.spec["train"].get("muon_lr", 0.02) for run in runs_of(plan, "judge")}
+    judged = {(run.variant, run.text): run.spec["train"].get("muon_lr", 0.02)
+              for run in runs_of(plan, "judge")}
     assert judged["xsa", "copy"] == 0.02 and judged["xsa", "recall"] == judged[PLAIN, "copy"] == 0.01
     assert plan.rates["xsa on copy"] == dict(muon_lr=0.02) and plan.rates["xsa on recall"] == {}
 
