@@ -17,6 +17,7 @@ import torch
 from nanoheads import checkpoint, files, own_mechanism
 from nanoheads.common import ROOT, UserError, from_lab
 from nanoheads.config import data_of
+from study.records import hash_of
 
 IN_QUOTES = re.compile(rb'"((?:nanoheads|lab|study)(?:\.\w+)+)"')  # modules, as from_lab() names them
 
@@ -26,6 +27,17 @@ def surroundings(training, model, command=None):
     now. UserError: a file is missing, or the data is damaged; command: the one that makes a teacher.
     """
     return dict(**digests_of(training, model, command), code=digest_of_code(), torch=torch.__version__)
+
+
+def whatever_code(spec):
+    """A hash of what a run is, whatever code and libraries made it: of its flags, seed, data and score.
+
+    The text of a mechanism in a file of one's own is code, too.
+    """
+    rest = {key: value for key, value in spec.items() if key not in ("code", "torch")}
+    rest["own"] = {key: value for key, value in spec["own"].items() if not key.startswith("mechanism ")}
+    rest["train"] = {key: value for key, value in spec["train"].items() if key != "own_mechanism"}
+    return hash_of(rest)
 
 
 # ---- data and files of one's own ----
