@@ -146,6 +146,7 @@ class StudyConfig:
         return bad
 
     def problems_of_variants(self):
+        """What is wrong with what is compared."""
         bad = []
         for pattern in self.mechanisms:
             if not matching(pattern):
@@ -182,6 +183,7 @@ class StudyConfig:
         return bad
 
     def problems_of_text(self):
+        """What is wrong with what it is judged on."""
         bad = []
         if self.size not in (None, *SIZES):
             bad.append(f"size={self.size!r} must be one of {', '.join(SIZES)}")
@@ -204,6 +206,7 @@ class StudyConfig:
         return bad
 
     def problems_of_seeds(self):
+        """What is wrong with seeds and budgets."""
         bad = []
         if any(not 0 < b <= 1000 or b == 1 for b in self.budgets) or len({*self.budgets}) < len(self.budgets):
             bad.append(f"budgets={self.budgets} must be different, positive, at most 1000, and not 1, the "
@@ -221,6 +224,7 @@ class StudyConfig:
         return bad
 
     def problems_of_choices(self):
+        """What is wrong with the rest."""
         bad = []
         chooses = self.tune_lr or self.screen
         if self.split not in ("val", "test") or self.split == "val" and chooses:

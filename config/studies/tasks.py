@@ -1,7 +1,7 @@
 # What can each mechanism learn that the plain GPT cannot? All that differ in what they compute, on all tasks
 # The task scale: 2,200 runs of ten seconds or so on a core, fewer where a run ends since it is right
-# At the rates of config/task.py, which the plain GPT learns most tasks at; --tune_lr=True
-# looks at what differs once more, at each one's best rates
+# At the rates of config/task.py, which the plain GPT learns most tasks at; --tune_lr=True looks for each
+# one's best rates first, in 18 runs more for each variant of each task: leave most of the variants out then
 
 question = "What can these heads learn that a plain GPT cannot?"
 
