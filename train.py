@@ -877,7 +877,7 @@ def main(argv=None):
     try:
         argv = sys.argv[1:] if argv is None else argv
         if argv[:1] == ["--trial"]:  # a run that a study of compare.py has planned
-            return from_lab("lab.study.trial", "--trial").main(argv[1:], train)
+            return from_lab("study.trial", "--trial").main(argv[1:], train)
         # what config files and arguments set. The files of one's own that --mechanism names are read: their
         # mechanisms join those of model.py
         command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)

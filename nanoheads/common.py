@@ -53,9 +53,9 @@ def ran_out_of_memory(e):
 
 
 def from_lab(name, what):
-    """A module of lab/, imported where it is asked for: nothing else here needs it.
+    """A module of lab/ or study/, imported where it is asked for: nothing else here needs it.
 
-    name: "lab.heads.controller", say. what: the flag or the program that asks. UserError: there is no lab/.
+    name: "lab.heads.controller", say. what: the flag or the program that asks. UserError: no such folder.
     """
     try:
         return import_module(name)
@@ -64,12 +64,13 @@ def from_lab(name, what):
 
 
 def without_lab(e, what):
-    """What to say where importing something of lab/ failed, in one line. Raises e where it was not lab/ that
-    was missing.
+    """What to say where importing something of lab/ or study/ failed, in one line. Raises e where it was not
+    that folder that was missing.
     """
-    if (e.name or "").partition(".")[0] != "lab":
+    folder = (e.name or "").partition(".")[0]
+    if folder not in ("lab", "study"):
         raise e
-    return f"{what} is work of lab/, which is not there beside nanoheads/: bring it back, or do without"
+    return f"{what} is work of {folder}/, which is not there beside nanoheads/: bring it back, or do without"
 
 
 def explain(e, less=LESS):

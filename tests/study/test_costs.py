@@ -1,0 +1,48 @@
+"""What a variant costs: FLOPs by hand, and the time of a step over the plain GPT's."""
+
+from types import SimpleNamespace
+
+import pytest
+from runs import TINY_MODEL
+
+import train
+from model import GPTConfig
+from nanoheads.config import TrainConfig
+from study import costs
+
+
+def model_of(**flags):
+    """What costs.py takes for a model."""
+    config = GPTConfig(**{**TINY_MODEL, "block_size": 64, **flags})
+    training = TrainConfig(batch_size=2, max_iters=10, eval_interval=5, eval_tokens=128, device="cpu")
+    return SimpleNamespace(config=config, training=training.for_recipe(config.recipe), tokens=1280)
+
+
+def test_flops_are_those_of_matrix_products_and_attention():
+    """Two for each weight of a matrix forward, four backward; attention has two products of [T, T] forward,
+    and in the backward pass of a fused kernel five, of which one is the scores once more."""
+    c = model_of().config
+    matrices = c.n_layer * 12 * c.n_embd ** 2 + c.vocab_size * c.n_embd
+    attention = (4 + 10) * c.block_size * c.n_embd * c.n_layer
+    assert costs.executed_flops(c) == pytest.approx(6 * matrices + attention, rel=0.08)
+    assert costs.flops(model_of()) == 1280 * costs.executed_flops(c)
+    assert costs.executed_flops(model_of(n_layer=2).config) > costs.executed_flops(c)
+
+
+def test_a_window_costs_less_on_a_gpu_alone():
+    c = model_of(block_size=512, window=128).config
+    assert costs.executed_flops(c, "cuda") < costs.executed_flops(c)
+
+
+@pytest.mark.slow
+def test_the_time_of_a_step_is_over_the_plain_gpts():
+    plain = model_of(n_layer=2)
+    median, low, high = costs.step_time(plain, plain, "cpu", 1, train)
+    assert low <= median <= high and 0.8 < median < 1.25
+    median, low, _ = costs.step_time(model_of(n_layer=8), plain, "cpu", 1, train)
+    assert low > 1.5
+
+
+def test_a_probe_gives_the_seconds_of_a_run():
+    seconds = costs.seconds_of_run(model_of(), "cpu", 1, train, scored=1000, val_tokens=2000)
+    assert costs.SECONDS_BESIDE < seconds < costs.SECONDS_BESIDE + 10
