@@ -96,8 +96,9 @@ def write_result(folder, result):
 
 
 def check_of(folder, result):
-    """What result.json holds to know by whether it is what was written for this folder."""
-    return hash_of([folder.resolve().name, result])
+    """What result.json holds to know by whether it is what was written for this folder, of whichever suffix.
+    """
+    return hash_of([folder.resolve().stem, result])
 
 
 def write_failure(folder, why):

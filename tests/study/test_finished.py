@@ -1,0 +1,65 @@
+"""Finished runs of before: those of other code are found by all else, and --fresh compares with them."""
+
+import json
+
+import pytest
+from runs import changed, run_of
+
+from study import finished, trial
+from study.records import Result
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+
+
+def done(run, score):
+    """A Run that has ended with this score."""
+    trial.write_result(trial.make(run), Result(score))
+    return run
+
+
+def test_a_run_of_other_code_is_found_by_flags_data_and_seed(bytes_data):
+    run = run_of(bytes_data)
+    own = {"mechanism a.py": "1", "teacher": "2"}
+    run = changed(run, own=own, train={**run.spec["train"], "own_mechanism": "a.py"})
+    assert finished.of_other_code([run]) == {}
+    done(changed(run, code="x", torch="0.1"), 1.0)
+    assert finished.of_other_code([run]) == {run.name: Result(1.0)}
+    other_text = changed(run, own={**own, "mechanism a.py": "3"},
+                         train={**run.spec["train"], "own_mechanism": "b/a.py"})
+    path = trial.folder_of(done(other_text, 2.0)) / "result.json"
+    assert finished.of_other_code([run]) == {run.name: Result(2.0)}  # the newest
+    for others in (dict(own={**own, "teacher": "4"}), dict(data={"train": "x"}), dict(device="cuda"),
+                   dict(model={**run.spec["model"], "seed": 2})):
+        done(changed(run, code="x", **others), 3.0)
+    done(run, 4.0)  # its own result is none of other code
+    assert finished.of_other_code([run]) == {run.name: Result(2.0)}
+    path.write_text("{}")
+    assert finished.of_other_code([run]) == {run.name: Result(1.0)}
+
+
+def test_what_is_no_run_is_passed_over(bytes_data):
+    run = run_of(bytes_data)
+    for i, text in enumerate(("", "[]", "{}", json.dumps(changed(run, code="x").spec))):
+        folder = trial.TRIALS / str(i)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text("{}")
+        (folder / "spec.json").write_text(text)
+    assert finished.of_other_code([run]) == {}
+
+
+def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):
+    runs = [done(run_of(bytes_data, seed), float(seed)) for seed in (1, 2)] + [run_of(bytes_data, 3)]
+    finished.set_aside(runs)
+    assert [trial.outcome(run) for run in runs] == [None] * 3
+    done(runs[0], 1.0)
+    finished.set_aside(runs)  # the study was stopped and started again: what is trained anew stays
+    assert trial.outcome(runs[0]) == Result(1.0)
+    done(runs[1], 2.25), done(runs[2], 3.0)
+    assert finished.agreement(runs) == ("Trained anew: 1 of 2 scores is the one that was there, to the last "
+                                        "digit; the others differ by up to 0.2500.")
+    assert finished.agreement(runs) == "Nothing was there before to compare these scores with."
+    assert [trial.outcome(run).score for run in runs] == [1.0, 2.25, 3.0]
