@@ -125,7 +125,8 @@ def run(folder, spec, train):
     last = train(model_config, config)
 
     state = checkpoint.read(folder)
-    if not config.task and dataset.digests_of(state["meta"]) != data.digests:
+    check_unchanged(folder, spec)
+    if not config.task and dataset.digests_of(state["meta"]) != data.digests:  # changed, and back again
         raise Changed("the data")
     model = checkpoint.build(state, folder, device)
     tried = causality.refuse(model, config, "after training", step=max(0, state["step"] - 1))

@@ -191,6 +191,30 @@ def test_data_that_changed_since_it_was_planned_is_refused(tmp_path):
     assert "train.bin is not the file that meta.json describes" in refused(run)
 
 
+def test_data_that_changes_while_a_run_is_trained_gives_no_score(tmp_path):
+    """And its checkpoints go, so that it begins anew once the data is back."""
+    text = b"".join(b"%d is %d.\n" % (i, i) for i in range(2000))
+    splits = dict(train=text, val=text[:3000], test=text[:3000])
+    data = write_dataset(tmp_path / "text", splits)
+    run = run_of(data)
+
+    def prepare(**splits):
+        shutil.rmtree(data)
+        write_dataset(data, splits)
+
+    def and_meanwhile(model_config, config):
+        last = train.train(model_config, config)
+        prepare(**{**splits, "test": text[:2000]})
+        return last
+    folder = trial.make(run)
+    with pytest.raises(SystemExit, match=r"^trial: the data \(meta, test\) changed after this run was p"):
+        trial.main([str(folder)], and_meanwhile)
+    assert isinstance(trial.outcome(run), Failure)
+    assert not (folder / "best.pt").exists() and not (folder / "ckpt.pt").exists()
+    prepare(**splits)
+    assert isinstance(perform(run), Result)
+
+
 @pytest.mark.parametrize("key, value, words", [
     ("code", "0" * 64, "the code"), ("torch", "0.1", "PyTorch"),
     ("own", {"labels a.train.u8": "0"}, "what it reads (labels a.train.u8)")])
