@@ -3,14 +3,13 @@ Finished runs that are in out/trials already: those that other code made, which 
 that --fresh trains once more, to compare the scores.
 """
 
-import json
 import shutil
+from contextlib import suppress
 
 from nanoheads.common import from_json, plural
 from study import trial
+from study.digest import whatever_code
 from study.records import Result, hash_of
-
-OF_CODE = ("code", "torch")  # what of a spec says what computed a run; texts of one's own mechanisms do too
 
 
 # ---- of other code ----
@@ -19,25 +18,16 @@ def of_other_code(runs):
     """{name of a Run: Result} of those of these Runs that are in out/trials as other code, another PyTorch or
     another text of a mechanism's file made them; of several the newest.
     """
-    wanted, found = {key_of(run.spec): run.name for run in runs}, {}
-    paths = sorted(trial.TRIALS.glob("*/result.json"), key=lambda path: path.stat().st_mtime)
-    for folder in (path.parent for path in paths):
-        try:
+    wanted, times, found = {whatever_code(run.spec): run.name for run in runs}, {}, {}
+    for path in trial.TRIALS.glob("*/result.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone meanwhile
+            folder, written = path.parent, path.stat().st_mtime
             spec = from_json((folder / "spec.json").read_bytes())
-            name = wanted.get(key_of(spec))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no spec.json of ours
-            continue
-        if name and name != folder.name == hash_of(spec) and (result := trial.result_in(folder)):
-            found[name] = result
+            name = wanted.get(whatever_code(spec))
+            if name and name != folder.name == hash_of(spec) and written >= times.get(name, 0):
+                if result := trial.result_in(folder):
+                    times[name], found[name] = written, result
     return found
-
-
-def key_of(spec):
-    """What a run is, whatever its code: flags, data, seed and score, as text."""
-    rest = {key: value for key, value in spec.items() if key not in OF_CODE}
-    rest["train"] = {key: value for key, value in spec["train"].items() if key != "own_mechanism"}
-    rest["own"] = {key: value for key, value in spec["own"].items() if not key.startswith("mechanism ")}
-    return json.dumps(rest, sort_keys=True)
 
 
 # ---- once more ----
