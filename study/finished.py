@@ -20,7 +20,7 @@ def of_other_code(runs):
     """
     wanted, times, found = {whatever_code(run.spec): run.name for run in runs}, {}, {}
     for path in trial.TRIALS.glob("*/result.json"):
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone meanwhile
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone
             folder, written = path.parent, path.stat().st_mtime
             spec = from_json((folder / "spec.json").read_bytes())
             name = wanted.get(whatever_code(spec))
