@@ -29,8 +29,9 @@ class Variant:
     """What is compared: its flags on top of the plain GPT's, and what a run of it costs; None: not known.
 
     kind: plain, variant, budget (the plain GPT trained for longer or shorter) or wider (a plain GPT with as
-    many parameters as a variant). tokens: that it is trained on. flops: of the whole training, as executed.
-    time: of a training step over the plain GPT's, (median, low, high).
+    many parameters as a variant). steps, tokens: that it is trained for. flops: of the whole training, as
+    executed; needed: of a token, by the algorithm. time: of a training step over the plain GPT's, (median,
+    low, high). memory: MiB that a run adds.
     """
     name: str
     kind: str
@@ -39,15 +40,19 @@ class Variant:
     tokens: float | None = None
     flops: float | None = None
     time: tuple | None = None
+    steps: int | None = None
+    needed: float | None = None
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
 class Run:
     """One training that a study needs.
 
-    stage: screen, tune or judge. text: a dataset or a task. spec: all that its numbers depend on: flags,
-    seed, checksums of the data and of the sources. The runs of another program have a line of its file for
-    a spec, and names for seeds.
+    stage: screen, tune or judge. variant: its name, and in the stage tune the rates that are tried behind it:
+    "xsa, adamw_lr x 2" or "xsa, rates as they are". text: a dataset or a task. spec: all that its numbers
+    depend on: flags, seed, checksums of the data and of the sources. The runs of another program have a line
+    of its file for a spec, and names for seeds.
     """
     stage: str
     variant: str
@@ -181,8 +186,14 @@ class Study:
     """What was asked, what ran, and what it gave: all that a report says follows from it.
 
     measure: a key of verdicts.MEASURES. results, failures: {name of a run: Result or Failure}. rates:
-    {variant: {flag: rate}} where they were tuned. target: what each mean is compared with; None: nothing.
-    made: date, commit, versions, processor. config: the StudyConfig.
+    {variant: {flag: rate}} where they were tuned; untuned: the same of what each variant adds, where they
+    were not. target: what each mean is compared with; None: nothing. made: date, commit, versions, processor.
+    config: the StudyConfig.
+
+    What a reader must know beside the verdicts: whole: the steps, the tokens and the {text: bytes} of a run
+    that is not cut short. guesses: {task: {level: the share that guessing gets right}}. other_code: {variant:
+    how many of its runs other code made, as --accept_code allowed}. left_out: {variant: seeds of finished
+    runs that the study does not count}. notes: on the data, as sentences.
     """
     name: str
     measure: str
@@ -200,6 +211,12 @@ class Study:
     made: dict = field(default_factory=dict)
     config: dict = field(default_factory=dict)
     rates: dict = field(default_factory=dict)
+    untuned: dict = field(default_factory=dict)
+    whole: dict = field(default_factory=dict)
+    guesses: dict = field(default_factory=dict)
+    other_code: dict = field(default_factory=dict)
+    left_out: dict = field(default_factory=dict)
+    notes: tuple = ()
 
     def variant(self, name):
         """The Variant of this name."""
@@ -242,7 +259,7 @@ def read(path):
 
 def study_of(found):
     """The Study of its JSON. LookupError, TypeError, AttributeError or ValueError: it is not one."""
-    found = {**found, "texts": tuple(found["texts"])}
+    found = {**found, "texts": tuple(found["texts"]), "notes": tuple(found.get("notes", ()))}
     found["variants"] = tuple(Variant(**{**each, "time": each["time"] and tuple(each["time"])})
                               for each in found["variants"])
     found["pairs"] = tuple(Pair(**{**each, "texts": tuple(each["texts"])}) for each in found["pairs"])

@@ -36,6 +36,12 @@ def scores_in(runs, results, stage="judge"):
     return found
 
 
+def mean_of(scores, name, texts):
+    """The mean of a variant over texts, of its means over seeds on each; None: it has no score on one."""
+    own = [scores.get(name, {}).get(text) for text in texts]
+    return sum(sum(each.values()) / len(each) for each in own) / len(own) if all(own) else None
+
+
 # ---- of another program ----
 
 class Row(NamedTuple):

@@ -15,8 +15,10 @@ import numpy as np
 from scipy.optimize import brentq
 
 from study import stats
-from study.records import PLAIN, AtCost, Beyond, Comparison, Worth
-from study.scores import scores_of
+from study.records import PLAIN, AtCost, Beyond, Comparison, Pair, Worth
+from study.scores import mean_of, scores_of
+
+SAME_SIZE = 0.001  # of the parameters: so far apart, two models count as equally large
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,81 @@ def beyond_target(study):
         found.append(Beyond(name, len(own), mean.mean, mean.low, mean.high, single, corrected,
                             corrected <= study.alpha and not failed[name], failed[name]))
     return tuple(found)
+
+
+# ---- what a report shows beside verdicts ----
+
+def uncertainty(study, name, texts):
+    """Half of the interval of a variant's own mean over these texts; None: its seeds show no spread."""
+    scores = scores_of(study).get(name, {})
+    own = stats.of_parts(stats.parts_of([[*scores.get(text, {}).values()] for text in texts], 1), study.alpha)
+    return (own.high - own.low) / 2 if own.df else None
+
+
+def differences(scores, c):
+    """Each seed of a Comparison's variant minus the baseline's mean, over its texts."""
+    own, base = ([scores.get(name, {}).get(text, {}) for text in c.texts] for name in (c.variant, c.baseline))
+    mean = np.mean([np.mean([*each.values()]) for each in base])
+    seeds = [seed for seed in own[0] if all(seed in each for each in own)]
+    return [float(np.mean([each[seed] for each in own]) - mean) for seed in seeds]
+
+
+def on_validation(study):
+    """{variant: (mean score, stats.Difference to the plain GPT)} of the screening, the best first; nothing is
+    corrected, and there are no verdicts.
+    """
+    scores, measure = scores_of(study, "screen"), MEASURES[study.measure]
+    if PLAIN not in scores:
+        return {}
+    (text,) = scores[PLAIN]
+    found = {name: (mean_of(scores, name, [text]),
+                    difference(scores, Pair(name, PLAIN, (text,)), measure, study.alpha, study.margin))
+             for name in scores if name != PLAIN}
+    sign = -1 if measure.higher_is_better else 1
+    return dict(sorted(found.items(), key=lambda row: sign * row[1][0]))
+
+
+def same_size(params, others):
+    """Whether two numbers of parameters count as equal."""
+    return None not in (params, others) and abs(others - params) <= SAME_SIZE * params
+
+
+def shown_at_equal(study, comparisons, c):
+    """{what is equal: whether a variant that is better is shown to be so there; None: not measured}.
+
+    At equal parameters that is a verdict. At equal FLOPs and equal time the interval, which is not corrected,
+    lies on the better side. A variant that needs no more of something than the plain GPT is better at an
+    equal amount of it.
+    """
+    if not MEASURES[study.measure].has_costs:
+        return {}
+    variant, plain = study.variant(c.variant), study.variant(c.baseline)
+    shown = {"parameters": None}
+    if variant.params and plain.params and (variant.params <= plain.params
+                                            or same_size(variant.params, plain.params)):
+        shown["parameters"] = True
+    for other in comparisons:
+        if other.variant == c.variant and other.equal and other.texts == c.texts:
+            shown[other.equal] = other.verdict == "better" and other.high < 0
+    tokens = over(variant.tokens, plain.tokens)
+    flops = [over(variant.flops, plain.flops), over(variant.needed, plain.needed) * tokens]
+    flops = max((each for each in flops if not math.isnan(each)), default=math.nan)
+    time = variant.time[2] * tokens if variant.time else math.nan
+    shown["FLOPs"] = shown_at_cost(c.equal_flops, flops)
+    shown["time"] = shown_at_cost(c.equal_time, time)
+    return shown
+
+
+def shown_at_cost(each, ratio):
+    """Whether a variant is better at equal cost; without a figure, whether it costs no more."""
+    if each and each.high is not None:
+        return each.high < 0
+    return True if (each.ratio if each else ratio) <= 1 else None
+
+
+def over(one, other):
+    """A ratio; nan: one of both is not known."""
+    return one / other if one and other else math.nan
 
 
 # ---- at equal cost ----
