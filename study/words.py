@@ -329,11 +329,11 @@ def in_one_sentence(study, comparisons, rows):
     if len(rows) == 1:
         c = rows[0]
         parts = [sentence_of(study, c).rstrip(".")]
-        parts += [f"not shown to be better at equal {whats}, so better{BUT}{whats}"[:0]
-                  or f"but not at equal {whats}"] if lost else []
+        parts += [f"not shown to be better at equal {whats}"] * bool(lost)
         parts += [f"it {words}" for words in of_other_tokens(study, rows).values()]
         against = "" if trained_here(study) else f" against {baseline_of(study)}"
-        return f"{label_of(study, c.variant)}{against}: {'; '.join([*parts, *unmeasured])}."
+        words = "; ".join([*parts, *unmeasured]).replace("; not shown to be better at equal ", BUT)
+        return f"{label_of(study, c.variant)}{against}: {words}."
     rest = "".join(f"; {counts[word]} {word}" for word in (*MEANING, "failed", "no runs yet")
                    if counts[word] and word != "better")
     rest = rest.replace(" same", f" the same within {margin_in_words(study)}")
