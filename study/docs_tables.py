@@ -17,9 +17,9 @@ from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.tasks import LEARNED
 from study import pictures, records
 from study.records import PLAIN
-from study.tables import (Table, across_table, at_cost, costs_table, escaped, in_markdown, mean_alone, measured,
-                          on_each_in_words, others_table, score_cell, screened_table, tasks_table, texts_table,
-                          verdicts_table, without)
+from study.tables import (Table, across_table, at_cost, costs_table, escaped, in_markdown, mean_alone,
+                          measured, on_each_in_words, others_table, score_cell, screened_table, tasks_table,
+                          texts_table, verdicts_table, without)
 from study.verdicts import on_each_text, same_size, verdicts
 from study.words import against_plain, interval, label_of, level, verdict_of, worth_of
 
@@ -43,9 +43,9 @@ IN_WORDS = {
 # gpu-compile.json has tables of its own: tests/lab/gpu/report.py
 MARK = re.compile(r"(<!-- table: (\w+) (?!gpu-compile)(\S+\.json(?:\.gz)?)(?: ([^>]*?))? -->\n)"
                   r".*?(<!-- end -->)", re.S)
-OF_TASKS = ("+ better and − worse than the plain GPT, = the same within {margin:g}; without a mark undecided; a "
-            "number behind @ is the median step from which on {learned:.0%} are right, where more than half of the "
-            "runs learn it")
+OF_TASKS = ("+ better and − worse than the plain GPT, = the same within {margin:g}; without a mark "
+            "undecided; a number behind @ is the median step from which on {learned:.0%} are right, where "
+            "more than half of the runs learn it")
 
 
 # ---- tables of a study: text(study, comparisons, names of variants or None: all) ----
@@ -110,14 +110,15 @@ def explained(study, comparisons, only):
 
 def front(study, comparisons, only):
     """explained() in so few columns that they fit a front page."""
-    return in_markdown(without(explained_table(study, comparisons, only), "on each text alone", "worth × compute",
-                               "at equal time"))
+    return in_markdown(without(explained_table(study, comparisons, only), "on each text alone",
+                               "worth × compute", "at equal time"))
 
 
 def counted(study, comparisons, only):
     """What each variant costs as it is counted, without the times, which other work on a machine disturbs."""
     table = costs_table(study, only)
-    return in_markdown(without(table, *(title for title in table.head if title.startswith(("seconds", "time")))))
+    times = [title for title in table.head if title.startswith(("seconds", "time"))]
+    return in_markdown(without(table, *times))
 
 
 def each_text(study, comparisons, only):
@@ -197,7 +198,8 @@ def filled(text, where):
         if kind not in (known := {**TABLES, **TABLES_OF_FILES}):
             raise UserError(f"{where}: no table is called {kind}; there are {', '.join(known)}")
         path, names = ROOT / "results" / file, re.split(r",\s*", only) if only else None
-        text = TABLES_OF_FILES[kind](path, names) if kind in TABLES_OF_FILES else TABLES[kind](*judged(path), names)
+        of_file = TABLES_OF_FILES.get(kind)
+        text = of_file(path, names) if of_file else TABLES[kind](*judged(path), names)
         return f"{head}{text}\n{end}"
 
     return MARK.sub(fill, text)
@@ -208,7 +210,8 @@ def picture(files):
     found = [judged(ROOT / "results" / file) for file in files]
     if len(found) == 1:
         return drawing.drawn(pictures.forest, found[0], "png")
-    return drawing.drawn(pictures.ladder, [(size_of_blocks(study), study, own) for study, own in found], "png")
+    sizes = [(size_of_blocks(study), study, own) for study, own in found]
+    return drawing.drawn(pictures.ladder, sizes, "png")
 
 
 def size_of_blocks(study):

@@ -1,6 +1,7 @@
 """
-The pictures of a report: differences with their intervals, learning curves; and of several studies, differences
-and worth against size. White, so that they read on a dark page too; the same study gives the same bytes.
+The pictures of a report: differences with their intervals, learning curves; and of several studies,
+differences and worth against size. White, so that they read on a dark page too; the same study gives the same
+bytes.
 
 Each takes (Study, Comparisons), and is drawn by nanoheads.drawing.drawn().
 """
@@ -101,7 +102,7 @@ def row_of_plain(study, scores):
     own = [scores.get(PLAIN, {}).get(text, {}) for text in study.texts]
     shared = [seed for seed in own[0] if all(seed in each for each in own)]
     mean = mean_of(scores, PLAIN, study.texts)
-    seeds = [float(np.mean([each[seed] for each in own])) - mean for seed in shared] if mean is not None else []
+    seeds = [float(np.mean([each[seed] for each in own])) - mean for seed in shared]
     ends = (math.nan, math.nan) if half is None else (-half, half)
     black = VERDICT_COLOURS[PLAIN]
     return label_of(study, PLAIN), 0.0, *ends, seeds, dict(color=black, markerfacecolor=black)
@@ -180,7 +181,8 @@ def learning(found):
     for axes in every[len(curves):]:
         axes.axis("off")
     for axes, (text, own) in zip(every, curves.items()):
-        ranked = [c.variant for c in against_plain(study, comparisons) if text in c.texts and c.variant in own]
+        ranked = [c.variant for c in against_plain(study, comparisons)
+                  if text in c.texts and c.variant in own]
         chosen = ranked if len(ranked) < FEW else ranked[:3] + ranked[-2:]
         for name in [name for name in ranked if name not in chosen]:
             axes.plot(own[name][0], own[name][1].mean(0), color="0.8", linewidth=0.8)

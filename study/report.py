@@ -1,7 +1,7 @@
 """
 The report of a study: a table for the terminal, Markdown, JSON for a program, and a page of HTML that loads
-nothing from the network. All of it is a function of a Study, its Comparisons and its means beside a target; what
-is said is words.py's, tables are tables.py's.
+nothing from the network. All of it is a function of a Study, its Comparisons and its means beside a target
+(verdicts.beyond_target()); what is said is words.py's, tables are tables.py's.
 """
 
 import base64
@@ -19,10 +19,11 @@ from study import pictures, tables
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, on_each_text
-from study.words import (AMOUNTS, BUT, INTERIM, MEANING, against_in_words, against_plain, baseline_of, cut_of,
-                         full_sentence, headline, is_of_tasks, label_of, learned, level, limited_verdict, listed,
-                         next_study, notices, others, progress, question_of, ratio, remarks, sentence_of, tested,
-                         trained_here, verdict_of, verdict_on_target, verdict_so_far)
+from study.words import (AMOUNTS, BUT, INTERIM, MEANING, against_in_words, against_plain, baseline_of,
+                         cut_of, full_sentence, headline, is_of_tasks, label_of, learned, level,
+                         limited_verdict, listed, next_study, not_shown_at, notices, others, progress,
+                         question_of, ratio, remarks, tested, trained_here, verdict_on_target,
+                         verdict_so_far)
 
 WIDTH = 120  # of a line in the terminal
 
@@ -105,7 +106,8 @@ def for_a_program(study, comparisons, beyond=(), out=None):
                  follow_up=next_study(study, comparisons))
     found["bpb" if study.measure == "bits/byte" else "scores"] = means
     if not trained_here(study):
-        found.update(higher_is_better=MEASURES[study.measure].higher_is_better, baseline=label_of(study, PLAIN))
+        found.update(higher_is_better=MEASURES[study.measure].higher_is_better,
+                     baseline=label_of(study, PLAIN))
     if beyond:
         found.update(target=study.target, targets=[
             {**asdict(each), "variant": name_of(study, each.variant),
@@ -130,22 +132,17 @@ def row_for_a_program(study, comparisons, c):
     scores, of_task = scores_of(study), {}
     if is_of_tasks(study):
         task = c.texts[0]
-        (own, _, step), (plain, _, step_plain) = (learned(study, name, task) for name in (c.variant, c.baseline))
+        own, _, step = learned(study, c.variant, task)
+        plain, _, step_plain = learned(study, c.baseline, task)
         of_task = dict(task=task, acc=mean_of(scores, c.variant, c.texts),
                        acc_plain=mean_of(scores, c.baseline, c.texts), learned=own, learned_plain=plain,
                        step=step, step_plain=step_plain)
     return dict(variant=name_of(study, c.variant), baseline=name_of(study, c.baseline), texts=c.texts,
                 equal=[c.equal] if c.equal else [], **verdict,
-                but_not_at=limits_for_a_program(study, comparisons, c), **{key: getattr(c, key) for key in keys},
-                more_seeds=c.seeds, **costs, **of_task,
+                but_not_at=not_shown_at(study, comparisons, c), more_seeds=c.seeds,
+                **{key: getattr(c, key) for key in keys}, **costs, **of_task,
                 **{f"{key}_ratio": ratio(study, key, c.variant, c.baseline) for key in amounts},
                 words=full_sentence(study, c))
-
-
-def limits_for_a_program(study, comparisons, c):
-    """What is equal where a variant that is better is not shown to be."""
-    limits = limited_verdict(study, comparisons, c).partition(BUT)[2]
-    return re.split(r", | or ", limits) if limits else []
 
 
 # ---- the page ----
@@ -182,8 +179,8 @@ def page(study, comparisons, beyond=(), drawn=None):
         return limited_verdict(study, comparisons, c)
     main = tables.tasks_table(study, comparisons) if is_of_tasks(study) else tables.verdicts_table(
         study, comparisons, verdict=verdict)
-    cards = [(verdict(study, c), against_in_words(study, c), full_sentence(study, c), c.worth and c.worth.words)
-             for c in rows]
+    cards = [(verdict(study, c), against_in_words(study, c), full_sentence(study, c),
+              c.worth and c.worth.words) for c in rows]
     where = [study.name, study.config.get("scale"), study.made.get("date"), listed(study.texts)]
     return PAGES.get_template("page.html").render(
         study=study, title=question_of(study), where=" · ".join(str(each) for each in where if each),

@@ -1,6 +1,6 @@
 """
-The tables of a report, as text: verdicts, each text alone, screening, learning rates, costs, tasks, runs. For the
-terminal, for Markdown, for a page and for docs. Nothing is computed here.
+The tables of a report, as text: verdicts, each text alone, screening, learning rates, costs, tasks, runs. For
+the terminal, for Markdown, for a page and for docs. Nothing is tested here.
 """
 
 import html
@@ -118,8 +118,8 @@ def verdicts_table(study, comparisons, only=None, difference=interval, verdict=v
         return [*[short(study.variant(name).params)] * has_costs, str(seeds_of(study, name)),
                 score_cell(study, name)]
 
-    table = [(label_of(study, PLAIN), "–", *sizes(PLAIN), own_interval(study), "–", *("1", "–", "–")[:len(costs)],
-              *("1" for _ in amounts))]
+    table = [(label_of(study, PLAIN), "–", *sizes(PLAIN), own_interval(study), "–",
+              *("1", "–", "–")[:len(costs)], *("1" for _ in amounts))]
     for c in rows:
         left = [worth_of(c), *(at_cost(c, key, difference) for key in EQUAL)][:len(costs)]
         table.append((label_of(study, c.variant), verdict(study, c), *sizes(c.variant), interval(c), p_of(c),
@@ -133,8 +133,8 @@ def others_table(study, comparisons, only=None):
             head_of_difference(study), "corrected p")
     tasks = is_of_tasks(study)
     rows = [(label_of(study, c.variant), verdict_of(study, c), label_of(study, c.baseline),
-             equal_of(study, c), score_cell(study, c.variant, c.texts), score_cell(study, c.baseline, c.texts),
-             interval(c), p_of(c), *[c.texts[0]] * tasks)
+             equal_of(study, c), score_cell(study, c.variant, c.texts),
+             score_cell(study, c.baseline, c.texts), interval(c), p_of(c), *[c.texts[0]] * tasks)
             for c in others(comparisons) if only is None or c.variant in only]
     return Table((*head, *["task"] * tasks), rows, (0, 1, 2, 3, *[8] * tasks))
 
@@ -191,14 +191,14 @@ def screened_table(study, only=None):
     found = on_validation(study)
     judged = {run.variant for run in study.runs if run.stage == "judge"}
     text = next((run.text for run in study.runs if run.stage == "screen"), None)
-    name = MEASURES[study.measure].name
-    head = (label := "variant", f"{name}, validation", head_of_difference(study), "judged")
-    rows = [(label_of(study, PLAIN), show(mean_of(scores_of(study, "screen"), PLAIN, [text]), ".4f"), "–", "yes")]
+    head = ("variant", f"{MEASURES[study.measure].name}, validation", head_of_difference(study), "judged")
+    plain = mean_of(scores_of(study, "screen"), PLAIN, [text])
+    rows = [(label_of(study, PLAIN), show(plain, ".4f"), "–", "yes")]
     for name, (mean, difference) in found.items():
         if only is None or name in only:
             rows.append((label_of(study, name), show(mean, ".4f"), interval(difference),
                          "yes" if name in judged else "no"))
-    return Table((label, *head[1:]), rows if found else [], (0, 3))
+    return Table(head, rows if found else [], (0, 3))
 
 
 def rates_table(study):
@@ -254,7 +254,7 @@ def median(values):
 
 
 def runs_tables(study):
-    """The score of every judged run, SEEDS_ABREAST seeds a table: of the later ones only what has such seeds."""
+    """The score of every judged run, SEEDS_ABREAST seeds a table: of the later ones only what has such."""
     scores, tables, several = scores_of(study), [], len(study.texts) > 1
     seeds = [*dict.fromkeys(seed for own in scores.values() for each in own.values() for seed in each)]
     seeds.sort(key=lambda seed: (not seed.isdigit(), int(seed) if seed.isdigit() else 0, seed))
@@ -294,10 +294,10 @@ def settings_of(study):
     c, made = study.config, study.made
     seeds = {name: seeds_of(study, name) for name in scores_of(study)}
     of_variants = sorted({n for name, n in seeds.items() if name != PLAIN})
-    rows = [("Study", ", ".join(filter(None, [study.name, c.get("scale") and f"{c['scale']} scale",
-                                              made.get("date"), f"commit {made.get('commit') or 'unknown'}"]))),
-            ("Seeds", f"{listed(map(str, of_variants), 'or') or '–'} of a variant, {seeds.get(PLAIN, 0)} of the "
-                      f"plain GPT"),
+    scale, commit = c.get("scale") and f"{c['scale']} scale", f"commit {made.get('commit') or 'unknown'}"
+    rows = [("Study", ", ".join(filter(None, [study.name, scale, made.get("date"), commit]))),
+            ("Seeds", f"{listed(map(str, of_variants), 'or') or '–'} of a variant, {seeds.get(PLAIN, 0)} of "
+                      "the plain GPT"),
             ("Scored", f"{listed(study.texts)}, {c.get('split') or 'test'} split")]
     if c.get("settings"):
         rows.append(("On both sides", ", ".join(f"{key}={value}" for key, value in c["settings"].items())))
@@ -366,11 +366,12 @@ def across_table(studies):
     """Each variant's difference and its worth in several studies: {size or name: (Study, Comparisons)}."""
     rows = [(label_of(study, PLAIN), size, "–", score_cell(study, PLAIN), own_interval(study), "–", "1")
             for size, (study, _) in studies.items()]
-    every = [(size, study, against_plain(study, comparisons)) for size, (study, comparisons) in studies.items()]
+    every = [(size, study, against_plain(study, comparisons))
+             for size, (study, comparisons) in studies.items()]
     for name in dict.fromkeys(c.variant for _, _, found in every for c in found):
         rows += [(label_of(study, name), size, verdict_of(study, c), score_cell(study, name), interval(c),
                   p_of(c), worth_of(c)) for size, study, found in every for c in found if c.variant == name]
     first = next(iter(studies.values()))[0]
-    head = ("variant", "size", "verdict", MEASURES[first.measure].name, head_of_difference(first), "corrected p",
-            "worth × compute")
+    head = ("variant", "size", "verdict", MEASURES[first.measure].name, head_of_difference(first),
+            "corrected p", "worth × compute")
     return Table(head, rows, (0, 1, 2))

@@ -206,7 +206,8 @@ def not_shown_at(study, comparisons, c):
 
 def limited_verdict(study, comparisons, c):
     """verdict_of(), and of a variant that is better where it is not shown to be."""
-    return BUT.join([verdict_of(study, c), *filter(None, [listed(not_shown_at(study, comparisons, c), "or")])])
+    limits = listed(not_shown_at(study, comparisons, c), "or")
+    return verdict_of(study, c) + (BUT + limits if limits else "")
 
 
 def against_in_words(study, c):
@@ -307,10 +308,11 @@ def question_of(study):
 def headline(study, comparisons, beyond=()):
     """The study in one sentence; before it one that says how it was cut, if it was."""
     done = progress(study)
-    unfinished = "" if study.finished else f"UNFINISHED, {done['done']:,} of {plural(done['planned'], 'run')}:"
+    unfinished = f"UNFINISHED, {done['done']:,} of {plural(done['planned'], 'run')}:" * (not study.finished)
     rows = against_plain(study, comparisons)
     judged = "" if beyond and not rows else in_one_sentence(study, comparisons, rows)
-    return " ".join(filter(None, [unfinished, cut_in_short(study), judged, target_in_a_sentence(study, beyond)]))
+    parts = [unfinished, cut_in_short(study), judged, target_in_a_sentence(study, beyond)]
+    return " ".join(filter(None, parts))
 
 
 def in_one_sentence(study, comparisons, rows):
@@ -341,8 +343,9 @@ def in_one_sentence(study, comparisons, rows):
     n = len({run.variant for run in study.runs if run.stage == "screen"} - {PLAIN})
     screened = f"{plural(n, 'variant')} {'was' if n == 1 else 'were'} screened. " * (n > 0)
     said = INTERIM.capitalize() * (not study.finished) + screened
-    said += (f"{len(best) or 'Not one'} of {len(rows)} variants {'was' if len(best) < 2 else 'were'} shown to "
-             f"be better than {baseline_of(study)}{rest}.")
+    were = "was" if len(best) < 2 else "were"
+    said += (f"{len(best) or 'Not one'} of {len(rows)} variants {were} shown to be better than "
+             f"{baseline_of(study)}{rest}.")
     parts = []
     if lost:
         one, *more = lost
@@ -442,8 +445,9 @@ def cut_in_words(study):
     cut, parts = cut_of(study), []
     short_runs = bool(cut and fewer(cut, "steps"))
     if short_runs:
-        parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {study.config.get('scale')} scale "
-                     f"has {show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
+        scale = study.config.get("scale") or "whole"
+        parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {scale} scale has "
+                     f"{show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
     if cut and fewer(cut, "bytes"):
         parts.append(f"scored on {share_scored(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} bytes)")
     later = " After all steps the variants may rank otherwise." * short_runs
@@ -479,12 +483,12 @@ def notices(study, comparisons):
     if study.other_code:
         of = listed([label_of(study, name) for name in study.other_code])
         n = sum(study.other_code.values())
-        lines.append(f"{plural(n, 'run')} {'was' if n == 1 else 'were'} made by other code or other libraries, "
-                     f"which --accept_code allowed: of {of}.")
+        lines.append(f"{plural(n, 'run')} {'was' if n == 1 else 'were'} made by other code or other "
+                     f"libraries, which --accept_code allowed: of {of}.")
     lines += [f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in study.notes]
     if not study.notes and is_scored_on_val(study):
-        lines.append("Test is val: the test split is the validation split over again, so a test score here is a "
-                     "validation score.")
+        lines.append("Test is val: the test split is the validation split over again, so a test score here "
+                     "is a validation score.")
     if early := scored_early(study):
         lines.append("Scored long before the end, where validation was best, since it got worse after: "
                      f"{listed(early)}.")
@@ -621,7 +625,8 @@ def remarks(study, comparisons, beyond=()):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
     if is_of_tasks(study):
-        lines.append(f"A run learns a task from the step on from which {LEARNED:.0%} of its answers are right.")
+        lines.append(f"A run learns a task from the step on from which {LEARNED:.0%} of its answers are "
+                     "right.")
     return [*lines, *remarks_on_target(study, beyond), *leaks_in_words(study), *timed_how(study)]
 
 
@@ -633,9 +638,11 @@ def leaks_in_words(study):
     looked = [study.results[name].leaks for name in judged if study.results[name].leaks]
     if not looked:
         return []
-    of = "Every judged run" if len(looked) == len(judged) else f"{len(looked):,} of {len(judged):,} judged runs"
-    return [f"{of} {'was' if of.startswith('E') else 'were'} searched for a model that looks ahead or mixes "
-            f"rows, and none was found: {words}." for words in sorted(set(looked))[:3]]
+    of = f"{len(looked):,} of {len(judged):,} judged runs were"
+    if len(looked) == len(judged):
+        of = "Every judged run was"
+    return [f"{of} searched for a model that looks ahead or mixes rows, and none was found: {words}."
+            for words in sorted(set(looked))[:3]]
 
 
 def timed_how(study):
@@ -643,8 +650,8 @@ def timed_how(study):
     if not any(each.time and each.kind == "variant" for each in study.variants):
         return []
     processor = study.made.get("processor") or "one processor"
-    return [f"Training steps of both sides were timed in alternation ({processor}). Another machine has other "
-            "ratios."]
+    return [f"Training steps of both sides were timed in alternation ({processor}). Another machine has "
+            "other ratios."]
 
 
 def target_in_a_sentence(study, beyond):
@@ -675,8 +682,8 @@ def remarks_on_target(study, beyond):
         return []
     n, side = len(beyond), side_of_target(study)
     corrected = f", corrected for {n} means apart from the comparisons" * (n > 1)
-    why = [f"{label_of(study, each.variant)} is not called {side} it, since {plural(each.failed, 'run')} of it "
-           "failed." for each in beyond if each.failed and number(each.p_corrected) <= study.alpha]
+    why = [f"{label_of(study, each.variant)} is not called {side} it, since {plural(each.failed, 'run')} "
+           "of it failed." for each in beyond if each.failed and number(each.p_corrected) <= study.alpha]
     return [f"A mean is {side} {study.target:g} by a one-sided t test{corrected}.", *why]
 
 
@@ -686,7 +693,7 @@ def next_study(study, comparisons):
     """What a finished study leaves open: {"undecided", "variants", "seeds", "command", "words"}; None:
     nothing. command: a new study with fresh seeds, for a shell; None: what made this one is not known.
     """
-    rows = [c for c in comparisons if c.verdict == "undecided" and not c.withheld and known(c.low)]
+    rows = [c for c in comparisons if c.verdict == "undecided" and not c.withheld and known(c.se)]
     if not study.finished or not rows:
         return None
     near = [c for c in rows if (c.seeds or math.inf) <= MOST_SEEDS]
@@ -695,11 +702,12 @@ def next_study(study, comparisons):
     names = [name for name in names if study.variant(name).kind == "variant"]
     lines = []
     if near:
-        lines.append(f"Undecided: {listed([open_in_words(study, c) for c in near])}. A new study with {seeds} "
-                     "fresh seeds would decide four times in five, if differences and spreads are as they look "
-                     "now. Do not add seeds to this study: that would be a second look at the same scores, for "
-                     "which p is not corrected.")
-    if far := [f"{open_in_words(study, c)} ({c.seeds or 'more than 1000'})" for c in rows if c not in near]:
+        lines.append(f"Undecided: {listed([open_in_words(study, c) for c in near])}. A new study with "
+                     f"{seeds} fresh seeds would decide four times in five, if differences and spreads are "
+                     "as they look now. Do not add seeds to this study: that would be a second look at the "
+                     "same scores, for which p is not corrected.")
+    if far := [f"{open_in_words(study, c)} ({c.seeds or 'more than 1000'})"
+               for c in rows if c not in near]:
         lines.append(f"Undecided, and it would take more than {MOST_SEEDS} seeds: {listed(far)}.")
     undecided = [dict(variant=c.variant, baseline=c.baseline, seeds=c.seeds) for c in rows]
     return dict(undecided=undecided, variants=names, seeds=seeds,
@@ -723,7 +731,8 @@ def command_of(study, names, n):
         return None
     config, own = study.config, [each.name for each in study.variants if each.kind == "variant"]
     used = {run.seed for run in study.runs} | {seed for seeds in study.left_out.values() for seed in seeds}
-    fresh = itertools.islice(itertools.count(max(used) + 1), n)
+    last = max(run.seed for run in study.runs if run.stage == "judge")
+    fresh = itertools.islice((seed for seed in itertools.count(last + 1) if seed not in used), n)
     more = dict(seeds=",".join(map(str, fresh)), out_dir=f"out/{study.name}-{n}-seeds")
     if {*own} - {*names} and not config.get("mechanism"):
         given = config.get("variants") or {}
@@ -733,4 +742,11 @@ def command_of(study, names, n):
         more["always"] = ",".join(name for name in config.get("always", ()) if name in names)
         more = {key: value for key, value in more.items() if value not in ("", "{}", "[]") or config.get(key)}
     stays = [word for word in words[2:] if not word.startswith(tuple(f"--{key}=" for key in more))]
-    return shlex.join([*words[:2], *stays, *(f"--{key}={value}" for key, value in more.items())])
+    return " ".join(map(quoted, [*words[:2], *stays, *(f"--{key}={value}" for key, value in more.items())]))
+
+
+def quoted(word):
+    """shlex.quote(), easier to read where a value is a dict of names in single quotes."""
+    if "'" in word and not {*word} & {*'"$`\\!'}:
+        return f'"{word}"'
+    return shlex.quote(word)
