@@ -149,9 +149,9 @@ TABLES = {
 
 # ---- tables of other files ----
 
-def pruned(path, only):
+def pruned(folder, file, only):
     """prune.py's bits per byte: the mean over checkpoints and the range, for each number of heads kept."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(Path(folder, file).read_text(encoding="utf-8"))
     scores, heads = {}, max(row["heads"] for row in found["rows"])
     for row in found["rows"]:
         scores.setdefault(row["by"], {}).setdefault(row["kept"], []).append(row["bpb"])
@@ -174,40 +174,44 @@ def size_of(path):
     return Path(path).name.removesuffix(".json.gz")
 
 
-def ladder(path, more):
-    """What studies of several sizes find: that of a file, and those of `more` names in results/."""
-    paths = [path, *(ROOT / "results" / name for name in more or ())]
-    return in_markdown(across_table({size_of(each): judged(each) for each in paths}))
+def ladder(folder, file, more):
+    """What studies of several sizes find: that of a file, and those of `more` names."""
+    files = [file, *(more or ())]
+    return in_markdown(across_table({size_of(each): judged(Path(folder, each)) for each in files}))
 
 
-# kind -> text(the file's path, the rest of its mark or None)
+# kind -> text(the folder of results, the file's name, the rest of its mark or None)
 TABLES_OF_FILES = {"ladder": ladder, "pruned": pruned}
 
 
 # ---- the pages ----
 
-def pages():
-    """README.md and every page of docs/, as names in the repository."""
-    return ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
+def pages(root):
+    """README.md and every page of docs/."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
-def filled(text, where):
-    """A page's text, every table in it as results/ has it now. UserError: an unknown kind, or no file."""
+def filled(text, where, folder):
+    """A page's text, every table in it as the folder of results has it now. UserError: an unknown kind, or no
+    file.
+    """
     def fill(match):
         head, kind, file, only, end = match.groups()
         if kind not in (known := {**TABLES, **TABLES_OF_FILES}):
             raise UserError(f"{where}: no table is called {kind}; there are {', '.join(known)}")
-        path, names = ROOT / "results" / file, re.split(r",\s*", only) if only else None
-        of_file = TABLES_OF_FILES.get(kind)
-        text = of_file(path, names) if of_file else TABLES[kind](*judged(path), names)
+        names = re.split(r",\s*", only) if only else None
+        if kind in TABLES_OF_FILES:
+            text = TABLES_OF_FILES[kind](folder, file, names)
+        else:
+            text = TABLES[kind](*judged(Path(folder, file)), names)
         return f"{head}{text}\n{end}"
 
     return MARK.sub(fill, text)
 
 
-def picture(files):
+def picture(folder, files):
     """The PNG of a results file's differences; of several files, by size."""
-    found = [judged(ROOT / "results" / file) for file in files]
+    found = [judged(Path(folder, file)) for file in files]
     if len(found) == 1:
         return drawing.drawn(pictures.forest, found[0], "png")
     sizes = [(size_of_blocks(study), study, own) for study, own in found]
@@ -220,22 +224,21 @@ def size_of_blocks(study):
     return 12 * run.spec["model"]["n_layer"] * run.spec["model"]["n_embd"] ** 2
 
 
-def write_pictures():
-    """Draw PICTURES; a line for each that changed."""
-    changed = []
-    for name, files in PICTURES.items():
-        path, data = ROOT / name, picture(files)
+def write(root=ROOT, drawn=None):
+    """Write every table of README.md and docs/ and draw the pictures; a line for each file that changed.
+
+    drawn: {picture: its results files}; None: PICTURES.
+    """
+    folder, changed = Path(root, "results"), []
+    before = {page: page.read_text(encoding="utf-8") for page in pages(Path(root))}
+    after = {page: filled(text, page.name, folder) for page, text in before.items()}
+    for page in before:
+        if after[page] != before[page]:
+            write_atomic(page, lambda file, text=after[page]: file.write(text.encode()))
+            changed.append(f"{page.relative_to(root)}: tables written from results/")
+    for name, files in (PICTURES if drawn is None else drawn).items():
+        path, data = Path(root, name), picture(folder, files)
         if not path.is_file() or path.read_bytes() != data:
             write_atomic(path, lambda file, data=data: file.write(data))
             changed.append(f"{name}: drawn from {', '.join(f'results/{file}' for file in files)}")
     return changed
-
-
-def write():
-    """Write every table of pages() and draw PICTURES; a line for each file that changed."""
-    before = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages()}
-    after = {page: filled(text, page) for page, text in before.items()}
-    changed = [page for page in before if after[page] != before[page]]
-    for page in changed:
-        write_atomic(Path(ROOT, page), lambda file, text=after[page]: file.write(text.encode()))
-    return [*(f"{page}: tables written from results/" for page in changed), *write_pictures()]

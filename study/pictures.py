@@ -264,8 +264,7 @@ def draw_worth(axes, lines):
     """Worth in the plain GPT's compute against size; a triangle: beyond the budgets that were trained."""
     axes.axhline(1, color="black", linewidth=1.2)
     for _, colour, own in lines:
-        own = [(n, [(sign, float(value)) for sign, value in ends_of(c.worth)]) for n, c in own
-               if ends_of(c.worth)]
+        own = [(n, ends) for n, c in own if (ends := ends_of(c.worth))]
         axes.plot([n for n, _ in own], [ends[0][1] for _, ends in own], color=colour)
         for n, ends in own:
             values = [value for _, value in ends[1:]] or [ends[0][1]]

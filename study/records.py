@@ -187,8 +187,8 @@ class Study:
 
     measure: a key of verdicts.MEASURES. results, failures: {name of a run: Result or Failure}. rates:
     {variant: {flag: rate}} where they were tuned; untuned: the same of what each variant adds, where they
-    were not. target: what each mean is compared with; None: nothing. made: date, commit, versions, processor.
-    config: the StudyConfig.
+    were not ({}: it adds no weights). target: what each mean is compared with; None: nothing. made: date,
+    commit, versions, processor. config: the StudyConfig.
 
     What a reader must know beside the verdicts: whole: the steps, the tokens and the {text: bytes} of a run
     that is not cut short. guesses: {task: {level: the share that guessing gets right}}. other_code: {variant:

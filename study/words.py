@@ -95,12 +95,14 @@ def ends_of(worth):
     signs = {"less than ": "<", "more than ": ">"}
     parts = [re.match(r"(less than |more than |)(.*)", part).groups() for part in found.groups() if part
              ] if found else []
-    return [(signs.get(sign, ""), value) for sign, value in parts]
+    exact = (worth.mean, worth.low, worth.high) if worth else ()
+    return [(signs.get(sign, ""), float(text) if value is None else value)
+            for (sign, text), value in zip(parts, exact)]
 
 
 def worth_of(c):
     """0.93 [0.88, 0.99]: a multiple of the plain GPT's budget; –: its score does not fall with its budget."""
-    ends = ["".join(end) for end in ends_of(c.worth)]
+    ends = [f"{sign}{value:g}" if sign else f"{value:.2f}" for sign, value in ends_of(c.worth)]
     if not ends:
         return "–" if c.worth else NOT_MEASURED
     return f"{ends[0]} [{', '.join(ends[1:])}]" if ends[1:] else ends[0]
@@ -465,6 +467,8 @@ def notices(study, comparisons):
         lines.append(f"This study is not finished: {done['done']:,} of {plural(done['planned'], 'run')} are "
                      "done; all of this may still change.")
     lines += failures_in_words(study)
+    lines += [f"{against_in_words(study, c)}: not called {c.withheld}, since {plural(c.failed, 'run')} "
+              "failed." for c in comparisons if c.withheld]
     if study.left_out:
         runs = listed([f"{len(seeds)} of {label_of(study, name)} ({seeds_in_words(seeds)})"
                        for name, seeds in study.left_out.items()])
@@ -542,10 +546,10 @@ def rates_in_words(study):
             at = f"{flag}={rate:g}, {'as given' if given else 'the default'}"
             names.setdefault(at, []).append(label_of(study, name))
     learns = [f"what {listed(own)} add{'s' * (len(own) == 1)} learns at {at}" for at, own in names.items()]
-    rest = "all learn at the plain GPT's rates" if not study.untuned else (
-        "no mechanism adds weights, and all learn at the plain GPT's rates")
-    return [f"No learning rate was tuned: {'; '.join(learns) or rest}. With --tune_lr both sides first get "
-            "their best rates on validation."]
+    if study.untuned and not learns:
+        learns = ["no mechanism adds weights, and all learn at the plain GPT's rates"]
+    said = ": ".join(["No learning rate was tuned", *filter(None, ["; ".join(learns)])])
+    return [f"{said}. With --tune_lr both sides first get their best rates on validation."]
 
 
 def is_scored_on_val(study):
@@ -564,10 +568,10 @@ def scored_early(study):
             steps, scores = result.curve["steps"], [number(score) for score in result.curve["scores"]]
             if any(map(known, scores)):
                 best = min(range(len(scores)), key=lambda i: (not known(scores[i]), scores[i]))
-                found.setdefault(run.variant, []).append((steps[best], steps[-1]))
-    means = {name: [statistics.median(each) for each in zip(*own)] for name, own in found.items()}
-    return [f"{label_of(study, name)} (step {show(best)} of {show(last)})"
-            for name, (best, last) in means.items() if best < 0.9 * last]
+                found.setdefault((run.variant, run.text), []).append((steps[best], steps[-1]))
+    medians = {key: [statistics.median(each) for each in zip(*own)] for key, own in found.items()}
+    return [f"{label_of(study, name)}{f' on {text}' * (len(study.texts) > 1)} (step {show(best)} of "
+            f"{show(last)})" for (name, text), (best, last) in medians.items() if best < 0.9 * last]
 
 
 # ---- learning rates that were tried ----
