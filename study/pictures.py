@@ -156,27 +156,43 @@ def draw_row(axes, y, mean, low, high, seeds, own, left, right):
 # ---- learning curves ----
 
 def curves_of(study):
-    """{text: {variant: (steps, scores [seeds, steps])}} on validation, of the judged runs with all steps."""
+    """{text: {variant: (steps, scores [seeds, steps])}} on validation, of the judged runs; one that ended
+    early, since it had learned its task, stays at its last score.
+    """
     found = {}
     for run in study.runs:
         result = study.results.get(run.name)
         if run.stage == "judge" and result and result.curve:
             curve = [math.nan if score is None else score for score in result.curve["scores"]]
             own = found.setdefault(run.text, {}).setdefault(run.variant, [])
-            own.append((tuple(result.curve["steps"]), curve))
-    return {text: {name: (own[0][0], np.array([curve for steps, curve in own if steps == own[0][0]], float))
-                   for name, own in variants.items()} for text, variants in found.items()}
+            own.append((result.curve["steps"], curve))
+    return {text: {name: on_one_axis(own) for name, own in variants.items()}
+            for text, variants in found.items()}
 
 
-def learning(found):
-    """A Figure: the score on validation against steps, a panel a text, a line a variant; None: no curves."""
+def on_one_axis(curves):
+    """(steps, scores [n, steps]) of n curves, [(steps, scores)], on the steps of the longest."""
+    steps = max((steps for steps, _ in curves), key=lambda steps: steps[-1])
+    return steps, np.array([np.interp(steps, *curve) for curve in curves])
+
+
+def learning_narrow(found):
+    """learning() for a phone: one panel below the other."""
+    return learning(found, 1, 4.4)
+
+
+def learning(found, most=3, width=None):
+    """A Figure: the score on validation against steps, a panel a text, a line a variant; None: no curves.
+
+    most: panels abreast; width: in inches, None: as these need.
+    """
     study, comparisons = found
     curves, measure = curves_of(study), MEASURES[study.measure]
     if not curves:
         return None
-    columns = min(3, len(curves))
+    columns = min(most, len(curves))
     lines = -(-len(curves) // columns)
-    figure = canvas(min(3.2 + 3.8 * columns, 14), 4.4 * lines)
+    figure = canvas(width or 3.2 + 3.6 * columns, 4.4 * lines)
     every = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes in every[len(curves):]:
         axes.axis("off")

@@ -187,7 +187,7 @@ def page(study, comparisons, beyond=(), drawn=None):
         headline=headline(study, comparisons, beyond), notices=notices(study, comparisons), main=main,
         cards=cards, remarks=" ".join(remarks(study, comparisons, beyond)),
         following=next_study(study, comparisons), baseline=baseline_of(study), level=level(study),
-        drawn={"forest": None, "forest_narrow": None, "learning": None, **(drawn or {})},
+        drawn={**dict.fromkeys(("forest", "forest_narrow", "learning", "learning_narrow")), **(drawn or {})},
         texts=tables.texts_table(study, comparisons, verdict=verdict), alone=tables.alone_table(study),
         others=tables.others_table(study, comparisons), screened=tables.screened_table(study),
         target=tables.target_table(study, beyond), rates=tables.rates_table(study),
@@ -209,7 +209,8 @@ def write(study, comparisons, folder, beyond=()):
     folder.mkdir(parents=True, exist_ok=True)
     found = study, comparisons
     drawn = {draw.__name__: drawing.drawn(draw, found)
-             for draw in (pictures.forest, pictures.forest_narrow, pictures.learning)}
+             for draw in (pictures.forest, pictures.forest_narrow, pictures.learning,
+                          pictures.learning_narrow)}
     files = {"report.html": page(study, comparisons, beyond, drawn).encode("utf-8", "replace"),
              "report.md": in_markdown(study, comparisons, beyond).encode("utf-8", "replace"),
              "forest.svg": drawn["forest"], "forest.png": drawn["forest"] and drawing.drawn(

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter
 from nanoheads.common import number, plural, printable
 from nanoheads.tasks import LEARNED, learned_from
 from study.records import PLAIN
-from study.scores import scores_of
+from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, over, shown_at_equal
 
 MEANING = {
@@ -283,9 +283,11 @@ def guess_of(study, task):
 
 def task_sentence(study, c):
     """sentence_of() with how many runs learn a task."""
-    task = c.texts[0]
-    return (f"{sentence_of(study, c)}; runs that learn it: {learned_in_words(study, c.variant, task)}, of "
-            f"{label_of(study, c.baseline)} {learned_in_words(study, c.baseline, task)}")
+    task, scores = c.texts[0], scores_of(study)
+    own, other = (show(mean_of(scores, name, c.texts), ".3f") for name in (c.variant, c.baseline))
+    return (f"{sentence_of(study, c)}; {own} right against {other}; runs that learn it: "
+            f"{learned_in_words(study, c.variant, task)}, of {label_of(study, c.baseline)} "
+            f"{learned_in_words(study, c.baseline, task)}")
 
 
 def full_sentence(study, c):
@@ -452,8 +454,10 @@ def cut_in_words(study):
                      f"{show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
     if cut and fewer(cut, "bytes"):
         parts.append(f"scored on {share_scored(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} bytes)")
-    later = " After all steps the variants may rank otherwise." * short_runs
-    return parts and f"Each run of the plain GPT was {listed(parts)}.{later}"
+    later = " After all steps the variants may rank otherwise" * short_runs
+    mend = ": a study without max_iters trains them all" * ("max_iters" in study.config.get("settings", {}))
+    later += (mend + ".") * short_runs
+    return f"Each run of the plain GPT was {listed(parts)}.{later}" if parts else ""
 
 
 # ---- notices ----

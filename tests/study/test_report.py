@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from helpers import ROOT
 
-from study import docs_tables, records, report, tables, words
+from study import docs_tables, pictures, records, report, tables, words
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
 from study.scores import from_csv
 from study.verdicts import beyond_target, verdicts
@@ -285,6 +285,11 @@ def test_tasks_say_how_many_learn_them_and_from_which_step():
     for where in ("terminal", "page", "program"):
         assert "runs that learn it: 8 of 8 from step 10 on, of plain GPT 0 of 8" in text[where], where
     assert tables.tasks_table(TASKS, verdicts(TASKS)).rows[-1] == ("guessing", "0.25", "0.50")
+
+
+def test_a_run_that_ends_early_stays_at_its_last_score():
+    steps, scores = pictures.on_one_axis([([0, 10], [0.2, 1.0]), ([0, 10, 20], [0.2, 0.4, 0.6])])
+    assert [*steps] == [0, 10, 20] and scores.tolist() == [[0.2, 1.0, 1.0], [0.2, 0.4, 0.6]]
 
 
 def test_scores_of_another_program_keep_its_names(tmp_path):
