@@ -146,6 +146,13 @@ def test_each_text_is_judged_alone_too():
     assert (head, rows) == (("variant", "on prose alone", "on code alone"), [("good", "better", "worse")])
 
 
+def test_the_plain_gpt_has_an_interval_on_each_text():
+    uneven = failed(TWO, PLAIN, 4)  # of the last text alone
+    head, (plain, _), _ = tables.texts_table(uneven, verdicts(uneven))
+    prose, code = plain[head.index("on prose")], plain[head.index("on code")]
+    assert prose.startswith("its mean ±") and code.startswith("its mean ±") and prose != code
+
+
 def test_better_is_not_better_at_any_cost():
     dear = study_of({PLAIN: 2.0, "good": 1.97}, names={"good": dict(xsa=True)})
     budgets = {f"plain x {of:g}": 2.0 - 0.2 * math.log2(of) for of in (0.5, 2.0)}
@@ -163,6 +170,30 @@ def test_better_is_not_better_at_any_cost():
     found = report.for_a_program(study, [c])["comparisons"][0]
     assert found["but_not_at"] == ["FLOPs", "time"]
     assert found["worth"]["mean"] == pytest.approx(c.worth.mean)
+
+
+def at(cost, low, high):
+    """What is left of a difference at an equal cost."""
+    return records.AtCost(cost, (low + high) / 2, low, high, 0.01)
+
+
+@pytest.mark.parametrize("params, wider, flops, time, lost", [
+    (1000, None, at(1.0, -0.2, -0.1), at(1.1, -0.2, -0.1), []),  # no larger: nothing to make equal
+    (1500, ("better", -0.1), at(1.5, -0.2, -0.1), at(1.5, -0.2, -0.1), []),
+    (1500, ("undecided", -0.1), at(1.5, -0.2, 0.1), at(1.5, -0.2, -0.1), ["FLOPs", "parameters"]),
+    (1500, ("worse", 0.2), at(1.5, -0.2, -0.1), at(1.5, 0.1, 0.2), ["parameters", "time"]),
+    (1500, None, at(1.5, -0.2, -0.1), records.AtCost(3.0), []),  # not measured is not lost
+])
+def test_where_better_is_shown_too(params, wider, flops, time, lost):
+    study = study_of({PLAIN: 2.0, "good": 1.9})
+    plain, good = study.variants
+    study = replace(study, variants=(plain, replace(good, params=params)))
+    (c,) = verdicts(study)
+    c = replace(c, equal_flops=flops, equal_time=time)
+    found = [c]
+    if wider:
+        found.append(replace(c, baseline="plain, MLP 9", equal="parameters", verdict=wider[0], high=wider[1]))
+    assert sorted(words.not_shown_at(study, found, c)) == lost
 
 
 # ---- what stands beside them ----
@@ -241,6 +272,8 @@ def test_a_new_study_is_proposed_with_fresh_seeds():
     assert len(seeds) == following["seeds"] and min(map(int, seeds)) == 9
     assert following["command"].count("--seeds=") == 1
     assert words.next_study(ONE, verdicts(ONE)) is None
+    more = replace(OPEN, left_out={"open": [9, 10]})
+    assert "--seeds=11," in words.next_study(more, verdicts(more))["command"]
     assert words.next_study(replace(OPEN, command="make it"), verdicts(OPEN))["command"] is None
 
 
