@@ -1,7 +1,7 @@
 """
 The report of a study: a table for the terminal, Markdown, JSON for a program, and a page of HTML that loads
 nothing from the network. All of it is a function of a Study, its Comparisons and its means beside a target
-(verdicts.beyond_target()); what is said is words.py's, tables are tables.py's.
+(verdicts.beyond_target()); what is said is words.py's and notices.py's, tables are tables.py's.
 """
 
 import base64
@@ -16,14 +16,14 @@ from markupsafe import Markup, escape
 from nanoheads import drawing
 from nanoheads.common import json_safe, no_link, printable, say, table, write_atomic
 from study import pictures, tables
+from study.notices import next_study, notices, remarks
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, on_each_text
 from study.words import (AMOUNTS, BUT, INTERIM, MEANING, against_in_words, against_plain, baseline_of,
                          cut_of, full_sentence, headline, is_of_tasks, label_of, learned, level,
-                         limited_verdict, listed, next_study, not_shown_at, notices, others, progress,
-                         question_of, ratio, remarks, tested, trained_here, verdict_on_target,
-                         verdict_so_far)
+                         limited_verdict, listed, not_shown_at, others, progress, question_of, ratio, tested,
+                         trained_here, verdict_on_target, verdict_so_far)
 
 WIDTH = 120  # of a line in the terminal
 

@@ -8,13 +8,14 @@ import re
 import statistics
 from typing import NamedTuple
 
+from study.notices import OUT, rates_of, tried
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, on_each_text, on_validation, over, uncertainty
-from study.words import (AMOUNTS, NOT_MEASURED, OUT, against_plain, better_side, guess_of, in_times, interval,
+from study.words import (AMOUNTS, NOT_MEASURED, against_plain, better_side, guess_of, in_times, interval,
                          is_of_tasks, known, label_of, learned, learned_in_words, level, listed, others, p_of,
-                         rates_of, ratio, settings_in_words, short, show, side_of_target, trained_here, tried,
-                         verdict_of, verdict_on_target, worth_of)
+                         ratio, settings_in_words, short, show, side_of_target, trained_here, verdict_of,
+                         verdict_on_target, worth_of)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 MARKS = {"better": "+", "worse": "−", "same": "="}  # of a cell in the table of tasks

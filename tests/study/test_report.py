@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from helpers import ROOT
 
-from study import docs_tables, pictures, records, report, tables, words
+from study import docs_tables, notices, pictures, records, report, tables, words
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
 from study.scores import from_csv
 from study.verdicts import beyond_target, verdicts
@@ -265,16 +265,16 @@ def test_leaks_that_were_looked_for_are_named():
 
 
 def test_a_new_study_is_proposed_with_fresh_seeds():
-    following = words.next_study(OPEN, verdicts(OPEN))
+    following = notices.next_study(OPEN, verdicts(OPEN))
     assert following["variants"] == ["open"] and following["seeds"] > 8
     assert following["command"].startswith("python compare.py --mechanisms=good,bad,even,open")
     seeds = re.search(r"--seeds=([\d,]+)", following["command"])[1].split(",")
     assert len(seeds) == following["seeds"] and min(map(int, seeds)) == 9
     assert following["command"].count("--seeds=") == 1
-    assert words.next_study(ONE, verdicts(ONE)) is None
+    assert notices.next_study(ONE, verdicts(ONE)) is None
     more = replace(OPEN, left_out={"open": [9, 10]})
-    assert "--seeds=11," in words.next_study(more, verdicts(more))["command"]
-    assert words.next_study(replace(OPEN, command="make it"), verdicts(OPEN))["command"] is None
+    assert "--seeds=11," in notices.next_study(more, verdicts(more))["command"]
+    assert notices.next_study(replace(OPEN, command="make it"), verdicts(OPEN))["command"] is None
 
 
 def test_every_key_in_which_a_variant_differs_is_shown():
