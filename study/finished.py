@@ -30,6 +30,28 @@ def of_other_code(runs):
     return found
 
 
+def left_out(runs):
+    """{variant: seeds} of finished runs in out/trials that are those of judged Runs but for their seed, and
+    are none of them.
+    """
+    judged = {run.name for run in runs if run.stage == "judge"}
+    like = {but_for_the_seed(run.spec): run for run in runs if run.stage == "judge"}
+    found = {}
+    for path in trial.TRIALS.glob("*/result.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone
+            spec = from_json((path.parent / "spec.json").read_bytes())
+            run = like.get(but_for_the_seed(spec))
+            if run and path.parent.name == hash_of(spec) and path.parent.name not in judged:
+                seed = spec["model"]["seed"] - run.spec["model"]["seed"] + run.seed
+                found.setdefault(run.variant, set()).add(seed)
+    return {name: sorted(seeds) for name, seeds in found.items()}
+
+
+def but_for_the_seed(spec):
+    """A hash of a run's spec without its seed."""
+    return hash_of({**spec, "model": {key: value for key, value in spec["model"].items() if key != "seed"}})
+
+
 # ---- once more ----
 
 def set_aside(runs):

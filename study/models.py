@@ -30,10 +30,13 @@ SMALL = 2_000_000  # numbers in the plain blocks of a model that is built as it 
 
 
 class Counts(NamedTuple):
-    """What is counted in a model. groups: those of RATES that its optimizers have, by optimizer."""
+    """What is counted in a model. groups: those of RATES that its optimizers have, by optimizer; added: the
+    flags of the rates at which what its mechanisms add learns, likewise.
+    """
     params: int
     flops_per_token: int  # as the algorithm needs them
     groups: dict
+    added: dict
 
 
 @dataclass(frozen=True, eq=False)  # Models makes each once, so that one is equal to itself alone
@@ -72,6 +75,11 @@ class Model:
         found = {key: getattr(self.training, key) for keys in RATES.values() for key in keys}
         return found | {key: times(factor, key, found[key])
                         for group, factor in dict(factors).items() for key in RATES[group]}
+
+    def rates_of_its_own(self):
+        """{flag: learning rate} of the weights that its mechanisms add; {}: they add none."""
+        flags = self.counts.added[self.training.optimizer]
+        return {flag: getattr(self.training, flag) for flag in flags}
 
     def same_size(self, other):
         """Whether both count as of equal parameters."""
@@ -116,6 +124,16 @@ class Models:
         """(GPTConfig, TrainConfig) of the plain GPT with these settings and flags. UserError."""
         return configurator.load((GPTConfig, TrainConfig), [self.config.file],
                                  more={"settings": settings, f"variant with {flags}": flags})
+
+    def whole_run(self):
+        """(steps, tokens) of a run of the plain GPT's config file, without settings; one of another size has
+        as many tokens a parameter of its blocks.
+        """
+        model, training = configurator.load((GPTConfig, TrainConfig), [self.config.file])
+        steps = training.max_iters
+        if self.config.size:
+            steps = round(steps * size_of_blocks(self.load(self.settings)[0]) / size_of_blocks(model))
+        return steps, steps * tokens_a_step(model, training)
 
     def needs_no_dropout(self, settings, flags):
         """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
@@ -251,10 +269,13 @@ def all_flags(model, training):
 
 def budget_of(model, training, tokens_per_param):
     """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
-    blocks = built(replace(model, vocab_size=1)).transformer.h
-    size = sum(p.numel() for p in blocks.parameters())
-    steps = max(1, round(tokens_per_param * size / tokens_a_step(model, training)))
+    steps = max(1, round(tokens_per_param * size_of_blocks(model) / tokens_a_step(model, training)))
     return dict(max_iters=steps, eval_interval=max(1, steps // 10))
+
+
+def size_of_blocks(model):
+    """The parameters of a plain GPT's blocks."""
+    return sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
 
 
 def tokens_a_step(model, training):
@@ -281,12 +302,15 @@ def counts_of(config):
     if (key := repr(config)) not in COUNTED:
         gpt = built(config)
         muons, added = {id(p) for p, _ in block_matrices(gpt)}, of_mechanisms(gpt)
-        groups = {}
+        groups, of_added = {}, {}
         for optimizer in ("muon", "adamw"):
             own = muons if optimizer == "muon" else set()
+            of_added[optimizer] = tuple(dict.fromkeys(
+                "muon_lr" if id(p) in own else "mechanism_lr"
+                for name, p in gpt.named_parameters() if name in added))
             has = {"muon_lr": own, "muon_momentum": own, "adamw_lr": True, "embed_lr": True,
                    "mechanism_lr": [p for name, p in gpt.named_parameters()
                                     if name in added and id(p) not in own]}
             groups[optimizer] = tuple(group for group in RATES if has[group])
-        COUNTED[key] = Counts(gpt.num_params(), gpt.flops_per_token(), groups)
+        COUNTED[key] = Counts(gpt.num_params(), gpt.flops_per_token(), groups, of_added)
     return COUNTED[key]

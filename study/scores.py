@@ -36,6 +36,25 @@ def scores_in(runs, results, stage="judge"):
     return found
 
 
+def follows(result):
+    """Whether the score of a Result follows from what was counted."""
+    if result.nats is None:  # of another program
+        return True
+    if result.levels:
+        score = sum(right / asked for _, right, asked in result.levels.values()) / len(result.levels)
+    else:
+        score = result.nats / math.log(2) / result.bytes
+    return math.isclose(result.score, score, rel_tol=1e-9)
+
+
+def other_flags(run, variant):
+    """The flags of a judged Run that are not its Variant's, its seed among them."""
+    spec = {**run.spec["train"], **run.spec["model"]}
+    wrong = [key for key, value in variant.flags.items()
+             if key in spec and key != "seed" and spec[key] != value]
+    return wrong + ["seed"] * (spec.get("seed", 0) != run.seed + variant.flags.get("seed", 0))
+
+
 def mean_of(scores, name, texts):
     """The mean of a variant over texts, of its means over seeds on each; None: it has no score on one."""
     own = [scores.get(name, {}).get(text) for text in texts]
