@@ -135,6 +135,7 @@ def study_of(planner, outcomes, name, command, out, other_code):
     """The Study of a planner, as far as its runs have ended."""
     import torch
     from study import finished, queue
+    out.mkdir(parents=True, exist_ok=True)
     config, plan = planner.config, planner.plan(outcomes)
     device, places = pick_device(config.device), queue.places(config.jobs, config.device, config.jobs_per_gpu)
     plain = plan.models[PLAIN]
@@ -234,7 +235,7 @@ def run_study(config, name, command):
 def write_report(study, out, config):
     """Judge a study, write its results file, print its report and write it, also for a program."""
     comparisons, beyond = verdicts(study), beyond_target(study)
-    out.mkdir(parents=True, exist_ok=True)
+    Path(out).mkdir(parents=True, exist_ok=True)
     records.write(out / RESULTS, study, comparisons)
     report.write_all(study, comparisons, out, beyond)
     if config.json:
