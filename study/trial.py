@@ -58,8 +58,13 @@ def make(run):
     """The folder of a Run, with its spec.json. UserError: the disk refuses."""
     folder = folder_of(run)
     folder.mkdir(parents=True, exist_ok=True)
-    if read_json(folder / "spec.json") != run.spec:
-        write_json(folder / "spec.json", run.spec)
+    spec = folder / "spec.json"
+    if read_json(spec) != run.spec:
+        try:
+            write_json(spec, run.spec)
+        except UserError:  # another study may have written the same at the same instant
+            if read_json(spec) != run.spec:
+                raise
     return folder
 
 
