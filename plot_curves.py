@@ -11,8 +11,8 @@ that were named, so that another comparison is another file: comparison-base+rou
 A run's colour follows its place in the list and is the same in its own figure.
 
 --heads draws what heads.jsonl holds of a run that measures its heads: gates, states and active.png and .svg.
-Two or more also get active-base+routing.png and .svg in --out. What heads attend to is drawn by
-lab/probe.py look.
+Two or more also get active-base+routing.png and .svg in --out. A table has a line for each run: heads at
+work, time in each state, violations. What heads attend to is drawn by lab/probe.py look.
 """
 import argparse
 import difflib

@@ -4,6 +4,8 @@ The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, vio
 gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
 states     the state over the run of each head (agency), and when it was forced without consent
 active     heads at work against bits per byte
+
+And a table, a line for each run: heads at work, time in each state, violations.
 """
 
 from functools import partial
@@ -19,7 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
-from nanoheads.common import no_link, number
+from nanoheads.common import no_link, number, say, table
 from nanoheads.curves import curves_of
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
 from nanoheads.log import read_rows, warn
@@ -100,8 +102,8 @@ def history(run_dir):
                         state=spread(rows, "state", shape, number_of_state))
     h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
     rows = read_rows(path.with_name("violations.jsonl"), names_head, complain=partial(warn, run_dir))
-    h.forced = [("forced", row["step"], row["layer"], row["head"])
-                for row in rows if row.get("type") == "forced"]
+    h.forced, h.blocked = ([(kind, row["step"], row["layer"], row["head"])
+                            for row in rows if row.get("type") == kind] for kind in ("forced", "blocked"))
     return h
 
 
@@ -115,6 +117,42 @@ def at_evaluations(h, c):
     i = np.searchsorted(h.step, c.step, side="right") - 1
     keep = (i >= 0) & np.isfinite(c.bpb)
     return c.step[keep], h.active[i[keep]], c.bpb[keep]
+
+
+# ---- as numbers ----
+
+def stays(h):
+    """How many steps each stay of a head in a state lasts: until another state, until the head was last seen,
+    or until the last measurement.
+    """
+    found = []
+    for states in h.state.reshape(len(h.step), -1).T:
+        began = None
+        for i, state in enumerate(states):
+            if began is not None and state != states[i - 1]:
+                found.append(h.step[i - int(np.isnan(state))] - began)
+                began = None
+            if began is None and np.isfinite(state):
+                began = h.step[i]
+        if began is not None:
+            found.append(h.step[-1] - began)
+    return found
+
+
+def numbers_of(h):
+    """A run's line in the table: heads at work in the end, the share of all measurements of heads in each
+    state, the mean steps of a stay in one, and its violations.
+    """
+    known = h.state[np.isfinite(h.state)]
+    shares = [f"{100 * (known == i).mean():.0f} %" if known.size else "–" for i in range(len(STATES))]
+    lasts = f"{np.mean(stays(h)):,.0f}" if known.size else "–"
+    return [f"{h.active[-1]:g}", *shares, lasts, str(len(h.forced)), str(len(h.blocked))]
+
+
+def in_numbers(runs):
+    """The table of [(name, history)]."""
+    head = ("run", "heads at work", *STATES, "steps in a state", "violations: forced", "blocked")
+    return table(head, [(name, *numbers_of(h)) for name, h in runs], width=110)
 
 
 # ---- time lines ----
@@ -250,7 +288,8 @@ def active(runs, title):
 
 @mpl.rc_context(RC)
 def plot_heads(given, names, together, called="", kinds=("png", "svg")):
-    """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths.
+    """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths; print
+    a table of them.
 
     called: what stands behind "active" in the name of the latter. What cannot be drawn is reported on
     stderr, a line each.
@@ -270,6 +309,8 @@ def plot_heads(given, names, together, called="", kinds=("png", "svg")):
                 warn(run, f"{missing[picture]}: no {picture}.png")
             else:
                 written += save(figure, no_link(Path(run) / "figures") / picture, kinds)
+    if runs:
+        say(in_numbers([(name, h) for name, h, *_ in runs]))
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
         written += save(figure, Path(together) / f"active{called}", kinds)
     return written

@@ -88,6 +88,24 @@ def test_states_events_and_forced_violations_are_read(home):
     assert np.isnan(h.state[2, 0, 1])  # gone
 
 
+def test_a_table_has_a_line_for_each_run(home):
+    """Of 19 heads that were measured two were withdrawn. Head 2 of each layer stays active for 20 steps and
+    withdrawn for 10, the others stay for 30, but for the one that is gone from step 30 to 40.
+    """
+    for name, forced in (("a", 0), ("b", 2)):
+        run = write_heads(home / name)
+        (run / "violations.jsonl").write_text("".join(
+            json.dumps(dict(layer=0, head=2, type=kind, step=30)) + "\n"
+            for kind in ["forced"] * forced + ["blocked"]))
+    histories = [(name, plot_heads.history(home / name)) for name in "ab"]
+    assert plot_heads.stays(histories[0][1]) == [30, 10, 0, 20, 10, 30, 20, 10]
+    head, *lines = plot_heads.in_numbers(histories).splitlines()
+    assert re.split("  +", head) == ["run", "heads at work", *plot_heads.STATES, "steps in a state",
+                                     "violations: forced", "blocked"]
+    for line, name, forced in zip(lines, "ab", "02", strict=True):
+        assert re.split("  +", line) == [name, "5", "79 %", "0 %", "21 %", "0 %", "16", forced, "1"]
+
+
 def test_a_measurement_speaks_until_the_next(home):
     assert plot_heads.edges(np.array([10, 20, 35])).tolist() == [10, 20, 35, 47.5]
     assert plot_heads.edges(np.array([10])).tolist() == [10, 11]
@@ -159,7 +177,9 @@ def test_heads_draws_every_picture_of_a_run_and_the_comparison(home, capsys):
     pictures = ("gates", "states", "active")
     stems = [f"out/{name}/figures/{picture}" for name in "ab" for picture in pictures] + ["all/active"]
     assert done.err == ""
-    assert done.out.split() == [f"{stem}.{ext}" for stem in stems for ext in ("png", "svg")]
+    head, a, b, *paths = done.out.splitlines()
+    assert head.split()[0] == "run" and [line.split()[:2] for line in (a, b)] == [["a", "5"], ["b", "5"]]
+    assert paths == [f"{stem}.{ext}" for stem in stems for ext in ("png", "svg")]
     words = {picture: text(home / f"out/a/figures/{picture}.svg") for picture in pictures}
     for picture, want in (("gates", "layer 1 | step | head | pruned | grown | closed, to be pruned"),
                           ("states", "active | withdrawn | step"),
