@@ -35,15 +35,17 @@ def imported(path):
 def wrong_imports(root):
     """The imports that should not be, as "file -> module"."""
     found = []
-    for pattern in ("model.py", "nanoheads/*.py", "lab/**/*.py"):
+    for pattern in ("model.py", "nanoheads/*.py", "study/*.py", "lab/**/*.py"):
         found += [(path, PROGRAMS) for path in root.glob(pattern)]
     for pattern in CORE:
-        found += [(path, {"lab"}) for path in root.glob(pattern)]
+        found += [(path, {"lab", "study"}) for path in root.glob(pattern)]
+    found += [(path, {"lab"}) for pattern in ("study/*.py", "compare.py") for path in root.glob(pattern)]
+    found += [(path, {"study"}) for path in root.glob("lab/**/*.py")]
     return [f"{path.relative_to(root)} -> {name}" for path, refused in sorted(found)
             for name in sorted({name.split(".")[0] for name in imported(path)} & refused)]
 
 
-def test_the_core_imports_no_lab_and_the_lab_no_program():
+def test_the_core_imports_no_room_beside_it_and_no_room_another_or_a_program():
     assert wrong_imports(ROOT) == []
     folders = {path.name for path in (ROOT / "nanoheads").iterdir() if path.is_dir()}
     assert folders <= {"__pycache__"}
@@ -51,11 +53,15 @@ def test_the_core_imports_no_lab_and_the_lab_no_program():
 
 @pytest.mark.parametrize("path, text, said", [
     ("lab/heads/gates.py", "from model import GPT", []),
-    ("lab/study/runs.py", "from train import train", ["lab/study/runs.py -> train"]),
+    ("study/trial.py", "from train import train", ["study/trial.py -> train"]),
+    ("study/plan.py", "from model import GPT", []),
+    ("study/plan.py", "from lab.heads import gates", ["study/plan.py -> lab"]),
+    ("lab/heads/gates.py", "from study import stats", ["lab/heads/gates.py -> study"]),
     ("lab/heads/gates.py", "def f():\n    import bench", ["lab/heads/gates.py -> bench"]),
     ("nanoheads/dataset.py", "from lab.labels import targets", ["nanoheads/dataset.py -> lab"]),
     ("train.py", "def f():\n    from lab.heads import gates", ["train.py -> lab"]),
-    ("compare.py", "import train, lab", []),
+    ("train.py", "from study import trial", ["train.py -> study"]),
+    ("compare.py", "import train, study, lab", ["compare.py -> lab"]),
     ("model.py", "import train", ["model.py -> train"])])
 def test_an_import_that_should_not_be_is_found(path, text, said, tmp_path):
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -73,12 +79,14 @@ def on_the_page(heading):
     return [row.split()[0] for block in blocks for row in block.splitlines()]
 
 
-def test_the_page_names_every_file_of_the_core_and_every_room_of_the_lab():
+def test_the_page_names_every_file_of_the_core_and_of_the_study_and_every_room_of_the_lab():
     files = {str(path.relative_to(ROOT)) for pattern in CORE for path in ROOT.glob(pattern)}
     assert sorted(on_the_page("The core")) == sorted(files - {"nanoheads/__init__.py"})
+    of_study = {f"study/{path.name}" for path in ROOT.glob("study/*.py")} - {"study/__init__.py"}
+    assert sorted(on_the_page("The study")) == sorted({*of_study, "compare.py"})
     rooms = {f"lab/{path.parent.name}/" for path in ROOT.glob("lab/*/__init__.py")}
     programs = {f"lab/{path.name}" for path in ROOT.glob("lab/*.py")} - {"lab/__init__.py"}
-    assert sorted(on_the_page("The lab")) == sorted({*rooms, *programs, "compare.py"})
+    assert sorted(on_the_page("The lab")) == sorted({*rooms, *programs})
 
 
 def downward(order, imports):
@@ -105,6 +113,11 @@ def test_each_file_of_the_core_imports_from_those_above_it():
     for line in DOWN:
         file, _, other = line.split()
         assert imports[file][other.removesuffix(".py").replace("/", ".")], "not inside a function"
+
+
+def test_each_file_of_the_study_imports_from_those_above_it():
+    order = on_the_page("The study")
+    assert downward(order, {file: imported(ROOT / file) for file in order}) == set()
 
 
 def test_each_room_of_the_lab_imports_from_those_above_it():
@@ -138,7 +151,7 @@ def written_in_place(path):
 
 def test_files_are_written_by_what_follows_no_link():
     """write_atomic(), opened_anew() and in_place() of common.py; an export's folder is a new one."""
-    files = [path for pattern in ("*.py", "nanoheads/*.py", "lab/**/*.py", "data/**/*.py")
+    files = [path for pattern in ("*.py", "nanoheads/*.py", "study/*.py", "lab/**/*.py", "data/**/*.py")
              for path in ROOT.glob(pattern)]
     found = {place for path in files for place in written_in_place(path)}
     assert {place.split(":")[0] for place in found} == {"lab/hub/huggingface.py"}

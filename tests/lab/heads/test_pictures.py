@@ -89,7 +89,7 @@ def test_states_events_and_forced_violations_are_read(home):
 
 
 def test_a_table_has_a_line_for_each_run(home):
-    """Of 19 heads that were measured two were withdrawn. Head 2 of each layer stays active for 20 steps and
+    """Of 19 measurements of a head four found it withdrawn. Head 2 of each layer stays active for 20 steps and
     withdrawn for 10, the others stay for 30, but for the one that is gone from step 30 to 40.
     """
     for name, forced in (("a", 0), ("b", 2)):
@@ -103,7 +103,7 @@ def test_a_table_has_a_line_for_each_run(home):
     assert re.split("  +", head) == ["run", "heads at work", *plot_heads.STATES, "steps in a state",
                                      "violations: forced", "blocked"]
     for line, name, forced in zip(lines, "ab", "02", strict=True):
-        assert re.split("  +", line) == [name, "5", "79 %", "0 %", "21 %", "0 %", "16", forced, "1"]
+        assert re.split("  +", line) == [name, "5", "79 %", "0 %", "0 %", "21 %", "16", forced, "1"]
 
 
 def test_a_measurement_speaks_until_the_next(home):
