@@ -1,6 +1,7 @@
 """
-The line between the core and the lab: in a copy of the repository without lab/, tests/lab/ and results/, the
-core trains, resumes, samples, evaluates, plots and passes its tests, and what is the lab's says so.
+The lines between the core, the study and the lab. In a copy of the repository without study/, lab/, their
+tests and results/, the core trains, resumes, samples, evaluates, plots and passes its tests, and what is
+theirs says so. compare.py needs study/, and no lab/.
 """
 
 import os
@@ -13,25 +14,28 @@ import pytest
 from helpers import CODE, ROOT
 from model import MECHANISMS
 
-WITHOUT = {"lab", "results", "tests/lab", "out"}
+WITHOUT = {"compare.py", "study", "lab", "results", "tests/lab", "tests/study", "out"}
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=16", "--batch_size=2", "--grad_accum=1",
          "--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu", "--compile=False"]
-MISSING = "is work of lab/, which is not there beside nanoheads/: bring it back, or do without"
+MISSING = "which is not there beside nanoheads/: bring it back, or do without"
+
+
+def copied(folder, without):
+    """A copy of the repository in a folder, without some of its files and folders."""
+    def left_out(path, names):
+        inside = os.path.relpath(path, ROOT)
+        return [name for name in names
+                if os.path.normpath(os.path.join(inside, name)) in without or name == "__pycache__"
+                or name.endswith(".bin") or name.startswith(".") and name != ".gitignore"]
+
+    shutil.copytree(ROOT, folder, ignore=left_out, ignore_dangling_symlinks=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory, bytes_data):
     """A folder with the core alone, and a run in it, out/plain."""
-    folder = tmp_path_factory.mktemp("fork") / "nanoheads"
-
-    def left_out(path, names):
-        inside = os.path.relpath(path, ROOT)
-        return [name for name in names
-                if os.path.normpath(os.path.join(inside, name)) in WITHOUT or name == "__pycache__"
-                or name.endswith(".bin") or name.startswith(".") and name != ".gitignore"]
-
-    shutil.copytree(ROOT, folder, ignore=left_out, ignore_dangling_symlinks=True)
-    here = In(folder, bytes_data)
+    here = In(copied(tmp_path_factory.mktemp("fork") / "nanoheads", WITHOUT), bytes_data)
     here("train.py", *SMALL, f"--dataset={bytes_data}", "--out_dir=out/plain")
     return here
 
@@ -53,9 +57,10 @@ class In:
         return done.stderr if fails else done.stdout
 
 
-def test_there_is_no_lab_in_it(core):
-    assert not [*core.folder.glob("lab*"), *core.folder.glob("tests/lab"), *core.folder.glob("results")]
-    assert core("-c", "from importlib.util import find_spec; print(find_spec('lab'))") == "None\n"
+def test_there_is_no_study_and_no_lab_in_it(core):
+    assert not [path for name in WITHOUT - {"out"} for path in core.folder.glob(name)]
+    for name in ("study", "lab"):
+        assert core("-c", f"from importlib.util import find_spec; print(find_spec({name!r}))") == "None\n"
 
 
 @pytest.mark.parametrize("program", ["train", "sample", "evaluate", "plot_curves", "bench"])
@@ -120,18 +125,18 @@ def test_a_mechanism_of_ones_own_is_checked_and_trained(core):
     ("policy_rules=rules.json", ["train.py", *SMALL, "--mechanism=agency", "--policy=True",
                                  "--policy_rules=rules.json"]),
     ("--trial", ["train.py", "--trial", "out/trials/0"]),
-    ("a study", ["compare.py", "--mechanisms=sink"]),
     ("--audit", ["sample.py", "--ckpt=out/plain", "--audit=x.jsonl", "--device=cpu"]),
     ("--nanogpt", ["bench.py", "--nanogpt=."]),
     ("--race", ["bench.py", "--race", "--nanogpt=."]),
     ("--heads", ["plot_curves.py", "--heads", "out/plain"]),
     ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"])],
     ids=lambda each: str(each)[:20])
-def test_what_is_the_labs_says_so_in_a_line(core, what, command):
+def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, what, command):
     if command[0] == "train.py" and "--trial" not in command:
         command = [*command, f"--dataset={core.data}", "--out_dir=out/other"]
     said = core(*command, fails=True)
-    assert said == f"{command[0].removesuffix('.py')}: {what} {MISSING}\n"
+    folder = "study" if what == "--trial" else "lab"
+    assert said == f"{command[0].removesuffix('.py')}: {what} is work of {folder}/, {MISSING}\n"
 
 
 @pytest.mark.slow
@@ -140,14 +145,30 @@ def test_the_cores_tests_pass(core):
     assert "[100%]" in said  # and the status says that none failed
 
 
-# ---- what `pip install` gives: model, nanoheads and lab, from any folder ----
+# ---- a study without the lab ----
 
-def test_the_lab_needs_no_program(tmp_path):
-    """All of it imports where there is no train.py, as in an installed package."""
-    for name in ("nanoheads", "lab"):
+@pytest.mark.slow
+def test_a_study_needs_no_lab(tmp_path, bytes_data):
+    here = In(copied(tmp_path / "nanoheads", {"lab", "tests", "results", "out"}), bytes_data)
+    (here.folder / "plain.py").write_text("".join(
+        f"{key} = {value!r}\n" for key, value in dict(
+            n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4, eval_interval=2,
+            eval_tokens=64, dataset=str(bytes_data)).items()))
+    study = ["compare.py", "--base=plain.py", "--mechanisms=sink", "--seeds=1,2", "--plain_seeds=2",
+             "--budgets=[]", "--jobs=2", "--device=cpu", "--out_dir=out/study"]
+    assert "sink" in here(*study)
+    assert "all of them the same" in here("compare.py", "recheck", "out/study/results.json.gz")
+
+
+# ---- what `pip install` gives: model, nanoheads, study and lab, from any folder ----
+
+def test_the_study_and_the_lab_need_no_program(tmp_path):
+    """All of them import where there is no train.py, as in an installed package."""
+    for name in ("nanoheads", "study", "lab"):
         shutil.copytree(ROOT / name, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "model.py", tmp_path / "site")
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("lab/**/*.py")
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts)
+             for pattern in ("study/*.py", "lab/**/*.py") for path in ROOT.glob(pattern)
              if path.stem not in ("__init__", "modeling_nanoheads")]
     program = f"from importlib import import_module\nfor name in {names!r}: import_module(name)"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,

@@ -25,7 +25,7 @@ from train import main
 from helpers import ANYTHING, ROOT, flags_of
 
 SCALES = get_args(Scale)
-# the studies are tests/lab/study/test_compare.py's
+# the studies are tests/study/test_plan.py's
 CONFIGS = [p for p in sorted((ROOT / "config").glob("[!_]*.py")) if not p.name.startswith("study_")]
 
 

@@ -701,7 +701,7 @@ def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):
 @pytest.mark.slow
 def test_scoring_imports_no_probe_and_nothing_about_heads():
     code = ("import sys, evaluate\n"
-            "apart = ('lab.probes', 'lab.heads', 'lab.study')\n"
+            "apart = ('lab.probes', 'lab.heads', 'study')\n"
             "print([name for name in sys.modules if name.startswith(apart)])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
