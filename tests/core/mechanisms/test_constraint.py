@@ -420,6 +420,3 @@ def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
     again = GPT(GPTConfig(**config)).double().eval()
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(tokens(2, 9)).logits, model(tokens(2, 9)).logits)
-
-
-# ---- in a study ----

@@ -89,8 +89,8 @@ def test_states_events_and_forced_violations_are_read(home):
 
 
 def test_a_table_has_a_line_for_each_run(home):
-    """Of 19 measurements of a head four found it withdrawn. Head 2 of each layer stays active for 20 steps and
-    withdrawn for 10, the others stay for 30, but for the one that is gone from step 30 to 40.
+    """Of 19 measurements of a head four found it withdrawn. Head 2 of each layer stays active for 20 steps
+    and withdrawn for 10, the others stay for 30, but for the one that is gone from step 30 to 40.
     """
     for name, forced in (("a", 0), ("b", 2)):
         run = write_heads(home / name)

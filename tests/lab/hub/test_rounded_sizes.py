@@ -8,7 +8,7 @@ import torch
 from model import GPT, GPTConfig
 from nanoheads import checkpoint
 from lab.hub.layers import ConstraintAttention
-from lab.study import records, results
+from study import records
 from helpers import config_of_variant_b as config_of
 from helpers import ROOT
 
@@ -45,15 +45,13 @@ def test_variant_b_has_as_many_parameters_as_the_write_up(C, H, names, heads, D,
 @pytest.mark.slow
 @pytest.mark.parametrize("file, size", [("all-tiny.json.gz", 8), ("constraints-tiny.json.gz", 8)])
 def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
-    """Their parameters and FLOPs are counted as they were."""
-    path, found = ROOT / "results" / file, 0
-    for study in records.studies_in(results.read(path)).values():
-        for run in records.as_json(study.runs).values():
-            if run["spec"]["model"].get("constraint_variant") != "B":
-                continue
-            found += 1
-            with torch.device("meta"):
-                model = GPT(GPTConfig(**run["spec"]["model"]))
-            assert model.transformer.h[1].attn.head_size == size
-            assert (model.num_params(), model.flops_per_token()) == (run["params"], run["flops_per_token"])
-    assert found
+    """Their parameters are counted as they were."""
+    study, _ = records.read(ROOT / "results" / file)
+    runs = [run for run in study.runs if run.spec["model"].get("constraint_variant") == "B"]
+    for run in runs:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**run.spec["model"]))
+        assert model.transformer.h[1].attn.head_size == size
+        if run.stage == "judge":
+            assert model.num_params() == study.variant(run.variant).params
+    assert runs

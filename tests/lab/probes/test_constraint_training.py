@@ -3,17 +3,19 @@
 import functools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import helpers
+from model import GPTConfig
 from nanoheads import checkpoint
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from lab.labels.targets import encode, label_file, sha256, write_meta
-from lab.study import digest, trial
+from study.digest import digests_of
 from oracle import tokens
 from helpers import TINY
 from train import main
@@ -166,14 +168,16 @@ def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_pa
 
 @pytest.mark.slow
 def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
-    """Other labels are another run; a run of none keeps its folder."""
-    data = Dataset(labelled)
-    bare = trial.digests_of_all(data)
-    assert set(bare) == {"train", "val", "test", "meta"}
-    with_labels = trial.digests_of_all(data, "truth")
-    assert {"labels digit.train", "labels even.val"} < set(with_labels) and bare.items() < with_labels.items()
+    """Other labels are another run; one that has none names none."""
+    model = GPTConfig(**SMALL)
+
+    def own(**keys):
+        return digests_of(TrainConfig(dataset=str(labelled), **keys), model)["own"]
+
     run("teacher", max_iters=3)
-    one = trial.digests_of_all(data, "truth", tmp_path / "teacher")["teacher"]
-    assert one == sha256(tmp_path / "teacher" / "best.pt") != with_labels["labels digit.train"]
-    assert not {"labels", "teacher"} & set(digest.own_training(TrainConfig()))
-    assert digest.own_training(TrainConfig(labels="truth"))["labels"] == "truth"
+    names = replace(model, constraint_names=["digit", "even"])
+    labels = digests_of(TrainConfig(dataset=str(labelled), labels="truth"), names)["own"]
+    assert own() == {} and {"labels digit.train", "labels even.val"} < labels.keys()
+    assert len({*labels.values()}) > 2
+    (teacher,) = own(teacher=str(tmp_path / "teacher")).values()
+    assert teacher == sha256(tmp_path / "teacher" / "best.pt") not in labels.values()

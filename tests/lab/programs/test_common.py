@@ -1,6 +1,5 @@
 """What every program shares: its last line where it cannot go on, files, JSON, places to write, numbers."""
 
-import gzip
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from lab.heads.rules import Rules
 from lab.hub import huggingface
 from lab.labels import labellers
 from lab.labels.targets import Targets
-from lab.study import queue, results, scores, trial
+from study import records, scores, trial
 
 
 @pytest.mark.parametrize("e, line", [
@@ -128,10 +127,9 @@ def set_aside(read, path):
     ("meta.json", lambda path: refused(lambda: Dataset(path.parent))),
     ("labels.json", lambda path: refused(lambda: Targets(SimpleNamespace(dir=path.parent), path.parent))),
     ("log.jsonl", lambda path: runlog.read_rows(path) == []),
-    ("log.jsonl", lambda path: queue.progress_of(path.parent) is None),
-    ("trial.json", lambda path: set_aside(lambda: trial.read_json(path), path)),
+    ("result.json", lambda path: set_aside(lambda: trial.result_in(path.parent), path)),
     ("rules.json", lambda path: refused(lambda: Rules.read(path))),
-    ("results.json", lambda path: refused(lambda: results.read(path))),
+    ("results.json", lambda path: refused(lambda: records.read(path))),
     ("config.json", lambda path: start.asked_in(path.parent) is None),
     ("config.json", lambda path: curves.dataset_name(path.parent) == "?"),
     ("config.json", lambda path: refused(lambda: huggingface.config_of(path.parent))),
@@ -153,7 +151,7 @@ def test_text_of_a_file_has_one_kind_of_line_end(tmp_path):
 
 @pytest.mark.parametrize("read", [
     lambda path: sampling.read_prompt(f"FILE:{path}"), lambda path: look.read_ids(path, Tokenizer("byte")),
-    Rules.read, results.read, scores.read, own_mechanism.opened,
+    Rules.read, records.read, scores.read_csv, own_mechanism.opened,
     lambda path: labellers.read_spans(path, dict(characters=9, tokens=9))])
 @pytest.mark.parametrize("endless", [True, False])
 def test_a_file_without_an_end_is_one_line(read, endless, tmp_path, monkeypatch):
@@ -167,14 +165,6 @@ def test_a_file_without_an_end_is_one_line(read, endless, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="more than 1 MiB|longer than 1 MiB") as e:
         read(path)
     assert len(str(e.value).splitlines()) == 1 and str(e.value).count(str(path)) == 1
-
-
-def test_a_small_file_that_unpacks_without_an_end_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "MOST_READ", 1 << 20)
-    path = tmp_path / "results.json.gz"
-    path.write_bytes(gzip.compress(b" " * ((1 << 20) + 1)))
-    with pytest.raises(UserError, match="more than 1 MiB"):
-        results.read(path)
 
 
 def test_what_a_pipe_holds_is_read_to_its_end(tmp_path):

@@ -12,6 +12,7 @@ from helpers import TINY, without_own_mechanisms
 from helpers import CODE, torchrun
 from nanoheads import checkpoint, start
 from nanoheads.files import LONGEST, differences, find, joined, setting_in_name
+from study.config import StudyConfig
 
 
 # ---- names ----
@@ -276,32 +277,6 @@ def test_two_ranks_go_into_one_numbered_folder(sizes, trained, bytes_data):
 
 # ---- studies ----
 
-@pytest.mark.slow
-def test_a_study_finds_its_folder_again_and_another_of_the_name_gets_a_number(
-        plain, here, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(compare, "place_for", lambda config: here)
-    monkeypatch.setattr(compare.report, "write_all", lambda found, out: None)  # pictures take seconds
-    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--plain_seeds=2", "--budgets=[]"]
-
-    def folders():
-        return sorted(path.parent.name for path in Path("out").glob("*/results.json.gz"))
-
-    compare.main([*argv, "--seeds=1,2"])
-    assert folders() == ["sink-plain"]
-    for more in ([], ["--jobs=1"], ["--report_only"], ["--question=Does it?"]):
-        compare.main([*argv, "--seeds=1,2", *more])
-        assert folders() == ["sink-plain"]
-    capsys.readouterr()
-    compare.main([*argv, "--seeds=3,4"])
-    assert folders() == ["sink-plain", "sink-plain-2"]
-    said = "out/sink-plain holds another configuration (seeds is [1, 2] there and [3, 4] here): this one goes"
-    assert capsys.readouterr().out.count(f"{said} into out/sink-plain-2\n") == 1
-    before = Path("out/sink-plain/results.json.gz").read_bytes()
-    compare.main([*argv, "--seeds=3,4"])
-    assert folders() == ["sink-plain", "sink-plain-2"]
-    assert Path("out/sink-plain/results.json.gz").read_bytes() == before
-
-
 @pytest.mark.parametrize("keys, name", [
     (dict(mechanism="forget"), "challenge-forget-tiny"),
     (dict(mechanism="up,down"), "challenge-up+down-tiny"),
@@ -312,7 +287,8 @@ def test_a_study_finds_its_folder_again_and_another_of_the_name_gets_a_number(
     (dict(tune_lr=True), "plain-tiny"),
     (dict(variants={f"variant number {i}": {} for i in range(30)}),
      "variant_number_0+variant_number_1+28_more-tiny")])
-def test_a_studys_folder_is_short_and_has_no_path(keys, name):
-    config = compare.StudyConfig(**keys)
-    folder = compare.folder_name(config, compare.name_of(config, []))
+def test_a_studys_folder_is_short_and_has_no_path(keys, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = StudyConfig(**keys)
+    folder = compare.folder_of(config, compare.name_of(config, [])).name
     assert folder == name and len(folder) <= LONGEST and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", folder)

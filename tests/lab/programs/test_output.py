@@ -25,7 +25,6 @@ import sample
 import train
 from data import prepare_text
 from nanoheads.corpus import run
-from lab.study import trial
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model"),
@@ -106,8 +105,7 @@ def test_help_is_shown_whatever_the_encoding(program, monkeypatch):
 
 
 def test_all_else_that_runs_prints_in_the_same_way():
-    """What runs a study's trial, and every script of data/."""
-    assert hasattr(trial.main, "__wrapped__")
+    """Every script of data/."""
     for path in ROOT.glob("data/**/*.py"):
         text = path.read_text(encoding="utf-8")
         if "__main__" in text:
@@ -131,8 +129,8 @@ def test_tables_lose_no_more_than_a_character(encoding, args, tmp_path, monkeypa
         f"{variant},{seed},{3 + 0.01 * seed},{tokens}\n"
         for variant, tokens in (("plain", 10), ("wider", 20)) for seed in range(3)))
     monkeypatch.chdir(tmp_path)
-    import_module("compare").main([f"--scores={tmp_path / 'scores.csv'}"])
-    assert "wider trains on 2.00 times plain's tokens" in shown()
+    compare.main(["scores", str(tmp_path / "scores.csv")])
+    assert "2.00 times plain's tokens" in shown()
 
 
 # ---- names ----
@@ -173,9 +171,9 @@ def test_escapes_in_names_are_shown_by_every_program(bytes_data, tmp_path, monke
             (prune.main, *ckpt[2:], "--to=0.5", "--by=random", "--rounds=0", f"--out_dir={out}-half"),
             (export_hf.main, "--ckpt", out, "--out", f"{out}-hf"), (plot_curves.main, red),
             (plot_curves.main, out), (probe.main, "heads", *ckpt, f"--json={out}.json"), (probe.main, red),
-            (compare.main, f"--scores={csv}", f"--out_dir={out}-report"), (compare.main, f"--recheck={csv}"),
-            (compare.main, "--base", plain, "--device=cpu", f"--variants={{{red!r}: {{'n_head': 1}}}}",
-             "--dry_run"),
+            (compare.main, "scores", csv, f"--out_dir={out}-report"), (compare.main, "recheck", csv),
+            (compare.main, "plan", "--base", plain, "--device=cpu",
+             f"--variants={{{red!r}: {{'n_head': 1}}}}"),
             (lambda argv: run(lambda: prepare_text.main(argv)), f"--source={csv}", f"--out={data}-2"),
             (lambda argv: run(lambda: prepare_text.main(argv)), f"--source={red}", f"--out={data}-3")):
         said = printed(main, *argv)

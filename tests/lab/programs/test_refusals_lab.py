@@ -1,6 +1,5 @@
-"""What studies, probes, pruning, labels and controllers refuse: rows as in test_refusals.py."""
+"""What probes, pruning, labels and controllers refuse: rows as in test_refusals.py."""
 
-import gzip
 import shutil
 
 import numpy as np
@@ -10,12 +9,11 @@ import torch
 import train
 from helpers import TINY, write_dataset
 from helpers import check_refusal, make_checkpoint, make_model, save_model, under
-from lab_helpers import SMALL, write_labels
+from lab_helpers import write_labels
 from model import GPT, GPTConfig, MECHANISMS
 from nanoheads.dataset import Dataset
 from lab.labels.targets import encode, label_file, write_meta
 from lab.probe import PROBES
-from lab.study.variants import StudyConfig
 
 # ---- the folder in which the commands are typed ----
 
@@ -41,33 +39,9 @@ def fails(ids):
     return table[ids + 37]
 number = 3
 """
-NO_RESULTS = {  # files that are no results of a study, and what is said of them
-    "empty": (b"", "is not JSON"), "two_bytes": (b"\x1f\x8b", "is not JSON"),
-    "cut_short": (gzip.compress(b"{}", mtime=0)[:-9], "is not JSON"),
-    "damaged": (gzip.compress(b"{}" * 50, mtime=0)[:12] + bytes(40), "damaged"),
-    "binary": (bytes(range(256)), "is not JSON"), "deep": (b"[" * 100_000, "is not JSON"),
-    "list": (b"[3]", "it holds [3], not a dict"), "null": (b"null", "it holds None"),
-    "no_keys": (b"{}", "name is missing")}
 RULES = [
     ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
     ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
-# tables of another program's scores: the first line, one that is wrong, and what is said of it
-SCORES = [("variant,seed,score", line, f"line 5: {words}") for line, words in (
-    ("a,9", "2 cells, where the first line has 3"), ("a,9,1,1", "4 cells, where the first line has 3"),
-    (",9,1", "no variant"), ("a,,1", "no seed"), (",,1", "no variant and no seed"), ("a,9,", "no score"),
-    ("a,9,nan", "score 'nan' is not a finite number"), ("a,9,inf", "score 'inf' is not a finite number"),
-    ("a,9,two", "score 'two' is not a finite number"), ("a,9,1e400", "score '1e400' is not a finite number"),
-    ("a,9,1e308", "score '1e308' is not a finite number up to 1e+30, nor 'failed'"),
-    ("a,9,-1e308", "score '-1e308' is not"), ("a,9,1.0001e30", "score '1.0001e30' is not"),
-    *((f"a,{seed},1.5", "a with seed 2 is on line 4 already") for seed in ("2", "02", "2.0", "002.00")))]
-SCORES += [(f"variant,seed,score,{column}", f"a,9,2.0,{value}",
-            f"line 5: {column} '{value}' is not a number above 0")
-           for column in ("tokens", "bytes", "cost") for value in ("0", "-1", "many", "nan", "1e308")]
-NO_SCORES = [
-    ("", "line 1: no column variant, seed, score; it must name variant, seed and score, and has nothing"),
-    ("variant,score\na,1\n", "line 1: no column seed"),
-    ("variant,seed,score,score\n", "score is there twice"), ("variant,seed,score\n", "has no runs"),
-    ("x" * 200_000, "line 1: field larger than field limit")]
 
 
 def gpt(**flags):
@@ -167,7 +141,7 @@ def furnish(home, bytes_data, chars_data):
         (home / "with" / name).mkdir(parents=True)
         (home / "with" / name / name).write_text("here")
 
-    # ---- texts, studies, functions ----
+    # ---- texts, functions ----
     (home / "t.txt").write_text("abc\n")
     (home / "empty.txt").write_text("")
     (home / "latin1.txt").write_bytes(b"caf\xe9")
@@ -178,39 +152,14 @@ def furnish(home, bytes_data, chars_data):
     (home / "utf16.txt").write_bytes(b"\xff\xfe")
     (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
     (home / "no_span.jsonl").write_text("")
-    (home / "plain.py").write_text(f"{SMALL}dataset = 'sums'\n")
     (home / "theirs.py").write_text(FUNCTIONS)
     for i, (text, _) in enumerate(RULES):
         (home / f"rules{i}.json").write_text(text)
-    for i, (head, line, _) in enumerate(SCORES):
-        more = "," * (head.count(",") - 2)
-        before = "".join(f"{row}{more}\n" for row in ("plain,1,2.0", "plain,2,2.1", "a,2,1.9"))
-        (home / f"scores{i}.csv").write_text(f"{head}\n{before}{line}\n")
-    for i, (text, _) in enumerate(NO_SCORES):
-        (home / f"no_scores{i}.csv").write_text(text)
-    for name, (content, _) in NO_RESULTS.items():
-        (home / f"{name}.json.gz").write_bytes(content)
     (home / "figures_taken").mkdir()
     shutil.copytree("run", "figures_taken/file")
     (home / "figures_taken/file/figures").write_text("a file")
     shutil.copytree("run", "figures_taken/link")
     (home / "figures_taken/link/figures").symlink_to(home / "folder.html")
-
-
-# ---- the config of a study ----
-
-STUDIES = [
-    *((dict(mechanisms=["xsa"], variants={name: dict(pos="learned")}),
-       f"^variants: the name {name!r} is taken$")
-      for name in ("plain", "plain x 2", "plain, MLP 260", "xsa, candidate 0", "xsa, adamw_lr x 2")),
-    (dict(variants={"settings": dict(block_size=64)}), "settings: block_size cannot be set here"),
-]
-
-
-@pytest.mark.parametrize("flags, words", [(flags, words) for flags, *words in STUDIES])
-def test_a_study_that_cannot_be_is_one_line(flags, words):
-    problem, = StudyConfig(**flags).problems()
-    assert "\n" not in problem and all(word in f"^{problem}$" for word in words), problem
 
 
 # ---- command lines ----
@@ -451,91 +400,6 @@ COMMANDS = [
         ("--by=spans --split=val --split=val --file=a --file=b", "several such pairs"),
         ("--by=spans --file=span.jsonl --split=val --names x", "nothing about 'x'; there is truth"),
         ("--by=spans --file=no_span.jsonl --split=val", "holds no label")),
-
-    # ---- compare.py: what is wrong with a study ----
-    *under("compare.py --base=plain.py --device=cpu --mechanisms=output_gate",
-        ("--jobs_per_gpu=0", "jobs_per_gpu=0 must be at least 1"),
-        ("--rescore=-1", "rescore=-1 must not be negative"),
-        ("--jobs_per_gpu=-2", "jobs_per_gpu=-2 must be at least 1"),
-        ("--jobs_per_gpu=2", "jobs_per_gpu=2 means nothing on device=cpu"),
-        ("--jobs_per_gpu=2 --dry_run", "jobs_per_gpu=2 means nothing on"),
-        ("--mechanisms=output_gat", "unknown 'output_gat'; did you mean output_gate?"),
-        ("--scale=huge", "scale='huge' is not task, tiny, nano, mid, small, paper or None"),
-        ("--scale=small", "scale='small' means nothing beside base="),
-        ("--seeds=1,1", "seeds=[1, 1] must be different numbers"),
-        ("--seeds=[1e30]", "is beyond 64 bits"),
-        ("--plain_seeds=100000000", "plain_seeds=100000000 must be at most 1,000"),
-        ("--screen --seeds=101,3", "none in both"),
-        ("--size=3M", "size='3M' must be one of 0.1M"),
-        ("--mechanism=output_gate --mechanisms=xsa", "mechanism='output_gate' is a study of its own"),
-        ("--contrasts=\"[['output_gate', 'sink']]\"", "must be two of this study's"),
-        ("--contrasts=\"[['output_gate', 'output_gate']]\"", "must be two of this"),
-        ("--contrasts=\"[[{}, 'output_gate']]\"", "must be two of this study's"),
-        ("--mechanisms=output_gate,xsa --contrasts=\"[['xsa', ['output_gate']]]\"",
-         "must be two of this study's"),
-        ("--mechanisms=output_gate,xsa --contrasts=\"[[['xsa'], ['output_gate']]]\"", "must be two of this"),
-        ("--budgets=1,2", "must be different, positive, and not 1"),
-        ("--budgets=[1e300]", "must be at most 1,000 times the plain GPT's own"),
-        ("--tokens_per_param=1e300", "tokens_per_param=1e+300 must be positive, and"),
-        ("--settings=\"{'dataset': 'nowhere'}\"", "no dataset nowhere"),
-        ("--settings=\"{'init_from': 'x', 'seed': 3}\"", "settings: init_from, seed cannot be set here"),
-        ("--settings='{3: 4}'", "settings: the flag 3 must be a name in quotes"),
-        ("--settings=\"{'patience': 3}\"", "plain: patience=3 would end runs at different steps"),
-        ("--split=tset", "split='tset' must be test or val"),
-        ("--split=val --tune_lr", "since val chooses"),
-        ("--out_dir=/proc/none", "--out_dir: cannot write into /proc"),
-        ("--device=meta", "device=meta cannot be used")),
-    *under("compare.py --base=plain.py --device=cpu",
-        ("", "name at least one variant"),
-        ("--mechanism=qqqq", "unknown 'qqqq'; model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"),
-        ("--tune_lr --screen_seeds=1,7", "screen_seeds=[1, 7] choose"),
-        ("--recheck=nowhere.json.gz", "cannot read nowhere.json.gz"),
-        ("--variants=\"{'x': {'output_gatee': 1}}\"",
-         "x: variant with {'output_gatee': 1}: unknown key output_gatee; did you mean output_gate?"),
-        ("--variants=\"{'x': {'block_size': 8}}\"", "x: block_size cannot be set here"),
-        ("--variants=\"{'x': {'agency': True, 'agency_learned': True}}\"",
-         "x: agency_learned predicts from what is measured of the heads: set controller_log"),
-        ("--variants=\"{'x': {'dataset': 'pystdlib'}}\"", "x: dataset cannot be set here"),
-        ("--variants=\"{'early': {'patience': 2}}\"", "early: patience=2 would end runs", "leave it out"),
-        ("--variants=\"{3: {'xsa': True}}\"", "variants: the name 3 must be text in quotes"),
-        ("--variants=\"{'': {'xsa': True}}\"", "variants: the name '' must be text in quotes"),
-        ("--variants='{(1, 2): {}}'", "variants: the name (1, 2) must be text in quotes"),
-        ("--variants=\"{'a': {3: True}}\"", "a: the flag 3 must be a name in quotes")),
-    *under("compare.py --dry_run --device=cpu --settings=\"{'dataset': 'sums'}\" --variants=\"{'taught': "
-           "{'constraint_names': ['a'], 'teacher': 'out/teacher', 'constraint_match': 'kl'}}\"",
-        ("--first=\"{'out/teacher': 'python train.py x.py --out_dir=out/teacher'}\"",
-         "^compare: taught: teacher=out/teacher is not there yet; first run: python train.py x.py "
-         "--out_dir=out/teacher$"),
-        ("--first={}", "^compare: taught: teacher=out/teacher is not there yet; train it first$")),
-
-    # ---- compare.py: texts, two looks, scores of others, files of results ----
-    *under("compare.py --mechanisms=sink",
-        *((f"{texts}", "must be two datasets or more") for texts in (
-            "--texts=\"['a']\"", "--texts=\"['a', 'a']\"",
-            "--texts=\"['a', 'b']\" --settings=\"{'dataset': 'c'}\""))),
-    *under("compare.py --base=plain.py --device=cpu --mechanisms=sink --texts=\"['sums', 'not_there']\"",
-        ("", "no dataset not_there"), ("--dry_run", "no dataset not_there")),
-    *under("compare.py --base=plain.py --device=cpu --mechanisms=sink --looks=2",
-        ("--seeds=1,2", "looks=2 needs 3 seeds or more, two of them for the first look: seeds=[1, 2]"),
-        ("--looks=3", "looks='3' is not 1 or 2"),
-        ("--texts=\"['a', 'b']\"",
-         "looks=2 is for a study that trains its runs, on one text: leave it out with texts"),
-        ("--scores=x.csv", "on one text: leave it out with a file of results or scores"),
-        ("--looks=1 --spending=pocock",
-         "spending='pocock' is how the error is spent on two looks: add --looks=2"),
-        ("--spending=pocok", "spending='pocok' is not obrien_fleming or pocock; did you mean pocock?")),
-    *under("compare.py",
-        ("--scores=none.csv", "compare: cannot read none.csv: No such file"),
-        ("--scores=utf16.txt", "cannot read utf16.txt: not UTF-8 text"),
-        *((f"--scores=scores{i}.csv", f"^compare: scores{i}.csv, {words}")
-          for i, (*_, words) in enumerate(SCORES)),
-        *((f"--scores=no_scores{i}.csv", words) for i, (_, words) in enumerate(NO_SCORES)),
-        ("--baseline=plain --higher_is_better --mechanisms=xsa", "baseline, higher_is_better: these go"),
-        ("--target=0 --mechanisms=xsa", "target: these go with compare.py scores FILE alone"),
-        ("scores s.csv --target=1e31", "target=1e+31 must be a finite number, up to 1e+30"),
-        ("scores s.csv --target=low", "target='low' is not"),
-        *((f"{key}={name}.json.gz", words) for name, (_, words) in NO_RESULTS.items()
-          for key in ("--from_results", "--recheck"))),
 ]
 
 
