@@ -261,8 +261,10 @@ def next_study(study, comparisons):
     if far := [f"{open_in_words(study, c)} ({c.seeds or 'more than 1000'})"
                for c in rows if c not in near]:
         lines.append(f"Undecided, and it would take more than {MOST_SEEDS} seeds: {listed(far)}.")
-    undecided = [dict(variant=c.variant, baseline=c.baseline, seeds=c.seeds) for c in rows]
-    return dict(undecided=undecided, variants=names, seeds=seeds,
+    called = {each.name: each.name if trained_here(study) else label_of(study, each.name)
+              for each in study.variants}
+    undecided = [dict(variant=called[c.variant], baseline=called[c.baseline], seeds=c.seeds) for c in rows]
+    return dict(undecided=undecided, variants=[called[name] for name in names], seeds=seeds,
                 command=command_of(study, names, seeds) if near and names else None, words=" ".join(lines))
 
 
@@ -274,7 +276,11 @@ def open_in_words(study, c):
 
 
 def command_of(study, names, n):
-    """The study's command for these variants and n fresh seeds; None: it is not known."""
+    """The study's command for these variants and n fresh seeds; None: it is not known, or another program
+    made the runs.
+    """
+    if not trained_here(study):
+        return None
     try:
         words = shlex.split(study.command)
     except ValueError:  # a quotation without its end

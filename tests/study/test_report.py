@@ -345,6 +345,16 @@ def test_a_failed_run_of_another_program_withholds(tmp_path):
     assert "not called better, since 1 run failed" in text and "mine is not called below it" in text
 
 
+def test_what_another_program_leaves_undecided_has_seeds_and_no_command(tmp_path):
+    """Its seeds are names, and compare.py cannot train them."""
+    near = ["near,1,3.279,1e9,1", "near,2,3.2805,1e9,1", "near,3,3.278,1e9,1"]
+    study = replace(csv_study(tmp_path, near, margin=0.001), command="python compare.py scores scores.csv")
+    text, found = everything(study)["terminal"], report.for_a_program(study, verdicts(study))["follow_up"]
+    assert found["undecided"][0].keys() == {"variant", "baseline", "seeds"}
+    assert (found["undecided"][0]["variant"], found["undecided"][0]["baseline"]) == ("near", "base")
+    assert found["command"] is None and found["words"].split()[0] in text
+
+
 # ---- one figure, one place ----
 
 def test_figures_are_the_same_everywhere():
