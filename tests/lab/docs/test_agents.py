@@ -28,7 +28,7 @@ def loop(verdicts, monkeypatch):
                 json.dump(dict(comparisons=[row]), file)
         return SimpleNamespace(returncode=0)
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["improve.py", "--minutes=10"])
+    monkeypatch.setattr(sys, "argv", ["improve.py", "--jobs=2"])
     exec(compile(CODE, "improve.py", "exec"), {})
     return given
 
@@ -45,7 +45,7 @@ def test_the_loop_keeps_what_is_better_than_before(verdicts, times, tmp_path, mo
     assert f"before, {times} times in a row" in (tmp_path / "mine.py").read_text()
     best = min([0, *(difference for verdict, difference in verdicts if verdict == "better")])
     assert capsys.readouterr().out.endswith(f"kept: times {times}, {best:+.4f} bits/byte\n")
-    assert len(given) == 2 * len(verdicts) and given[1][-1] == "--minutes=10"
+    assert len(given) == 2 * len(verdicts) and given[1][-1] == "--jobs=2"
 
 
 @pytest.mark.slow

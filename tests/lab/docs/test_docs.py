@@ -15,8 +15,8 @@ from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import choices
 from nanoheads.tasks import TASKS
-from lab.study import effects, results, tables
-from lab.study.variants import StudyConfig
+from study import docs_tables
+from study.config import StudyConfig
 from train import main
 from helpers import ROOT
 from helpers import EXAMPLES
@@ -28,14 +28,14 @@ OF_TODAY = [page for page in PAGES if page.parent.name != "log"]  # the log name
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
 PROGRAMS_PAGE = (ROOT / "docs/programs.md").read_text(encoding="utf-8")
-FOLDERS = "data|config|docs|tests|results|nanoheads|lab"
+FOLDERS = "data|config|docs|tests|results|nanoheads|study|lab"
 
 # a reader's own file, and placeholders
 NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "base_train.py"}
 # a write-up's programs, in the table of what they are called here
 NOT_OURS |= {"train_novel.py", "evaluate_models_binary.py", "plot_training_curves.py",
              "sample_both_models.py"}
-SOURCES = [path for place in ("*.py", "nanoheads/*.py", "lab/**/*.py", "data/**/*.py")
+SOURCES = [path for place in ("*.py", "nanoheads/*.py", "study/*.py", "lab/**/*.py", "data/**/*.py")
            for path in ROOT.glob(place)]
 
 
@@ -153,8 +153,9 @@ def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
 
 
 def test_the_table_of_the_front_page_is_the_explained_one_with_fewer_columns():
-    found = effects.pooled(results.read(ROOT / "results" / "all-tiny.json.gz"))
-    short, whole = ([line.strip("|").split("|") for line in tables.TABLES[kind](found, ["diff"]).splitlines()]
+    found = docs_tables.judged(ROOT / "results" / "all-tiny.json.gz")
+    short, whole = ([line.strip("|").split("|")
+                     for line in docs_tables.TABLES[kind](*found, ["diff"]).splitlines()]
                     for kind in ("front", "explained"))
     columns = [whole[0].index(title) for title in short[0]]
     assert len(columns) == 6 < len(whole[0]) and short == [[row[i] for i in columns] for row in whole]
