@@ -12,7 +12,8 @@ NO_RESULTS = {  # files that are no results of a study, and what is said of them
     "empty": (b"", "is no results file, or it is damaged"),
     "two_bytes": (b"\x1f\x8b", "is no results file, or it is damaged"),
     "cut_short": (gzip.compress(b"{}", mtime=0)[:-9], "is no results file, or it is damaged"),
-    "damaged": (gzip.compress(b"{}" * 50, mtime=0)[:12] + bytes(40), "cannot read damaged.json.gz: it is damaged"),
+    "damaged": (gzip.compress(b"{}" * 50, mtime=0)[:12] + bytes(40),
+                "cannot read damaged.json.gz: it is damaged"),
     "binary": (bytes(range(256)), "is no results file, or it is damaged"),
     "deep": (b"[" * 100_000, "is no results file, or it is damaged"),
     "list": (b"[3]", "is no results file of this version"),
@@ -120,4 +121,5 @@ def test_each_line_of_a_csv_that_is_wrong_is_named(tmp_path, capsys):
     (tmp_path / "s.csv").write_text("variant,seed,score\nplain,1,2\na,1,x\nb,1\n")
     with pytest.raises(SystemExit) as e:
         main(["scores", str(tmp_path / "s.csv")])
-    assert [line.partition("s.csv, ")[2][:8] for line in e.value.code.splitlines()] == ["line 3: ", "line 4: "]
+    named = [line.partition("s.csv, ")[2][:7] for line in e.value.code.splitlines()]
+    assert named == ["line 3:", "line 4:"]

@@ -37,7 +37,7 @@ def test_the_pictures_are_drawn_from_the_results(tmp_path):
         (tmp_path / "other.png").write_bytes(tables.picture(ROOT / "results", ["aa-tiny.json.gz"]))
         now, other, there = (matplotlib.image.imread(path) for path in (
             tmp_path / "now.png", tmp_path / "other.png", ROOT / name))
-        assert there.shape == now.shape and np.abs(there - now).mean() < 0.01, "run compare.py report --tables"
+        assert there.shape == now.shape and np.abs(there - now).mean() < 0.01, "report --tables"
         assert other.shape != now.shape  # control
 
 
