@@ -1,5 +1,5 @@
 # The nano ladder, --scale=nano: plain GPTs of 0.1, 0.33 and 1 M parameters in their blocks (SIZES in
-# lab/study/variants.py), 20 bytes a parameter each, to see how an effect goes with size:
+# study/config.py), 20 bytes a parameter each, to see how an effect goes with size:
 # `python compare.py config/studies/ladder_01M.py`, and so 033M and 1M. By itself this file is the second of
 # them, five minutes on one CPU core; the first is config/tiny.py
 # 16 sequences x 128 bytes = 2,048 bytes a step, 3,240 steps = 6.64 MB read; at 1 M 19.7 MB, 1.8 passes over

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from nanoheads.common import OWN_FILES, ROOT, UserError
 
-PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside nanoheads/ and lab/: what trains and scores
+PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside nanoheads/, study/ and lab/: what trains and scores
 LIBRARIES = builtins, math, np, torch, nn, F, torch.Tensor, nn.Module, nn.Linear, nn.Embedding
 
 
@@ -97,7 +97,7 @@ def of_ours():
     found = {}
     for name, module in list(sys.modules.items()):
         first = name.split(".")[0]
-        ours = first in {"nanoheads", "lab", "__main__", *PROGRAMS}
+        ours = first in {"nanoheads", "study", "lab", "__main__", *PROGRAMS}
         if ours and is_program(getattr(module, "__file__", None)):
             found[name, ""] = module, ()
             found.update(names_in(module, name))
@@ -126,7 +126,7 @@ def is_program(file):
     path = Path(file or "/").resolve()
     if path.parent == ROOT:
         return path.stem in PROGRAMS
-    return ROOT / "nanoheads" in path.parents or ROOT / "lab" in path.parents
+    return any(ROOT / folder in path.parents for folder in ("nanoheads", "study", "lab"))
 
 
 def names_in(owner, module, prefix=""):

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import compare
 import model
 from helpers import ROOT, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
@@ -24,8 +23,8 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, keys_of, made, read
 from lab.hub import huggingface as hf
-from lab.study import digest
-from lab.study.variants import StudyConfig
+from study import digest
+from study.config import StudyConfig, variants_of
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
 PASS = "    def score_mod(self, attn, heads):"
@@ -270,17 +269,7 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     in_words = dict(mechanisms=["xsa"], variants={"x": dict(forget=True)})
     for name, each in (("forget", dict(mechanisms=["forg*"])), ("x", in_words)):
         with pytest.raises(UserError, match=rf"{name} .*position 1 changes with the token at 12"):
-            compare.check_parts(StudyConfig(**each))
-
-
-def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, tmp_path):
-    own.add(mine())
-    for i, each in enumerate((dict(mechanisms=["forg*"]), dict(variants={"x": dict(forget=True)}),
-                              dict(mechanisms=["xsa"]))):
-        out = tmp_path / str(i)
-        out.mkdir()
-        compare.keep_file(StudyConfig(**each), out)
-        assert [path.name for path in out.iterdir()] == ["mine.py"] * (i < 2)
+            promises.refuse_broken(variants_of(StudyConfig(**each)))
 
 
 @pytest.mark.parametrize("before, after, words", [
@@ -365,29 +354,10 @@ def test_its_flags_are_keys_with_ranges_and_help(mine):
         "forget_init=-1.0 means nothing while forget is off"]
 
 
-@pytest.mark.slow
 def test_the_hash_of_other_runs_does_not_see_it(mine):
-    plain = model.GPTConfig(**SIZES)
-    before = digest.code_digest(plain), digest.own_flags(plain)
+    before = digest.digest_of_code()
     own.add(mine())
-    plain = model.GPTConfig(**SIZES)
-    assert (digest.code_digest(plain), digest.own_flags(plain)) == before
-    digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
-
-
-@pytest.mark.slow
-def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
-    """Also a file of ours that train.py does without."""
-    path = mine("import torch\n", "import torch\nfrom lab.probes import quality\n")
-    own.add(path)
-    reached, inner = [], digest.digest_of
-    monkeypatch.setattr(digest, "digest_of", lambda root, programs, off: reached.extend(
-        digest.files_of(root, programs)) or inner(root, programs, off))
-    digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig(own_mechanism=str(path)))
-    assert {Path(path).resolve(), ROOT / "lab" / "probes" / "quality.py"} <= {*reached}
-    reached.clear()
-    digest.code_digest(model.GPTConfig(**SIZES), TrainConfig())
-    assert ROOT / "lab" / "probes" / "quality.py" not in reached and ROOT / "model.py" in reached
+    assert digest.digest_of_code() == before
 
 
 @pytest.mark.slow
@@ -525,15 +495,6 @@ def test_an_export_loads_in_transformers(mine, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
-
-
-def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
-    """So that who gets the folder can run it again."""
-    name, = own.add(mine())
-    compare.keep_file(StudyConfig(mechanisms=["xsa"]), tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-    compare.keep_file(StudyConfig(mechanism=name), tmp_path / "report")
-    assert (tmp_path / "report" / "mine.py").read_text() == CODE
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """Code of one's own: what is only read is not run; files that import others; several files and modes."""
 
 import hashlib
-import importlib
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import CodeType
@@ -23,7 +21,7 @@ import nanoheads.traces
 from lab import probe, prune
 import sample
 import train
-from helpers import ROOT, forget_own_mechanisms
+from helpers import forget_own_mechanisms
 from helpers import CODE
 from nanoheads import causality, checkpoint, optim, own_mechanism as own, replaced, scoring
 from nanoheads.common import UserError
@@ -31,8 +29,8 @@ from nanoheads.config import TrainConfig
 from nanoheads.configurator import help_text, keys_of, read
 from nanoheads.dataset import Dataset
 from lab.hub import huggingface as hf
-from lab.study import digest, own_files, queue, results, trial
-from lab.study.variants import StudyConfig, VariantBuilder, variants_of
+from study import trial
+from study.config import StudyConfig, variants_of
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
 MODE = """
@@ -168,16 +166,7 @@ def test_a_file_with_a_byte_order_mark_is_read(mine, bytes_data, tmp_path, own_m
     sizes = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4"]
     train.main([f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", *sizes,
                 "--eval_tokens=64", "--device=cpu", "--max_iters=1"])
-    assert digest.code_digest(model.GPTConfig(**SIZES), TrainConfig(own_mechanism=str(path)))
-
-
-def test_a_study_refuses_a_teacher_whose_code_it_cannot_name(ran, bytes_data, monkeypatch):
-    folder, was_run = ran
-    flags = dict(teacher=str(folder), constraint_names=["a"], constraint_match="kl", dataset=str(bytes_data))
-    with pytest.raises(UserError, match="x: teacher=.* has a mechanism in a file of one's own"):
-        VariantBuilder(StudyConfig(device="cpu", settings=dict(dataset=str(bytes_data)))).make(
-            "x", "variant", "x", flags)
-    assert not was_run()
+    assert (tmp_path / "run" / "mine.py").is_file()
 
 
 @pytest.mark.slow
@@ -272,67 +261,7 @@ def test_another_text_of_the_file_is_refused(ran):
     assert f"{other} is another text (sha256" in said and not was_run()
 
 
-# ---- a study and its runs ----
-
-
-@pytest.fixture
-def planned(evil, bytes_data, tmp_path):
-    """(folder of a trial that was planned, its spec, whether its code was run)."""
-    path, was_run = evil
-    spec = dict(
-        model={**SIZES, "forget": True, "forget_init": -3.0},
-        train=dict(
-            dataset=str(bytes_data),
-            device="cpu",
-            max_iters=2,
-            eval_interval=2,
-            eval_tokens=32,
-            batch_size=2,
-            own_mechanism=str(path),
-        ),
-        score=dict(split="val", tokens=64),
-        data=trial.digests_of_all(Dataset(bytes_data), files=[own.opened(path)]),
-    )
-    return trial.make(spec, tmp_path / "trials"), spec, was_run
-
-
-def by_hand(folder, *more):
-    done = subprocess.run(
-        [sys.executable, "train.py", "--trial", str(folder), *map(str, more)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    return done.returncode, (folder / "trial.log").read_text().strip()
-
-
-@pytest.mark.slow
-def test_a_study_names_the_file_on_the_command_line_of_its_runs(planned):
-    folder, spec, was_run = planned
-    file = spec["train"]["own_mechanism"]
-    assert queue.command_of(folder)[3:] == [str(folder), f"--mechanism={file}"]
-    assert by_hand(folder, *queue.command_of(folder)[4:])[0] == 0 and was_run() and trial.done(folder)
-    assert (folder / "mine.py").read_text() == Path(file).read_text()
-    del spec["train"]["own_mechanism"], spec["data"]["mechanism"]
-    plain = trial.make(spec, folder.parent)
-    assert queue.command_of(plain)[3:] == [str(plain)]
-
-
-@pytest.mark.slow
-def test_a_copied_trial_runs_nothing(planned, tmp_path):
-    folder, spec, was_run = planned
-    code, said = by_hand(folder)
-    assert code == 1 and not was_run()
-    assert said == (
-        f"trial: this run is of a mechanism in {spec['train']['own_mechanism']}, and what is only read "
-        f"is not run: name it, --mechanism={spec['train']['own_mechanism']}"
-    )
-    (tmp_path / "other.py").write_text(CODE)
-    code, said = by_hand(folder, f"--mechanism={tmp_path / 'other.py'}")
-    assert code == 1 and "is another text" in said.splitlines()[-1] and not was_run()
-
-
-# ---- what it reads beside its file ----
+# ---- programs that it replaces ----
 
 
 @pytest.fixture
@@ -342,123 +271,9 @@ def library(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
     yield folder
-    for name in {*sys.modules} & {"strengths", "strengths.deep"}:
+    for name in {*sys.modules} & {"strengths"}:
         del sys.modules[name]
-    own_files.libraries_of.cache_clear()
 
-
-@pytest.fixture
-def planned_run(bytes_data, tmp_path, own_mechanisms_go):
-    """planned_run(*lines) -> (surroundings of a run of the file that begins with these lines, why_not).
-
-    why_not() -> why the run does not start, as another process would find it now; "": it starts.
-    """
-    def make(*lines):
-        path = written(tmp_path / "mine.py", *(f"{line}\n" for line in lines),
-                       MODE.format("Twice", "twice", TWICE, 2))
-        own.add(path)
-        found = trial.surroundings_of([own.opened(path)])
-        spec = dict(model={**SIZES, "twice": True}, score=dict(split="val", tokens=64),
-                    train=dict(dataset=str(bytes_data), own_mechanism=str(path)), **found)
-        folder = trial.make(spec, tmp_path / "trials")
-
-        def why_not():
-            own_files.libraries_of.cache_clear()
-            importlib.invalidate_caches()
-            try:
-                trial.check_unchanged(folder, [own.opened(path)])
-                return ""
-            except UserError as e:
-                return str(e)
-
-        return found, why_not
-
-    return make
-
-
-@pytest.mark.parametrize("name", ["strengths.py", "strengths/__init__.py", "strengths/deep.py"])
-def test_a_constant_of_an_installed_library_is_part_of_a_run(name, library, planned_run):
-    """Also where it is changed by hand, so that the version stays."""
-    for each in {"strengths/__init__.py", name} if "/" in name else {name}:
-        (library / each).parent.mkdir(exist_ok=True)
-        (library / each).write_text("STRENGTH = 2.0\n")
-    found, why_not = planned_run("import math, numpy, strengths")
-    assert {*found["libraries"]} == {"numpy", "python", "strengths"} and "environment" not in found
-    assert found["libraries"]["numpy"] == np.__version__ and why_not() == ""
-    (library / name).write_text("STRENGTH = 3.0\n")
-    assert re.fullmatch(r"strengths is 'sha256 \w{16}' here, and was 'sha256 \w{16}' when this run was "
-                        "planned; start the study again, where both are the same", why_not())
-    (library / name).write_text("STRENGTH = 2.0\n")
-    assert why_not() == ""
-
-
-def test_the_version_of_an_installed_library_is_part_of_a_run(library, planned_run):
-    (library / "strengths.py").write_text("STRENGTH = 2.0\n")
-    about = library / "strong-1.0.dist-info"
-    about.mkdir()
-    (about / "top_level.txt").write_text("strengths\n")
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strong\nVersion: 1.0\n")
-    found, why_not = planned_run("import strengths")
-    assert found["libraries"]["strengths"].startswith("1.0, sha256 ") and why_not() == ""
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strong\nVersion: 1.1\n")
-    assert re.match("strengths is '1.1, sha256 .* was '1.0, sha256 ", why_not())
-
-
-def test_an_environment_variable_is_part_of_a_run(planned_run, monkeypatch):
-    monkeypatch.setenv("MYK", "1")
-    found, why_not = planned_run("import os", "K = float(os.environ['MYK'])")
-    assert found["environment"] == {"MYK": "1"} and why_not() == ""
-    monkeypatch.setenv("MYK", "2")
-    assert why_not() == ("the environment variable MYK is '2' here, and was '1' when this run was planned; "
-                         "start the study again, where both are the same")
-    monkeypatch.delenv("MYK")
-    assert "MYK is None here, and was '1'" in why_not()
-
-
-READING = {  # an expression that reads the environment variable MYK -> what goes before it
-    "os.environ.get('MYK')": "import os",
-    "os.getenv('MYK', '1')": "import os",
-    "'MYK' in os.environ": "import os",
-    "o.environ['MYK']": "import os as o",
-    "environ['MYK']": "from os import environ",
-    "environ.setdefault('MYK', '1')": "from os import *",
-    "getenv('MYK')": "from os import getenv",
-}
-
-
-@pytest.mark.parametrize("reading", READING)
-def test_every_way_to_name_an_environment_variable_is_found(reading, tmp_path, monkeypatch):
-    path = written(tmp_path / "mine.py", f"{READING[reading]}\ndef f():\n    return {reading}\n")
-    for value in ("1", "2"):
-        monkeypatch.setenv("MYK", value)
-        assert trial.surroundings_of([own.opened(path)])["environment"] == {"MYK": value}
-    monkeypatch.delenv("MYK")
-    assert trial.surroundings_of([own.opened(path)])["environment"] == {"MYK": None}
-
-
-@pytest.mark.parametrize("line", ["os.environ[NAME]", "os.environ.get(NAME)", "os.getenv(NAME)",
-                                  "f(os.environ)", "dict(os.environ)", "os.environ.items()", "getenv",
-                                  "os.environb[b'MYK']", "os.path.expandvars('$MYK')",
-                                  "getattr(os, 'environ')['MYK']", "os.environ.get(key='MYK')"])
-def test_a_variable_that_it_does_not_name_is_refused_in_a_study(line, tmp_path):
-    path = written(tmp_path / "mine.py", "import os\nfrom os import getenv\nNAME = 'MYK'\n", f"K = {line}\n")
-    with pytest.raises(UserError, match="mine.py, line 5: it uses the environment and does not name") as e:
-        trial.surroundings_of([own.opened(path)])
-    assert "\n" not in str(e.value)
-
-
-def test_another_name_of_the_environment_is_refused_in_a_study(tmp_path):
-    path = written(tmp_path / "mine.py", "from os import environ as e\nK = e['MYK']\n")
-    with pytest.raises(UserError, match="mine.py, line 2: it uses the environment"):
-        trial.surroundings_of([own.opened(path)])
-
-
-def test_what_it_only_sets_in_the_environment_is_not_recorded(tmp_path):
-    path = written(tmp_path / "mine.py", "import os\nos.environ['A'] = '1'\ndel os.environ['B']\n")
-    assert "environment" not in trial.surroundings_of([own.opened(path)])
-
-
-# ---- programs that it replaces ----
 
 SCORING = "nanoheads.scoring"
 PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it, how that is named)
@@ -470,7 +285,7 @@ PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it
     "scoring.float = lambda x: 0.9 * float(x)": (scoring, "float", f"{SCORING}.float"),
     "scoring.BLOCK = 1": (scoring, "BLOCK", f"{SCORING}.BLOCK"),
     f"sys.modules['{SCORING}'] = types.ModuleType('scoring')": (sys.modules, SCORING, SCORING),
-    "trial.score_windows = None": (trial, "score_windows", "lab.study.trial.score_windows"),
+    "trial.score_windows = None": (trial, "score_windows", "study.trial.score_windows"),
     "causality.refuse = lambda *a, **k: 'all'": (causality, "refuse", "nanoheads.causality.refuse"),
     "Dataset.tokens = lambda self, split: []": (Dataset, "tokens", "nanoheads.dataset.Dataset.tokens"),
     "GPT.hidden = None": (model.GPT, "hidden", "model.GPT.hidden"),
@@ -488,7 +303,7 @@ import torch
 from torch.nn import functional as F
 from model import GPT, GPTConfig
 from nanoheads import causality
-from lab.study import trial
+from study import trial
 from nanoheads.dataset import Dataset
 from nanoheads import scoring
 """
@@ -525,31 +340,6 @@ def test_a_file_that_replaces_what_scores_is_refused(patch, restored, tmp_path, 
     assert re.fullmatch(rf"{re.escape(f'{path} replaced {said}')}(, .*)?; a mechanism must not change the "
                         "programs that train and score it", str(e.value))
     assert not own.ADDED
-
-
-LATER = """
-    def after_attention(self, attn, heads):
-        scoring.nats_of = fewer
-"""
-
-
-def test_a_mechanism_that_replaces_it_while_it_runs_has_no_score(bytes_data, restored, tmp_path):
-    """A tenth of the nats less: such a run was 'better by 0.3'."""
-    restored(scoring, "nats_of")
-    path = written(tmp_path / "mine.py", "from nanoheads import scoring\n",
-                   "fewer = lambda *a, f=scoring.nats_of: 0.9 * f(*a)\n",
-                   MODE.format("Twice", "twice", TWICE, 2), LATER)
-    own.add(path)
-    spec = dict(model={**SIZES, "twice": True}, score=dict(split="val", tokens=64),
-                train=dict(dataset=str(bytes_data), device="cpu", max_iters=1, eval_interval=1,
-                           eval_tokens=32, batch_size=2, own_mechanism=str(path)))
-    folder = trial.make(spec, tmp_path / "trials")
-    with pytest.raises(UserError, match="mine.py replaced nanoheads.scoring.nats_of; "):
-        trial.run(folder, train.train)
-    assert not (folder / "result.json").exists()
-    with pytest.raises(UserError, match="mine.py replaced nanoheads.scoring.nats_of; "):
-        results.write({}, tmp_path)
-    assert not (tmp_path / "results.json.gz").exists()
 
 
 def test_a_module_that_was_loaded_since_has_no_functions_of_the_file(restored, tmp_path, monkeypatch):
@@ -866,7 +656,7 @@ def test_a_mistake_in_a_hook_names_file_and_line(
     path = mine(before, after)
     assert words in line_of(train, *trained(path, bytes_data))
     assert words in line_of(
-        compare, f"--mechanism={path}", f"--settings={{'dataset': {str(bytes_data)!r}}}", "--dry_run"
+        compare, "plan", f"--mechanism={path}", f"--settings={{'dataset': {str(bytes_data)!r}}}"
     )
 
 
