@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from nanoheads.common import OWN_FILES, ROOT, UserError
 
-PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside nanoheads/, study/ and lab/: what trains and scores
+PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside the folders: what trains and scores
 LIBRARIES = builtins, math, np, torch, nn, F, torch.Tensor, nn.Module, nn.Linear, nn.Embedding
 
 

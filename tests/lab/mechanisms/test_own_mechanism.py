@@ -29,7 +29,6 @@ from nanoheads.config import TrainConfig
 from nanoheads.configurator import help_text, keys_of, read
 from nanoheads.dataset import Dataset
 from lab.hub import huggingface as hf
-from study import trial
 from study.config import StudyConfig, variants_of
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
@@ -285,7 +284,6 @@ PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it
     "scoring.float = lambda x: 0.9 * float(x)": (scoring, "float", f"{SCORING}.float"),
     "scoring.BLOCK = 1": (scoring, "BLOCK", f"{SCORING}.BLOCK"),
     f"sys.modules['{SCORING}'] = types.ModuleType('scoring')": (sys.modules, SCORING, SCORING),
-    "trial.score_windows = None": (trial, "score_windows", "study.trial.score_windows"),
     "causality.refuse = lambda *a, **k: 'all'": (causality, "refuse", "nanoheads.causality.refuse"),
     "Dataset.tokens = lambda self, split: []": (Dataset, "tokens", "nanoheads.dataset.Dataset.tokens"),
     "GPT.hidden = None": (model.GPT, "hidden", "model.GPT.hidden"),
@@ -303,7 +301,6 @@ import torch
 from torch.nn import functional as F
 from model import GPT, GPTConfig
 from nanoheads import causality
-from study import trial
 from nanoheads.dataset import Dataset
 from nanoheads import scoring
 """
