@@ -215,7 +215,8 @@ def run_study(config, name, command):
     from study.plan import Planner
     check_places(config)
     planner = Planner(config)
-    say(*promises.refuse_broken(variants_of(config)))
+    for line in promises.refuse_broken(variants_of(config)):
+        say(line, flush=True)
     out = folder_of(config, name)
     out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
     outcomes, other_code = outcomes_of(config, planner, train_missing=True)
@@ -280,7 +281,8 @@ def show_plan(config):
         f"long as the plain GPT's here, {one:,.0f} s; what the others take: bench.py --mechanisms")
     if config.screen or config.tune_lr:
         say("what is judged, and at which rates, follows from scores: more runs may follow")
-    say(*plan.notes, *promises.refuse_broken(variants_of(config)))
+    for line in (*plan.notes, *promises.refuse_broken(variants_of(config))):
+        say(line)
 
 
 def tokens_scored(config, data):
@@ -425,7 +427,8 @@ def run(argv):
     """Do what a command line asks for. UserError."""
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
     if {"--help", "-h"} & {*argv} and (command != "run" or len(argv) == 1):
-        return print(help_of(command))
+        print(help_of(command))
+        raise SystemExit(0)
     if command == "recheck":
         return recheck(one_file(command, argv)[0])
     if command == "scores":

@@ -270,6 +270,8 @@ def test_what_is_wrong_is_said_in_a_line(words, said, tmp_path, monkeypatch, cap
 def test_help_names_the_keys_of_each_command(capsys):
     for command, has, lacks in (("run", "--seeds", "--higher_is_better"), ("scores", "--target", "--seeds"),
                                 ("recheck", "FILE.json.gz", "--seeds")):
-        compare.main([command, "--help"])
+        with pytest.raises(SystemExit) as e:
+            compare.main([command, "--help"])
+        assert not e.value.code
         told = capsys.readouterr().out
         assert has in told and not re.search(rf"^ *{lacks}\b", told, re.M), command
