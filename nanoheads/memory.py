@@ -68,8 +68,10 @@ def stored_for_backward(model, rows, autocast):
         stored[storage._cdata] = storage.nbytes(), t
         return t
 
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    with FakeTensorMode(allow_non_fake_inputs=True), autocast:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, autocast:
+        # a kernel saves a weight itself or what stands for it here: no activation either way
+        weights = [t for own in (*model.parameters(), *model.buffers()) for t in (own, fake.from_tensor(own))]
+        own = {t.untyped_storage()._cdata for t in weights}
         ids = torch.zeros(rows, model.config.block_size, dtype=torch.long, device=model.lm_head.weight.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             model(ids, ids)

@@ -22,9 +22,6 @@ from study.records import PLAIN
 # what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
          "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
-# values of a variant's flags that follow the size of the plain GPT
-RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2,
-            "half the heads": lambda model: [list(range((model.n_head + 1) // 2))] * model.n_layer}
 SAME_SIZE = 1e-3   # the share of their parameters by which two models of equal parameters may differ
 SMALL = 2_000_000  # numbers in the plain blocks of a model that is built as it is to count things in
 
@@ -115,7 +112,7 @@ class Models:
                             "other ones, or all")
         if c.tokens_per_param:
             settings |= budget_of(model, training, c.tokens_per_param)
-        if model.weight_dropout and any(self.needs_no_dropout(settings, relative(flags, model))
+        if model.weight_dropout and any(self.needs_no_dropout(settings, flags)
                                         for flags in variants_of(c).values()):
             settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
         return settings
@@ -165,7 +162,6 @@ class Models:
         if text != first:
             return self.moved_to(text, self.make(first, name, kind, flags))
         plain = self.plain(text) if flags else None
-        flags = relative(flags, plain.config) if plain else flags
         try:
             model, training = self.load(self.settings, flags)
         except UserError as e:
@@ -241,12 +237,6 @@ def texts_of(config):
     _, training = configurator.load((GPTConfig, TrainConfig), [config.file],
                                     more={"settings": config.settings})
     return [training.dataset]
-
-
-def relative(flags, model):
-    """Flags with the values of RELATIVE worked out for a plain GPT, a GPTConfig."""
-    return {key: RELATIVE[value](model) if isinstance(value, str) and value in RELATIVE else value
-            for key, value in flags.items()}
 
 
 def as_run(flags, model, training, plain):

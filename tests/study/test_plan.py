@@ -130,14 +130,6 @@ def test_a_seed_among_a_variants_flags_is_added_to_each_seed(texts):
     assert {**again, "model": {**again["model"], "seed": 1}} == plain
 
 
-def test_words_among_flags_follow_the_plain_gpts_size(texts):
-    words = {"half": dict(head_ids="half the heads"), "groups": dict(n_kv_head="n_head"),
-             "narrow": dict(n_embd="n_embd // 2")}
-    plan = Planner(study(variants=words)).plan({})
-    assert plan.models["half"].flags["head_ids"] == [[0, 1], [0, 1]]
-    assert plan.models["groups"].flags == dict(n_kv_head=4) and plan.models["narrow"].config.n_embd == 8
-
-
 # ---- equal parameters ----
 
 def test_what_seems_better_meets_a_plain_gpt_of_as_many_parameters(texts):
