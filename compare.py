@@ -211,10 +211,13 @@ def notes_of(plan, data):
 def run_study(config, name, command):
     """Train what is not done, judge, write the report."""
     from nanoheads import promises
-    from study import finished
+    from study import finished, queue
     from study.plan import Planner
     check_places(config)
     planner = Planner(config)
+    # what cannot be made, or run here, is refused before there is a folder
+    planner.plan({})
+    queue.places(config.jobs, config.device, config.jobs_per_gpu)
     for line in promises.refuse_broken(variants_of(config)):
         say(line, flush=True)
     out = folder_of(config, name)
