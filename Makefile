@@ -26,9 +26,9 @@ demo: .venv/ready
 test: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/core
 
-# the lab's, but for those marked slow
+# the study's and the lab's, but for those marked slow
 test-lab: .venv/ready-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/lab
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/study tests/lab
 
 # every test, as continuous integration runs them
 test-all: .venv/ready-test
