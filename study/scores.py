@@ -20,6 +20,7 @@ NEEDED = ("variant", "seed", "score")
 OPTIONAL = ("tokens", "bytes", "cost")  # of a run, in any unit
 FAILED = "failed"  # in the place of a score
 MOST_NAMED = 20    # lines that are wrong
+LARGEST = 1e50     # number that is taken: the squares of larger ones would not be finite
 
 
 def scores_of(study, stage="judge"):
@@ -161,6 +162,8 @@ def parsed(head, cells):
     score, failed = number(found["score"]), found["score"].lower() == FAILED
     if score is None and not failed:
         return None, f"score {printable(found['score'])!r} is not a finite number, nor '{FAILED}'"
+    if large := [title for title in ("score", *OPTIONAL) if abs(number(found.get(title, "")) or 0) > LARGEST]:
+        return None, f"{large[0]} {printable(found[large[0]])!r} is beyond {LARGEST:g}"
     took = {title: number(found[title]) if found.get(title) else None for title in OPTIONAL}
     for title in OPTIONAL:
         if found.get(title) and not (took[title] or 0) > 0:
