@@ -253,7 +253,20 @@ def report_so_far(config, name, command):
     check_places(config)
     planner, out = Planner(config), folder_of(config, name)
     outcomes, other_code = outcomes_of(config, planner, train_missing=False)
-    write_report(study_of(planner, outcomes, name, command, out, other_code), out, config)
+    study = study_of(planner, outcomes, name, command, out, other_code)
+    if (there := scores_on_file(out / RESULTS)) > len(study.results):
+        raise UserError(f"{out / RESULTS} has {plural(there, 'score')}, and of these runs "
+                        f"{len(study.results):,} are done by this code: name another --out_dir, or report "
+                        "that file")
+    write_report(study, out, config)
+
+
+def scores_on_file(path):
+    """How many runs a results file has the scores of; 0: it is none."""
+    try:
+        return len(records.read(path)[0].results)
+    except UserError:
+        return 0
 
 
 def show_plan(config):

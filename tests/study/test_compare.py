@@ -115,6 +115,14 @@ def test_a_report_of_what_is_done_is_unfinished_and_tells_a_program_so(inside, c
     shutil.rmtree("out/part")
 
 
+def test_a_report_never_takes_the_place_of_scores_that_it_lacks(inside, tmp_path, monkeypatch):
+    shutil.copytree(results_of(inside).parent, tmp_path / "out" / results_of(inside).parent.name)
+    before = results_of(tmp_path).read_bytes()
+    monkeypatch.chdir(tmp_path)  # where no run is done, as after a change of the code
+    assert "has 8 scores, and of these runs 0 are done" in refused("report", inside / "tiny_study.py")
+    assert results_of(tmp_path).read_bytes() == before
+
+
 def test_seeds_that_were_left_out_are_named(inside, capsys):
     compare.main(["report", "tiny_study.py", "--seeds=[1]", "--plain_seeds=1", "--out_dir=out/fewer"])
     told = " ".join(capsys.readouterr().out.split())
