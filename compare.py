@@ -27,6 +27,7 @@ import re
 import shlex
 import sys
 import textwrap
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -328,13 +329,14 @@ def with_flags(cells, flags):
 def report_once_more(path, config):
     """report FILE: the report of a results file, without its runs."""
     study, on_file = records.read(path)
-    comparisons, beyond = verdicts(study), beyond_target(study)
     out = Path(config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"])))
-    report.write_all(study, comparisons, out, beyond)
+    with damage_in_a_line(path):
+        comparisons, beyond, wrong = verdicts(study), beyond_target(study), problems_of(study, on_file)
+        report.write_all(study, comparisons, out, beyond)
     if config.json:
         write_json(config.json, report.for_a_program(study, comparisons, beyond, out))
         say(config.json)
-    if wrong := problems_of(study, on_file):
+    if wrong:
         sys.exit(f"compare: {path} is NOT AS COMPUTED: {wrong[0]}"
                  + f", and {len(wrong) - 1:,} more" * (len(wrong) > 1) + "; the report is what its runs give")
 
@@ -342,11 +344,26 @@ def report_once_more(path, config):
 def recheck(path):
     """recheck FILE: whether every figure of a results file is what its runs give."""
     study, on_file = records.read(path)
-    if wrong := problems_of(study, on_file):
+    with damage_in_a_line(path):
+        wrong = problems_of(study, on_file)
+    if wrong:
         more = [f"{path}: {len(wrong):,} in all"] if len(wrong) > 20 else []
         raise UserError("\n".join([*(f"{path}: {line}" for line in wrong[:20]), *more]))
     say(f"{path}: {plural(len(on_file), 'comparison')} of {plural(len(study.runs), 'run')}, computed once "
         "more, all of them the same")
+
+
+@contextmanager
+def damage_in_a_line(path):
+    """Inside, a results file of which nothing can be computed is a UserError: JSON may have a name, a text or
+    nothing where a number should be, in more places than it would be looked for in.
+    """
+    try:
+        yield
+    except UserError:  # a disk that refuses the report
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration) as e:
+        raise UserError(f"{path} is damaged: {type(e).__name__}, {e}") from e
 
 
 def problems_of(study, on_file):

@@ -196,6 +196,24 @@ def test_what_was_edited_is_found(change, inside, tmp_path, capsys):
     assert "NOT AS COMPUTED" in refused("report", copy, f"--out_dir={tmp_path / 'out'}")
 
 
+DAMAGES = {
+    "no such measure": lambda found: found["study"].update(measure="nats"),
+    "no such variant": lambda found: found["study"]["variants"].pop(0),
+    "a pair without texts": lambda found: found["study"]["pairs"][0].update(texts=[]),
+    "a score that is text": lambda found: [each.update(score="x")
+                                           for each in found["study"]["results"].values()],
+    "no number of tokens": lambda found: found["study"]["variants"][0].update(tokens=None),
+    "an alpha of nothing": lambda found: found["study"].update(alpha=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_nothing_can_be_computed_of_is_a_line(damage, inside, tmp_path):
+    copy = changed(results_of(inside), tmp_path, damage)
+    for words in (["recheck", copy], ["report", copy, f"--out_dir={tmp_path / 'out'}"]):
+        assert refused(*words).startswith(f"compare: {copy} is damaged: ")
+
+
 def test_a_report_once_more_needs_no_runs(inside, tmp_path, capsys, monkeypatch):
     copy = shutil.copy(results_of(inside), tmp_path / "copy.json.gz")
     monkeypatch.chdir(tmp_path)
