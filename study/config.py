@@ -141,6 +141,8 @@ class StudyConfig:
         """The same, of what only a study that trains its runs needs, and one of scores on file does not."""
         bad = [f"{key} goes with compare.py scores FILE alone" for key in OF_SCORES
                if getattr(self, key) not in (None, False)]
+        if self.fresh and self.accept_code:
+            bad.append("fresh trains everything anew, and accept_code takes what is there: leave one out")
         if not (self.mechanisms or self.variants or self.tune_lr):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         return bad

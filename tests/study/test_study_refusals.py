@@ -80,6 +80,7 @@ COMMANDS = [
         ("--mechanisms=sink --out_dir=file", "is a file, not a folder"),
         ("--mechanisms=sink --json=/proc/x", "--json: cannot write into /proc"),
         ("--mechanisms=sink --json=no/such.json", "--json: cannot write into"),
+        ("--mechanisms=sink --fresh --accept_code", "fresh trains everything anew, and accept_code takes"),
         ("--mechanisms=sink --target=3", "target goes with compare.py scores FILE alone"),
         ("--variants=\"{'x': {'output_gatee': 1}}\"", "unknown key output_gatee; did you mean output_gate?"),
         ("--variants=\"{'x': {'agency': True, 'agency_learned': True}}\"", "agency_learned"),
