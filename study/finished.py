@@ -33,17 +33,22 @@ def of_other_code(runs):
 def left_out(runs):
     """{variant: seeds} of finished runs in out/trials that are those of judged Runs but for their seed, and
     are none of them.
+
+    Variants that differ by what they add to each seed alone are told apart by it: seed 1002 is seed 2 of one
+    that adds 1000.
     """
-    judged = {run.name for run in runs if run.stage == "judge"}
-    like = {but_for_the_seed(run.spec): run for run in runs if run.stage == "judge"}
-    found = {}
+    judged, like, found = {run.name for run in runs if run.stage == "judge"}, {}, {}
+    for run in runs:
+        if run.stage == "judge":
+            added = run.spec["model"]["seed"] - run.seed
+            like.setdefault(but_for_the_seed(run.spec), {})[added] = run.variant
     for path in trial.TRIALS.glob("*/result.json"):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone
             spec = from_json((path.parent / "spec.json").read_bytes())
-            run = like.get(but_for_the_seed(spec))
-            if run and path.parent.name == hash_of(spec) and path.parent.name not in judged:
-                seed = spec["model"]["seed"] - run.spec["model"]["seed"] + run.seed
-                found.setdefault(run.variant, set()).add(seed)
+            variants, seed = like.get(but_for_the_seed(spec), {}), spec["model"]["seed"]
+            added = max((each for each in variants if each <= seed), default=None)
+            if added is not None and path.parent.name == hash_of(spec) and path.parent.name not in judged:
+                found.setdefault(variants[added], set()).add(seed - added)
     return {name: sorted(seeds) for name, seeds in found.items()}
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from runs import changed, run_of
 
-from study import finished, trial
+from study import finished, records, trial
 from study.records import Result
 
 
@@ -63,3 +63,11 @@ def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):
                                         "digit; the others differ by up to 0.2500.")
     assert finished.agreement(runs) == "Nothing was there before to compare these scores with."
     assert [trial.outcome(run).score for run in runs] == [1.0, 2.25, 3.0]
+
+
+def test_runs_left_out_are_of_the_variant_whose_seeds_they_have(bytes_data):
+    plain, again = run_of(bytes_data), run_of(bytes_data, 101)
+    judged = [plain, records.Run("judge", "again", again.text, 1, again.spec)]
+    for seed in (1, 2, 3, 101, 104):
+        done(run_of(bytes_data, seed), 1.0)
+    assert finished.left_out(judged) == {"plain": [2, 3], "again": [4]}
