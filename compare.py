@@ -113,7 +113,10 @@ def outcomes_of(config, planner, train_missing):
         if config.fresh and train_missing:
             finished.set_aside([run for run in new if run.name not in begun])
             begun |= {run.name for run in new}
-        found = {run.name: each for run in new if isinstance(each := trial.outcome(run), Result)}
+        ended = {run.name: trial.outcome(run) for run in new}
+        # what failed is tried again, and where nothing is trained it is what there is to say
+        found = {run: each for run, each in ended.items()
+                 if isinstance(each, Result) or each and not train_missing}
         if config.accept_code:
             others = finished.of_other_code([run for run in new if run.name not in found])
             for run in new:

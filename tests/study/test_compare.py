@@ -12,7 +12,10 @@ from helpers import ROOT
 from runs import wait_until
 
 import compare
-from study import records
+from nanoheads import configurator
+from study import records, trial
+from study.config import StudyConfig
+from study.plan import Planner
 
 BASE = """
 dataset = {data!r}
@@ -121,6 +124,17 @@ def test_a_report_never_takes_the_place_of_scores_that_it_lacks(inside, tmp_path
     monkeypatch.chdir(tmp_path)  # where no run is done, as after a change of the code
     assert "has 8 scores, and of these runs 0 are done" in refused("report", inside / "tiny_study.py")
     assert results_of(tmp_path).read_bytes() == before
+
+
+def test_a_report_of_what_is_done_says_what_failed(inside, capsys):
+    words = ["tiny_study.py", "--seeds=[1,2,8]", "--plain_seeds=3", "--out_dir=out/failed"]
+    (config,), _ = configurator.made(configurator.read((StudyConfig,), words))
+    run = next(run for run in Planner(config).plan({}).runs if (run.variant, run.seed) == ("bad", 8))
+    trial.write_failure(trial.make(run), "the loss is not finite")
+    compare.main(["report", *words])
+    assert "the loss is not finite" in capsys.readouterr().out
+    shutil.rmtree(trial.folder_of(run))
+    shutil.rmtree("out/failed")
 
 
 def test_seeds_that_were_left_out_are_named(inside, capsys):
