@@ -7,7 +7,7 @@ and `tokens` (that it is trained on), as models.Model.
 """
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from nanoheads.common import keep_freed_memory
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
 from nanoheads.timing import median_interval, timed
+from study.models import is_small
 
 # ---- FLOPs ----
 
@@ -60,11 +61,12 @@ def executed_flops(config, device="cpu"):
 def count(config):
     """(FLOPs of all matrix products, those of attention), per token of one sequence.
 
-    Tensors without memory that count as on the CPU: it takes 1.5 s at most, GPT-2's size too. A mechanism
-    that asks for values, by .item() or a mask as an index, is counted on tensors that have some.
+    A small model is counted while it computes, a large one on tensors without memory that count as on the
+    CPU: it takes 1.5 s at most, GPT-2's size too. A mechanism that asks for values, by .item() or a mask as
+    an index, is counted on tensors that have some.
     """
     try:
-        with FakeTensorMode():
+        with nullcontext() if is_small(config) else FakeTensorMode():
             counter = one_pass(config)
     except (DataDependentOutputException, DynamicOutputShapeException):
         counter = one_pass(config)

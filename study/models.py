@@ -277,11 +277,16 @@ def tokens_a_step(model, training):
 
 def built(config):
     """A GPT to count things in, without memory where it is large."""
-    # the first tensor without memory has torch import its compiler, 2 s; and a window's FLOPs need its table
-    # of how many keys each token sees
-    small = 12 * config.n_layer * config.n_embd ** 2 + config.vocab_size * config.n_embd < SMALL
-    with torch.device("cpu" if small or config.window else "meta"):
+    # a window's FLOPs need its table of how many keys each token sees
+    with torch.device("cpu" if is_small(config) or config.window else "meta"):
         return GPT(config)
+
+
+def is_small(config):
+    """Whether counting in a model takes less time than torch needs to import its compiler, 2 s, as it does
+    for the first tensor without memory.
+    """
+    return 12 * config.n_layer * config.n_embd ** 2 + config.vocab_size * config.n_embd < SMALL
 
 
 COUNTED = {}  # {a GPTConfig as text: its Counts}: building takes longer than all else that is planned
