@@ -35,22 +35,6 @@ def panels(width, height, n=1, title=""):
     return figure, axes[0] if n == 1 else axes
 
 
-def coloured_table(width, height, title, values, columns, rows, **colours):
-    """(Figure, axes) of a table whose cells have the colour of their value, [rows, columns]; nan: none.
-
-    columns, rows: their names. colours: vmin, vmax and cmap, as imshow() takes them.
-    """
-    figure = canvas(width, height, title)
-    ax = figure.subplots()
-    ax.imshow(values, aspect="auto", **colours)
-    ax.set_xticks(range(len(columns)), columns, fontsize=9)
-    ax.set_yticks(range(len(rows)), rows, fontsize=9)
-    ax.xaxis.tick_top()
-    ax.grid(False)
-    ax.tick_params(length=0)
-    return figure, ax
-
-
 def ticks(axis, at, text=None):
     """Numbers as they are on a logarithmic axis, at these places alone."""
     axis.set_ticks(at, text or [f"{v:g}" for v in at])

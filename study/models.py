@@ -18,11 +18,11 @@ from nanoheads.optim import block_matrices, of_mechanisms
 from nanoheads.tasks import TASKS
 from study.config import BOOKKEEPING, SIZES, variants_of
 from study.records import PLAIN
+from study.verdicts import same_size
 
 # what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
          "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
-SAME_SIZE = 1e-3   # the share of their parameters by which two models of equal parameters may differ
 SMALL = 2_000_000  # numbers in the plain blocks of a model that is built as it is to count things in
 
 
@@ -80,7 +80,7 @@ class Model:
 
     def same_size(self, other):
         """Whether both count as of equal parameters."""
-        return abs(other.params - self.params) <= SAME_SIZE * self.params
+        return same_size(self.params, other.params)
 
 
 def times(factor, key, value):
