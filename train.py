@@ -443,7 +443,7 @@ def save_checkpoint(run, name, resumable=True):
                         f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
-    content.update({key: getattr(run, key) for key in checkpoint.entries(checkpoint.PROGRESS)})
+    content.update({key: getattr(run, key) for key in checkpoint.PROGRESS})
     if run.model.config.own:
         from nanoheads import own_mechanism
         if mine := own_mechanism.record(run.model.config):
@@ -658,7 +658,7 @@ def train_alone(model_config, config, given, process):
         controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         model_config = controller.starting_config(model_config, config)
     model, state = start.starting_point(model_config, config, dataset, process.device, given)
-    progress = {key: state[key] for key in checkpoint.entries(checkpoint.PROGRESS) if key in (state or ())}
+    progress = {key: state[key] for key in checkpoint.PROGRESS if key in (state or ())}
     if config.task:  # a checkpoint may have brought another block_size
         dataset = data_of(config, model.config.block_size)
     check_model(model, config)

@@ -1,8 +1,20 @@
 """
-Checkpoints: what is in the file, how it is written and read, and the model that it becomes.
+Checkpoints: what is in one, how it is written and read, and the model that it becomes.
 
-Below, CONTENT describes the file. read() gives it as a dict, config_of() its flags, build() its model. A file
-is written whole or not at all, and reading it runs no code that is in it.
+A checkpoint is a dict that torch.save() wrote. Every one holds
+    model, config, meta       the weights by name, the flags of its GPTConfig, its dataset's meta.json or None
+    version                   that of this file when it was written; older files, and others', have none
+Those of train.py hold also
+    dataset, train            what --dataset named, and the flags of its TrainConfig
+    own_mechanism             names and digests of the files with mechanisms of one's own, where it has any
+    step, best_val_loss, ...  how far the run is: PROGRESS
+ckpt.pt, from which a run goes on, holds also
+    optimizers, scaler        their states
+    controller                that of dynamic heads, where they are on
+and what lab/prune.py wrote holds `pruned`, which says how.
+
+read() gives the dict, config_of() its flags, build() its model. It is read with weights_only=True, which runs
+no code that is in it, and its weights are loaded by strict names and shapes: that is the check.
 
 What a run starts from is in start.py, what else lies in its folder in log.py. own_mechanism.py and lab/hub/
 are imported by the functions that need them: most checkpoints have no mechanism of one's own, and are no
@@ -10,189 +22,36 @@ folders of transformers'.
 """
 
 import argparse
-import errno
 import math
-import reprlib
 import sys
-import zipfile
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 import torch
 
 from model import GPT, RECIPES, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_lab, number, of_an_older_version, plural,
-                              ran_out_of_memory, write_atomic)
+from nanoheads.common import (UserError, fault_of_own_file, from_lab, of_an_older_version, ran_out_of_memory,
+                              write_atomic)
 from nanoheads.configurator import keys_of, nearest, parse, type_name, typed
 from nanoheads.mechanism import Mechanism
 from nanoheads.other_names import ROUTING_PAIR
 from nanoheads.tokenizer import problem_of_meta
 
+VERSION = 1  # of new files; to be raised when an older program would misread them
 
-# ---- what is in the file ----
-
-def has_names(value):
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
-
-
-def is_text(value):
-    return isinstance(value, str)
-
-
-def is_count(value):
-    return type(value) is int and 0 <= value < 2**63
-
-
-def is_number(value):
-    return type(value) in (int, float)
-
-
-def is_size(value):
-    return is_number(value) and number(value) >= 0  # which has NaN for what is infinite
-
-
-def is_list_of(kind):
-    return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
-
-
-def none_or(fits):
-    return lambda value: value is None or fits(value)
-
-
-def is_float_tensor(value):
-    return torch.is_tensor(value) and value.is_floating_point()
-
-
-def is_evaluation(value):
-    """Whether a value is a row of log.jsonl as train.py's evaluations are, of text or of a task; step -1: of
-    none so far.
-    """
-    if not has_names(value):
-        return False
-    of_text = {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"}
-    of_task = {"step", "tokens", "val_loss", "val_acc", "elapsed_s"}
-    return value.get("step") == -1 or of_text <= value.keys() or of_task <= value.keys()
-
-
-def are_files_of_own(value):
-    """Whether a value is own_mechanism.record()'s, [{"file": name, "digest": digest}]."""
-    return is_list_of(dict)(value) and all(is_text(each.get(key)) for each in value
-                                           for key in ("file", "digest"))
-
-
-# which files have an entry
-EVERY = "every checkpoint"  # also nanoGPT's, and a folder of transformers', once they are in this form
-RUN = "best.pt and ckpt.pt of train.py"
-PROGRESS = "best.pt and ckpt.pt of train.py, whose Run has an attribute of that name"
-GOING_ON = "ckpt.pt of train.py, from which a run goes on"
-SOME = "those that it applies to"
-
+# how far a run is, in all that train.py saves: attributes of its Run
+PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
+# what a file must hold, besides its model, for a run to go on from it
+TO_GO_ON = ("meta", "train", *PROGRESS, "optimizers", "scaler")
 
 # flags of older checkpoints, at the values with which a model is the same without them
 WITHOUT_EFFECT = [("agency_scope", "head")]
 
 
-class Entry(NamedTuple):
-    """An entry of a checkpoint, which is a dict: what it must be, and what is inside it."""
-
-    files: str      # which have it: one of the words above
-    what: str       # what it must be, as an error says it
-    fits: Callable  # value -> whether it is that
-    inside: dict = {}  # place in it, such as "*.state", where * is each of them -> (what, fits) of that place
-
-
-# All that a checkpoint may hold: save() writes nothing else, and read() lets nothing else than this pass
-CONTENT = {
-    # read by every program: the model, and what its token ids mean
-    "model": Entry(EVERY, "a dict of tensors by name", has_names, {
-        "*": ("a tensor", torch.is_tensor)}),
-    "config": Entry(EVERY, "a dict of flags", has_names),                  # of its GPTConfig
-    "meta": Entry(EVERY, "a dict or None", none_or(has_names)),            # its dataset's meta.json
-
-    # read by what scores a model on its own text, and where a run goes on
-    "dataset": Entry(RUN, "a text or None", none_or(is_text)),             # as --dataset named it
-    "train": Entry(RUN, "a dict of flags or None", none_or(has_names)),    # of its TrainConfig
-    "own_mechanism": Entry(SOME, "a list of files' names and digests", are_files_of_own),  # own_mechanism.py
-
-    # read where a run goes on, step by every program that says how old a model is
-    "step": Entry(PROGRESS, "a number of steps", is_count),
-    "best_val_loss": Entry(PROGRESS, "a loss, at least 0", lambda value: is_size(value) or value == math.inf),
-    "evals_since_best": Entry(PROGRESS, "a number of evaluations", is_count),
-    "elapsed_s": Entry(PROGRESS, "seconds, at least 0", is_size),
-    "run_id": Entry(PROGRESS, "a text", is_text),
-    "last_eval": Entry(PROGRESS, "an evaluation", is_evaluation, {
-        "*": ("a number", is_number)}),
-
-    # read where a run goes on
-    "optimizers": Entry(GOING_ON, "a list of dicts", is_list_of(dict), {
-        "*.state": ("a dict", lambda value: isinstance(value, dict)),
-        "*.state.*": ("a dict of moments", has_names),
-        "*.state.*.*": ("a tensor of floats", is_float_tensor),
-        "*.param_groups": ("a list of dicts", is_list_of(dict)),
-        "*.param_groups.*.params": ("a list of numbers", is_list_of(int))}),
-    "scaler": Entry(GOING_ON, "a dict of numbers", has_names, {            # of float16; else empty
-        "scale": ("a number above 0", lambda value: is_size(value) and value > 0),
-        "_growth_tracker": ("a number of steps", is_count)}),
-    "controller": Entry(SOME, "a dict", has_names),                        # of lab/heads, dynamic heads
-
-    # read by nobody: what lab/prune.py did to the model
-    "pruned": Entry(SOME, "a dict", has_names),
-}
-
-
-def entries(*files):
-    """The names of the entries that these files have, in the order of CONTENT."""
-    return [name for name, entry in CONTENT.items() if entry.files in files]
-
-
-def parts(value, place):
-    """Yield (name, part) of all that stands at a place, see Entry, of a dict or list; None: it is missing."""
-    key, _, rest = place.partition(".")
-    each = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, part in each if key == "*" else [(key, value.get(key))]:
-        if not rest:
-            yield name, part
-        elif part:
-            for inner, found in parts(part, rest):
-                yield f"{name}.{inner}", found
-
-
-def check_form(state, path):
-    """UserError, naming the part and its value, where a read checkpoint is not as CONTENT says."""
-    damaged = f"{path} is damaged, or no checkpoint of this program"
-
-    def refuse(name, value, what):
-        raise UserError(f"{damaged}: {name}={' '.join(reprlib.repr(value).split())} must be {what}")
-
-    for name, entry in CONTENT.items():
-        if name not in state:
-            continue
-        if not entry.fits(state[name]):
-            refuse(name, state[name], entry.what)
-        for place, (what, fits) in entry.inside.items() if state[name] else ():
-            for inner, part in parts(state[name], place):
-                if not fits(part):
-                    refuse(f"{name}.{inner}", part, what)
-    if state["meta"] is not None and (problem := problem_of_meta(state["meta"], of_folder=False)):
-        raise UserError(f"{damaged}: meta, its dataset's: {problem}")
-    step, last = state.get("step"), (state.get("last_eval") or {}).get("step")
-    most = (state.get("train") or {}).get("max_iters")
-    if None not in (step, most) and not (is_count(most) and step <= most):
-        refuse("step", step, f"at most max_iters={reprlib.repr(most)}")
-    if None not in (step, last) and last not in range(-1, step + 1):
-        refuse("last_eval.step", last, f"from -1 to step={step}")
-
-
 # ---- write ----
 
 def save(path, state):
-    """Write a checkpoint, whole or not at all. UserError: the disk refuses.
-
-    ValueError: it has entries that CONTENT does not describe.
-    """
-    if unknown := state.keys() - CONTENT:
-        raise ValueError(f"CONTENT describes no {', '.join(map(str, unknown))}")
-    write_atomic(path, lambda f: torch.save(state, f))
+    """Write a checkpoint, whole or not at all. UserError: the disk refuses."""
+    write_atomic(path, lambda f: torch.save({**state, "version": VERSION}, f))
 
 
 def last_save(out_dir):
@@ -252,7 +111,8 @@ def read(path, device="cpu", trust_code=False):
             raise UserError(f"no checkpoint {file_of(path)}")
         state = hf.read(hf.fetch(path) if from_hub else path)
         trust_code = trust_code and not from_hub
-    check_form(state, path)
+    if state["meta"] is not None and (problem := problem_of_meta(state["meta"], of_folder=False)):
+        raise UserError(f"{path} is damaged: meta, its dataset's: {problem}")
     flags = state["config"].items()
     state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
     if trust_code:
@@ -262,27 +122,25 @@ def read(path, device="cpu", trust_code=False):
 
 
 def in_file(path, device):
-    """The dict in a file, in our form; check_form() looks into it. UserError: it is no checkpoint."""
+    """The dict in a file, in our form. UserError: it is no checkpoint, or of a newer version."""
     try:
-        with open(path, "rb") as file:
-            # torch asks for the first bytes alone, and takes what has others for a file of its oldest form
-            if file.read(4) != b"PK\3\4" or not zipfile.is_zipfile(file):
-                raise ValueError("cut short, or no torch file at all")
-            if broken := zipfile.ZipFile(file).testzip():  # torch itself does not verify the checksums
-                raise ValueError(f"damaged in {broken}")
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
         if ran_out_of_memory(e):
             raise
-        why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
-        if isinstance(e, OSError):  # such as: Permission denied; EINVAL: a place before the start of the file
-            why = "damaged" if e.errno == errno.EINVAL else e.strerror or why
+        why = e.strerror if isinstance(e, OSError) and e.strerror else "cut short, damaged or no torch file"
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
-    state = state if has_names(state) else {}
-    if has_names(state.get("model")) and isinstance(state.get("model_args"), dict):
+    if not isinstance(state, dict):
+        state = {}
+    if isinstance(state.get("model_args"), dict) and isinstance(state.get("model"), dict):
         state = from_nanogpt(state)
-    if not state.keys() >= {*entries(EVERY)}:
+    are_dicts = all(isinstance(state.get(name), dict) for name in ("model", "config"))
+    if not (are_dicts and isinstance(state.get("meta", ""), (dict, type(None)))):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+    version = state.get("version", 0)
+    if type(version) is not int or version > VERSION:
+        raise UserError(f"{path} is of version {version}, and this program reads checkpoints up to version "
+                        f"{VERSION}: update the program")
     return state
 
 
@@ -318,7 +176,6 @@ def config_of(state, path, **overrides):
         flags = own_mechanism.flags_of(state, path)
     try:
         config = GPTConfig(**{**RECIPES["gpt2"], **flags, **typed(flags, GPTConfig), **overrides})
-        check_sizes(state, config, overrides)
     except (ValueError, TypeError) as e:
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
@@ -328,28 +185,6 @@ def config_of(state, path, **overrides):
 def is_of_an_older_version(state):
     """Whether a read checkpoint is of before 2026-11-26: a flag of that time is in its config."""
     return "routing_capacity" in state["config"]
-
-
-# which size of a config is one of which tensor's
-SIZES = {"n_embd": ("transformer.wte.weight", "the embedding is"),
-         "vocab_size": ("transformer.wte.weight", "the embedding is"),
-         "block_size": ("transformer.wpe.weight", "the table of positions is")}
-
-
-def check_sizes(state, config, others=()):
-    """ValueError where a config has other blocks or sizes than the tensors beside it; others: keys that may.
-
-    A model of 20,000 layers takes minutes to build, and one of a billion positions takes all memory, only to
-    find that its weights are those of 12 layers and 1,024 positions.
-    """
-    weights = state.get("model", {})
-    layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-    if weights and "n_layer" not in others and len(layers) != config.n_layer:
-        raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {plural(len(layers), 'block')}")
-    for key, (name, words) in SIZES.items():
-        size, shape = getattr(config, key), weights[name].shape if name in weights else None
-        if shape is not None and key not in others and size not in shape:
-            raise ValueError(f"{key}={size}, and {words} {' x '.join(map(str, shape))}")
 
 
 # ---- its model ----

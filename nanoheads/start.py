@@ -210,8 +210,7 @@ def same_model(state, path, config, flags):
 def same_run(state, path, config, dataset):
     """Raise UserError unless a run that goes on from `state` as configured is still the same run."""
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
-    needed = checkpoint.entries(checkpoint.EVERY, checkpoint.RUN, checkpoint.PROGRESS, checkpoint.GOING_ON)
-    if missing := sorted(name for name in needed if state.get(name) is None):
+    if missing := sorted(name for name in checkpoint.TO_GO_ON if state.get(name) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {instead}")
     old, new = ({"optimizer": c.optimizer, "batch_size * grad_accum": c.batch_size * c.grad_accum}
                 for c in (trained_with(state["train"], path), config))
