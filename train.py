@@ -840,7 +840,7 @@ def open_folder(run, saves, closing):
                    compile=run.compiled, ranks=process.world)
     details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine,
                            run.asked)
-    run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"], closing)
+    run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"])
     if config.wandb_log:
         run.log.start_wandb(config, details, run.run_id, closing)
     if config.tensorboard:

@@ -3,7 +3,6 @@ The curves of runs, log.jsonl as arrays and as figures: losses, bits per byte, t
 run, or of several. Of runs on a task: losses, the share of answers that are right, the schedule.
 """
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +32,7 @@ def read_log(run_dir):
         warn(run_dir, "no log.jsonl, skipped")
         return [], []
     train, evals = {}, {}
-    for row in read_rows(Path(run_dir) / "log.jsonl", complain=partial(warn, run_dir)):
+    for row in read_rows(Path(run_dir) / "log.jsonl"):
         for rows, key in ((train, "loss"), (evals, "val_loss")):
             if key in row:
                 rows[row["step"]] = row

@@ -140,6 +140,9 @@ def start(run, here, gpu):
     """The process of a Run, on a GPU where there is one. OSError: there can be none."""
     folder = trial.make(run)
     (folder / "failed.json").unlink(missing_ok=True)
+    if (folder / "result.json").is_file():  # else it would not be started
+        tqdm.write(printable(f"{folder / 'result.json'} is damaged, or the result of another run: it is "
+                             "trained anew"), file=sys.stderr)
     env = {**os.environ, "OMP_NUM_THREADS": str(here.threads)}
     if gpu is not None:
         env.update({"CUDA_VISIBLE_DEVICES": gpu, trial.RUNS_ON_GPU: str(here.per_gpu)})

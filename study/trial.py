@@ -36,7 +36,7 @@ from nanoheads.common import (LESS, UserError, explain, from_lab, json_safe, pic
                               write_json)
 from nanoheads.config import TrainConfig, data_of
 from nanoheads.files import only_writer
-from nanoheads.log import read_json, read_rows, set_aside
+from nanoheads.log import read_json, read_rows
 from nanoheads.scoring import score_windows
 from study.digest import surroundings
 from study.records import Failure, Result, hash_of
@@ -69,22 +69,15 @@ def make(run):
 
 
 def outcome(run):
-    """The Result or the Failure of a Run; None: it has not ended. What is damaged is set aside."""
+    """The Result or the Failure of a Run; None: it has not ended."""
     return result_in(folder_of(run)) or failure_in(folder_of(run))
 
 
 def result_in(folder):
     """The Result that a folder holds; None: there is none, or it is damaged, or it is that of another run."""
-    path = folder / "result.json"
-    found = read_json(path)
-    if found is None:
-        return None
-    try:
-        if found["check"] == check_of(folder, found["result"]):
-            return Result(**found["result"])
-    except (LookupError, TypeError):
-        pass
-    return set_aside(path, why="is damaged, or the result of another run")
+    found = read_json(folder / "result.json") or {}
+    if found.get("check") == check_of(folder, found.get("result")):
+        return Result(**found["result"])
 
 
 def failure_in(folder):

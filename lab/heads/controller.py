@@ -18,10 +18,10 @@ import torch
 from nanoheads import checkpoint
 from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
-from nanoheads.log import read_rows, write_rows
+from nanoheads.log import append_row, read_rows, write_rows
 from lab.heads.gates import MOVERS, move_gates, set_sparsity
 from lab.heads.measuring import Measurements, attentions, head_ids, static_gates
-from lab.heads.states import States, append_row, share_with_agency, states_of
+from lab.heads.states import States, share_with_agency, states_of
 from lab.heads.surgery import Surgery, fold_gates
 
 
@@ -117,7 +117,8 @@ class Controller:
             self.states.watch(run)
         self.measured.count += 1
         self.seconds += time.perf_counter() - began
-        append_row(run, "heads.jsonl", self.row(run))
+        if run.process.rank == 0:
+            append_row(run.out_dir / "heads.jsonl", self.row(run))
         if line := heads_in_words(self.events):
             left = sum(attn.n_total for attn in attentions(run.model))
             run.process.print0(f"step {run.step:>7,}   {line}; {plural(left, 'head')}")
@@ -174,7 +175,7 @@ def start(run, state):
         run.out_dir.mkdir(parents=True, exist_ok=True)
         for name in ("heads.jsonl", "violations.jsonl"):
             path = run.out_dir / name
-            if path.is_file() or path.is_symlink():
+            if path.is_file():
                 write_rows(path, [row for row in read_rows(path) if state and row["step"] <= run.step])
     return controller
 

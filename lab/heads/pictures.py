@@ -8,7 +8,6 @@ active     heads at work against bits per byte
 And a table, a line for each run: heads at work, time in each state, violations.
 """
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,37 +33,9 @@ MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
 MEASURED = ("static_gate", "gate")
-MOST_HEADS = 1000  # no layer's or head's number in a log is above it
 
 
 # ---- reading ----
-
-def is_number_of(value):
-    """Whether a value can be the number of a layer or of a head."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_HEADS
-
-
-def is_list_of_lists(value):
-    return isinstance(value, list) and all(isinstance(own, list) for own in value)
-
-
-def sound(row):
-    """Whether a row of heads.jsonl lists the heads, its measurements are lists like theirs, and its events
-    name a layer and a head.
-    """
-    ids, events = row.get("heads"), row.get("events") or []
-    if not (ids and is_list_of_lists(ids) and all(is_number_of(head) for own in ids for head in own)):
-        return False
-    if not all(is_list_of_lists(row.get(key) or []) for key in (*MEASURED, "state")):
-        return False
-    return isinstance(events, list) and all(
-        isinstance(e, dict) and (e.get("what") not in [*MARKS] or names_head(e)) for e in events)
-
-
-def names_head(row):
-    """Whether a row names a layer and a head by their numbers."""
-    return is_number_of(row.get("layer")) and is_number_of(row.get("head"))
-
 
 def number_of_state(state):
     """The place of a state in STATES; None for what is none."""
@@ -86,7 +57,7 @@ def history(run_dir):
     path = Path(run_dir) / "heads.jsonl"
     if not path.is_file():
         return warn(run_dir, "no heads.jsonl; train with --controller_log to have the heads measured")
-    rows = {row["step"]: row for row in read_rows(path, sound, complain=partial(warn, run_dir))}
+    rows = {row["step"]: row for row in read_rows(path)}
     rows = [rows[step] for step in sorted(rows)]
     if not rows:
         return warn(run_dir, "heads.jsonl has no measurements")
@@ -94,14 +65,13 @@ def history(run_dir):
               for row in rows for e in row.get("events") or [] if e.get("what") in [*MARKS]]
     ids = [head for row in rows for own in row["heads"] for head in own] + [head for *_, head in events]
     shape = max(len(row["heads"]) for row in rows), 1 + max(ids, default=0)
-    events = [event for event in events if event[2] < shape[0]]
     h = SimpleNamespace(**{name: spread(rows, name, shape) for name in MEASURED}, events=events,
                         step=np.array([row["step"] for row in rows]),
                         active=np.array([number(row.get("active")) for row in rows]),
                         here=np.isfinite(spread(rows, "heads", shape)),
                         state=spread(rows, "state", shape, number_of_state))
     h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
-    rows = read_rows(path.with_name("violations.jsonl"), names_head, complain=partial(warn, run_dir))
+    rows = read_rows(path.with_name("violations.jsonl"))
     h.forced, h.blocked = ([(kind, row["step"], row["layer"], row["head"])
                             for row in rows if row.get("type") == kind] for kind in ("forced", "blocked"))
     return h

@@ -7,17 +7,15 @@ violations.jsonl   a row each time that consent begins to be disregarded, or a r
 Source: the Adaptive Transformer write-up, sections 2.2 and 7.
 """
 
-import json
 import math
-import os
 import time
 
 import numpy as np
 import torch
 
 from model import Agency
-from nanoheads.common import UserError, in_place, json_safe
-from nanoheads.log import write_whole
+from nanoheads.common import UserError
+from nanoheads.log import append_row
 from lab.heads.measuring import all_heads, attentions, static_gate
 from lab.heads.rules import Rules
 
@@ -239,16 +237,6 @@ class States:
 def log_violation(run, row):
     """row: as of find_violations()."""
     numbers = {name: round(row[name], 6) for name in ("gate", "utilisation")}
-    append_row(run, "violations.jsonl", {**row, **numbers, "step": run.step, "time": round(time.time(), 3)})
-
-
-def append_row(run, name, row):
-    """Write a row at the end of a file of a run, from the first rank alone. UserError: the disk refuses."""
-    if run.process.rank:
-        return
-    try:
-        with open(run.out_dir / name, "ab", buffering=0, opener=in_place) as f:
-            write_whole(f, (json.dumps(json_safe(row)) + "\n").encode())
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise UserError(f"could not write {run.out_dir / name} ({e.strerror})") from None
+    if run.process.rank == 0:
+        append_row(run.out_dir / "violations.jsonl",
+                   {**row, **numbers, "step": run.step, "time": round(time.time(), 3)})

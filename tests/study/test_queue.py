@@ -42,6 +42,16 @@ print(*(outcomes[run.name].score for run in runs))
 
 # ---- what is missing is trained ----
 
+def test_a_result_that_is_damaged_is_trained_anew_which_a_line_says(bytes_data, capsys):
+    run = run_of(bytes_data)
+    before = queue.execute([run], jobs=1, device="cpu")[run.name]
+    path = trial.folder_of(run) / "result.json"
+    path.write_text(path.read_text()[:20])
+    capsys.readouterr()
+    assert queue.execute([run], jobs=1, device="cpu")[run.name].score == before.score
+    assert capsys.readouterr().err.count(f"{path} is damaged, or the result of another run") == 1
+
+
 @pytest.mark.slow
 def test_a_failed_run_is_a_failure_and_the_study_goes_on(bytes_data, capsys):
     good, bad = [run_of(bytes_data, seed) for seed in (1, 2)], changed(run_of(bytes_data, 3), code="0" * 64)

@@ -187,13 +187,6 @@ def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
     assert len(plotted(run)) == 2
 
 
-def test_a_row_appended_to_half_a_line_is_kept(home, capsys):
-    log = '{"step": 1, "loss": 3.0}\n{"step": 2, "lo{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n'
-    run = write(home / "run", log)
-    assert [r["loss"] for r in read_log(run)[0]] == [3, 2, 1]
-    assert "the first is line 2" in capsys.readouterr().err
-
-
 def test_what_is_no_row_is_passed_over(home, capsys):
     broken = ["7", "[]", '"x"', "{}", '{"loss": 1}', '{"step": "1", "loss": 1}', "\0\0"]
     run = write(home / "run", "\n".join(broken + ["", '{"step": 1, "note": 0}', '{"step": 2, "loss": 1}']))

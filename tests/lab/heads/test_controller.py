@@ -3,7 +3,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -927,31 +926,6 @@ def test_one_rule_needs_no_list_around_it(tmp_path):
 
 MEASURED = dict(block_size=8, agency=True, controller_log=True, controller_interval=2, controller_tokens=64,
                 controller_heldout=64, max_iters=6)
-
-
-@pytest.fixture(scope="module")
-def downloaded(bytes_data, tmp_path_factory):
-    """A run with all files that a run writes whose heads are measured."""
-    folder = tmp_path_factory.mktemp("downloaded") / "run"
-    keys = {"dataset": bytes_data, **TINY, **MEASURED, "out_dir": folder}
-    main([f"--{key}={value}" for key, value in keys.items()])
-    (folder / "violations.jsonl").touch()
-    return folder
-
-
-@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
-@pytest.mark.parametrize("name", ["heads.jsonl", "heads.jsonl.part", "violations.jsonl",
-                                  "violations.jsonl.part"])
-def test_no_link_in_a_measured_runs_folder_is_written_through(name, there, downloaded, args, tmp_path):
-    shutil.copytree(downloaded, tmp_path / "run")
-    path, victim = tmp_path / "run" / name, tmp_path / "victim"
-    if there:
-        victim.write_text("mine")
-    path.unlink(missing_ok=True)
-    path.symlink_to(victim)
-    main([*args(**{**MEASURED, "max_iters": 8}), "--resume"])
-    assert not path.is_symlink() and checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
-    assert victim.read_text() == "mine" if there else not victim.exists()
 
 
 def test_portions_of_the_loss_need_not_divide_what_a_controller_reads(args, rows, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from nanoheads import common, curves, files, log as runlog, own_mechanism, sampling, start
+from nanoheads import common, curves, files, own_mechanism, sampling, start
 from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
                               plural, printable, read_whole, table, text_of, writable, writable_folder,
                               write_atomic)
@@ -21,7 +21,7 @@ from lab.heads.rules import Rules
 from lab.hub import huggingface
 from lab.labels import labellers
 from lab.labels.targets import Targets
-from study import records, scores, trial
+from study import records, scores
 
 
 @pytest.mark.parametrize("e, line", [
@@ -118,16 +118,10 @@ def refused(read):
     return len(str(e.value).splitlines()) == 1
 
 
-def set_aside(read, path):
-    return read() is None and not path.exists() and path.with_name(f"{path.name}.damaged").is_file()
-
-
 @pytest.mark.parametrize("levels", [700, 100_000])
 @pytest.mark.parametrize("name, is_told", [
     ("meta.json", lambda path: refused(lambda: Dataset(path.parent))),
     ("labels.json", lambda path: refused(lambda: Targets(SimpleNamespace(dir=path.parent), path.parent))),
-    ("log.jsonl", lambda path: runlog.read_rows(path) == []),
-    ("result.json", lambda path: set_aside(lambda: trial.result_in(path.parent), path)),
     ("rules.json", lambda path: refused(lambda: Rules.read(path))),
     ("results.json", lambda path: refused(lambda: records.read(path))),
     ("config.json", lambda path: start.asked_in(path.parent) is None),

@@ -1,0 +1,86 @@
+"""The log of a run: a row is whole or not there, whatever ended the process that wrote it."""
+
+import resource
+import signal
+
+import pytest
+from hypothesis import given, strategies as st
+
+import train
+from helpers import EDITS, damaged
+from nanoheads.common import UserError
+from nanoheads.log import append_row, read_json, read_rows, write_rows
+
+ROWS = [dict(step=step, loss=1 / (1 + step)) for step in range(5)]
+
+
+@pytest.fixture
+def log(tmp_path):
+    write_rows(tmp_path / "log.jsonl", ROWS)
+    return tmp_path / "log.jsonl"
+
+
+def test_rows_come_back_as_they_were_written(log, capsys):
+    append_row(log, dict(step=5, loss=float("nan")))
+    assert read_rows(log) == [*ROWS, dict(step=5, loss=None)]
+    assert read_rows(log.with_name("no.jsonl")) == [] and capsys.readouterr().err == ""
+
+
+@given(st.integers(0, 200))
+def test_a_log_that_is_cut_anywhere_has_its_whole_rows(tmp_path, size):
+    path = tmp_path / "log.jsonl"
+    write_rows(path, ROWS)
+    content = path.read_bytes()[:size]
+    path.write_bytes(content)
+    whole = content.count(b"\n")
+    assert read_rows(path) in (ROWS[:whole], ROWS[:whole + 1])
+
+
+@given(EDITS)
+def test_of_a_damaged_log_the_sound_rows_are_read(tmp_path, edits):
+    path = tmp_path / "log.jsonl"
+    write_rows(path, ROWS)
+    path.write_bytes(damaged(path.read_bytes(), edits))
+    assert all(row["step"] >= 0 for row in read_rows(path))
+
+
+def test_broken_lines_are_said_in_one_line(log, capsys):
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], lines[1][:9], "7", *lines[3:]]) + "\n")
+    assert read_rows(log) == [ROWS[0], *ROWS[3:]]
+    assert capsys.readouterr().err == \
+        f"{log.parent}: 2 broken lines in log.jsonl, the first is line 2; the rest is used\n"
+
+
+def test_a_full_disk_is_one_line_that_names_the_last_save(log):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 9, hard))
+    try:
+        with pytest.raises(UserError) as e:
+            append_row(log, dict(step=5, loss=0.125))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert str(e.value) == f"could not write {log} (File too large); nothing was saved yet: start again"
+    assert read_rows(log) == ROWS
+
+
+def test_a_run_that_goes_on_drops_half_a_row_and_what_came_after_its_last_save(args, rows, tmp_path):
+    train.main(args("whole", max_iters=8))
+    train.main(args(max_iters=6))
+    log = tmp_path / "run/log.jsonl"
+    for step in (7, 8):
+        append_row(log, dict(step=step, loss=9.0))
+    with open(log, "a") as file:
+        file.write('{"step": 9, "lo')
+    train.main([*args(max_iters=8), "--resume"])
+    assert [row["step"] for row in rows(tmp_path / "run")[0]] == [*range(1, 9)]
+    assert [row["loss"] for row in rows(tmp_path / "run")[0]] == \
+        [row["loss"] for row in rows(tmp_path / "whole")[0]]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff"])
+def test_a_json_file_that_cannot_be_read_counts_as_missing(tmp_path, text):
+    (tmp_path / "spec.json").write_bytes(text.encode("latin-1"))
+    assert read_json(tmp_path / "spec.json") is None and read_json(tmp_path / "no.json") is None
