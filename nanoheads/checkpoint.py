@@ -24,6 +24,7 @@ folders of transformers'.
 import argparse
 import math
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -124,24 +125,28 @@ def read(path, device="cpu", trust_code=False):
 def in_file(path, device):
     """The dict in a file, in our form. UserError: it is no checkpoint, or of a newer version."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on pickles of others, which are refused below
+            state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
         if ran_out_of_memory(e):
             raise
         why = e.strerror if isinstance(e, OSError) and e.strerror else "cut short, damaged or no torch file"
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
-    if not isinstance(state, dict):
-        state = {}
-    if isinstance(state.get("model_args"), dict) and isinstance(state.get("model"), dict):
+    state = state if has_names(state) else {}
+    if has_names(state.get("model")) and has_names(state.get("model_args")):
         state = from_nanogpt(state)
-    are_dicts = all(isinstance(state.get(name), dict) for name in ("model", "config"))
-    if not (are_dicts and isinstance(state.get("meta", ""), (dict, type(None)))):
+    if not ("meta" in state and has_names(state.get("model")) and has_names(state.get("config"))):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     version = state.get("version", 0)
     if type(version) is not int or version > VERSION:
         raise UserError(f"{path} is of version {version}, and this program reads checkpoints up to version "
                         f"{VERSION}: update the program")
     return state
+
+
+def has_names(value):
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def from_nanogpt(state):
@@ -169,7 +174,7 @@ def config_of(state, path, **overrides):
     Its flags may need the code of a mechanism in a file of one's own: see allow_code().
     """
     flags = state["config"]
-    if is_of_an_older_version(state):
+    if "routing_capacity" in flags:  # a flag until 2026-11-26
         raise UserError(of_an_older_version(path))
     if state.get("own_mechanism") or not set(flags) <= set(GPTConfig.defaults()):
         from nanoheads import own_mechanism
@@ -180,11 +185,6 @@ def config_of(state, path, **overrides):
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
     return config
-
-
-def is_of_an_older_version(state):
-    """Whether a read checkpoint is of before 2026-11-26: a flag of that time is in its config."""
-    return "routing_capacity" in state["config"]
 
 
 # ---- its model ----
@@ -201,12 +201,11 @@ def build(state, path, device="cpu", settings=(), **overrides):
         load_weights(model, state["model"], path)
     except UserError:
         raise
-    except (ValueError, TypeError, AttributeError, RuntimeError) as e:
-        if ran_out_of_memory(e):
+    except (ValueError, RuntimeError) as e:
+        if ran_out_of_memory(e) or fault_of_own_file(e):
             raise
-        if problem := fault_of_own_file(e):
-            raise UserError(problem)
-        raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
+        why = " ".join(str(e).split()).removeprefix("Error(s) in loading state_dict for GPT: ")
+        raise UserError(f"{path}: its weights do not fit its config: {why[:300]}")
     model.to(device).eval()
     if config.unet_from or config.unet_ramp:  # its skips as in the last step before it was saved
         model.at_step(max(0, state.get("step", math.inf) - 1))
@@ -224,14 +223,10 @@ def is_finite(t):
 
 
 def load_weights(model, weights, path, strict=True):
-    """load_state_dict() of a read checkpoint's weights, which must be of the model's kind, and finite.
+    """load_state_dict() of a read checkpoint's weights, which must be finite.
 
-    Raises TypeError, ValueError, RuntimeError: they do not fit the model; UserError: they are not finite.
+    Raises ValueError, RuntimeError: they do not fit the model; UserError: they are not finite.
     """
-    own = model.state_dict()
-    for name, t in weights.items():
-        if name in own and (t.is_complex() or t.is_floating_point() != own[name].is_floating_point()):
-            raise TypeError(f"{name} holds {t.dtype} in the place of {own[name].dtype}")
     loaded = model.load_state_dict(weights, strict=strict)
     for name, m in model.named_modules():
         if isinstance(m, Mechanism):
@@ -321,25 +316,24 @@ def read_settings(settings):
 
     Raises UserError.
     """
-    types = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS
+    types = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()}
     flags, heads = {}, []
     for text in settings:
         name, equals, value = text.partition("=")
         key, *place = name.split(".")
-        if key in HEAD_KEYS:
-            if not equals or len(place) != 2 or not all(number.isdecimal() for number in place):
-                raise UserError(f"--set {text}: it must be {key}.<layer>.<head>=value")
-        elif name not in types:
-            meant, words = nearest(key, types)
+        is_of_head = key in HEAD_KEYS
+        if not (is_of_head or name in types):
+            meant, words = nearest(key, {**types, **HEAD_KEYS})
             words = words if meant else "train.py --help lists the flags of a model"
             raise UserError(f"--set {text}: unknown key {name}; {words}")
-        elif not equals:
-            raise UserError(f"--set {text}: it must be {key}=value")
+        if not equals or is_of_head and not (len(place) == 2 and all(each.isdecimal() for each in place)):
+            raise UserError(f"--set {text}: it must be {key}{'.<layer>.<head>' * is_of_head}=value")
+        t = HEAD_KEYS[key] if is_of_head else types[key]
         try:
-            value = parse(value, types[key])
+            value = parse(value, t)
         except ValueError:
-            raise UserError(f"--set {text}: {value!r} is not {type_name(types[key])}")
-        if key in HEAD_KEYS:
+            raise UserError(f"--set {text}: {value!r} is not {type_name(t)}")
+        if is_of_head:
             heads.append((key, *map(int, place), value))
         else:
             flags[key] = value
@@ -353,23 +347,20 @@ def switchable(state, path, flags):
     """
     if not flags:
         return {}
-    old, details = tensors(config_of(state, path)), {}
-    for key, value in flags.items():
-        off = {}
-        if value is None or value is False:  # what is off has no details: window=None means no window_block
-            off = {name: value for name, value in GPTConfig.defaults().items() if name.startswith(key + "_")}
-        details.update(off)
-        try:
-            new = old if key in FIXED else tensors(config_of(state, path, **{**off, key: value}))
-        except ValueError:  # impossible by itself; all of them together are checked below
-            continue
-        changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
-        if changed or key in FIXED:
-            why = f": {changed[0]} depends on it" if changed else ""
-            raise UserError(f"{path}: {key} cannot be changed after training{why}")
-    if bad := config_of(state, path, **{**details, **flags}).problems():
-        raise UserError(f"{path}: {'; '.join(bad)}")
-    return {**details, **flags}
+    # what is off has no details: window=None means no window_block
+    off = tuple(f"{key}_" for key, value in flags.items() if value is None or value is False)
+    details = {name: value for name, value in GPTConfig.defaults().items() if name.startswith(off)}
+    changes = {**details, **flags}
+    if fixed := [key for key in flags if key in FIXED]:
+        raise UserError(f"{path}: {fixed[0]} cannot be changed after training")
+    config = config_of(state, path, **changes)
+    if problems := config.problems():
+        raise UserError(f"{path}: {'; '.join(problems)}")
+    old, new = tensors(config_of(state, path)), tensors(config)
+    if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
+        raise UserError(f"{path}: {', '.join(flags)} cannot be changed after training: {changed[0]} depends "
+                        "on it")
+    return changes
 
 
 def tensors(config):
