@@ -33,10 +33,11 @@ from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import checkpoint, other_names, task_scores
+from nanoheads.arguments import add_pack, add_scoring, default_runs
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
                               say, table, writable, write_json)
 from nanoheads.intervals import block_bootstrap
-from nanoheads.scoring import add_arguments, evaluate, load
+from nanoheads.scoring import evaluate, load
 
 # ---- output: a report is the dict that nanoheads/scoring.py's evaluate() gives of a checkpoint ----
 
@@ -235,7 +236,7 @@ def evaluate_task(args, device):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(p, "test", required=False)
+    add_scoring(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
@@ -243,11 +244,11 @@ def main(argv=None):
     p.add_argument("--levels", type=task_scores.numbers, metavar="12,24",
                    help="of a task: score these levels (default: those of its evaluations)")
     p.add_argument("--rows", type=int, help=f"of a task: rows of each level (default: {task_scores.ROWS})")
-    checkpoint.add_pack(p)
+    add_pack(p)
     args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
     with last_words("evaluate", "lower --batch_size or --tokens"):
         try:
-            args.ckpt = args.ckpt or checkpoint.default_runs("evaluate")
+            args.ckpt = args.ckpt or default_runs("evaluate")
             device = pick_device(args.device)
             out = writable(args.json) if args.json else None
             for flag in ("tokens", "batch_size", "rows"):

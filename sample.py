@@ -26,6 +26,7 @@ from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import checkpoint, other_names, task_scores
+from nanoheads.arguments import add_checkpoints, add_pack, default_runs
 from nanoheads.common import (ArgumentParser, UserError, as_program, from_lab, last_words, pick_device, say,
                               writable, write_json)
 from nanoheads.sampling import (add_arguments, add_special, check, encode, generate, model_and_tokenizer,
@@ -190,7 +191,7 @@ def print_samples(args, text, made, audits=None):
 @as_program("sample")
 def main(argv=None):
     p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    checkpoint.add_arguments(p, required=False)
+    add_checkpoints(p, required=False)
     p.add_argument("--start",
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '
                         'and an n; "" is the separator')
@@ -204,7 +205,7 @@ def main(argv=None):
     p.add_argument("--audit", metavar="FILE",
                    help="write what mechanisms do to each text, as JSON lines; a picture of that name, .png, "
                         "comes beside them")
-    checkpoint.add_pack(p, "; --audit looks at all heads")
+    add_pack(p, "; --audit looks at all heads")
     p.add_argument("--json", help="write the texts to this file as well")
     p.add_argument("--levels", type=task_scores.numbers, metavar="4,12",
                    help="of a task: show rows of these levels (default: those of its evaluations)")
@@ -212,7 +213,7 @@ def main(argv=None):
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
     with last_words("sample", "lower --num_samples or --max_new_tokens"):
-        args.ckpt = args.ckpt or checkpoint.default_runs("sample")
+        args.ckpt = args.ckpt or default_runs("sample")
         checkpoint.allow_code(args)
         if task_scores.are_of_tasks(args.ckpt):
             task_scores.refuse_given(args, p, OF_TEXT_ALONE,

@@ -16,14 +16,12 @@ and what lab/prune.py wrote holds `pruned`, which says how.
 read() gives the dict, config_of() its flags, build() its model. It is read with weights_only=True, which runs
 no code that is in it, and its weights are loaded by strict names and shapes: that is the check.
 
-What a run starts from is in start.py, what else lies in its folder in log.py. own_mechanism.py and lab/hub/
-are imported by the functions that need them: most checkpoints have no mechanism of one's own, and are no
-folders of transformers'.
+What a run starts from is in start.py, what else lies in its folder in log.py, --ckpt in arguments.py.
+own_mechanism.py and lab/hub/ are imported by the functions that need them: most checkpoints have no mechanism
+of one's own, and are no folders of transformers'.
 """
 
-import argparse
 import math
-import sys
 import warnings
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from nanoheads.common import (UserError, fault_of_own_file, from_lab, of_an_olde
                               write_atomic)
 from nanoheads.configurator import keys_of, nearest, parse, type_name, typed
 from nanoheads.mechanism import Mechanism
-from nanoheads.other_names import ROUTING_PAIR
 from nanoheads.tokenizer import problem_of_meta
 
 VERSION = 1  # of new files; to be raised when an older program would misread them
@@ -71,28 +68,6 @@ def file_of(path):
     if not path.is_dir():
         return path
     return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
-
-
-def newest_run():
-    """The run folder, under out/ or called out-..., that was saved last. UserError: there is none."""
-    saved = [path for pattern in ("out/*/", "out-*/", "out/") for folder in Path().glob(pattern)
-             if (path := file_of(folder)).is_file()]
-    if not saved:
-        raise UserError("no --ckpt is named, and there is no run under out/: train one, for instance with "
-                        "python train.py --scale=tiny")
-    return str(max(saved, key=lambda path: path.stat().st_mtime).parent)
-
-
-def default_runs(program):
-    """The run folders that a command without --ckpt means, which a line says: the newest run, or where it is
-    one of the head-routing write-up's pair, both. UserError: there is none.
-    """
-    newest, pair = newest_run(), list(ROUTING_PAIR)
-    found = pair if newest in pair and all(file_of(each).is_file() for each in pair) else [newest]
-    words = "the newest run" if len(found) == 1 else "the newest runs"
-    print(f"{program}:", *(f"--ckpt {path}" for path in found[:-1]), f"--ckpt {found[-1]}, {words}",
-          file=sys.stderr)
-    return found
 
 
 def read(path, device="cpu", trust_code=False):
@@ -258,37 +233,6 @@ def same_vocabulary(state, dataset, path):
     size = state["config"].get("vocab_size") or 0
     if size < dataset.vocab_size:
         raise UserError(f"{path} knows {size:,} tokens; {new['name']} has {dataset.vocab_size:,}")
-
-
-# ---- the arguments of programs that read them ----
-
-def add_arguments(parser, required=True):
-    """The arguments of every program that reads checkpoints."""
-    from nanoheads import own_mechanism
-    parser.add_argument("--ckpt", action="append", required=required, default=[],
-                        help="a checkpoint or a run folder (its best.pt); may be repeated"
-                             + ("" if required else "; default: the newest run"))
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                        help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
-                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; may be "
-                             "repeated")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
-    own_mechanism.add_arguments(parser)
-
-
-def add_pack(parser, but=""):
-    """The argument of a program that does without withdrawn heads; but: when it does not, in words."""
-    parser.add_argument("--pack", type=true_or_false, nargs="?", const=True, default=True, metavar="False",
-                        help="False: compute heads whose gate is 0 too, and multiply by it, as in training; "
-                             f"default: such heads are left out before anything begins{but}")
-
-
-def true_or_false(text):
-    """A bool from the command line, for argparse."""
-    try:
-        return parse(text, bool)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be True or False") from None
 
 
 def allow_code(args, *paths):

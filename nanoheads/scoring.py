@@ -460,12 +460,3 @@ def routing_of(model, data, split):
         _, block, what = key.split(".")
         rows.setdefault(block, dict(block=int(block)))[what] = value.tolist()
     return list(rows.values())
-
-
-def add_arguments(parser, split, required=True):
-    """The arguments of every program that scores checkpoints; split: the default one; required: --ckpt is."""
-    checkpoint.add_arguments(parser, required)
-    parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
-    parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
-                                          "(default: the one trained on)")
-    parser.add_argument("--json", help="write the numbers to this file as well")

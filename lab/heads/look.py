@@ -43,6 +43,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from nanoheads import checkpoint, task_scores
+from nanoheads.arguments import add_checkpoints
 from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural, read_whole,
                               say, table, writable, write_atomic, write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
@@ -523,7 +524,7 @@ def run(args):
 def main(argv=None):
     p = ArgumentParser(prog=PROGRAM, description=__doc__,
                        formatter_class=argparse.RawDescriptionHelpFormatter)
-    checkpoint.add_arguments(p)
+    add_checkpoints(p)
     text = p.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", metavar="FILE", help="the text to read")
     text.add_argument("--start", help='the text itself, or FILE:prompt.txt; \\n is a newline')

@@ -13,8 +13,9 @@ import numpy as np
 
 from model import GPT
 from nanoheads import checkpoint
+from nanoheads.arguments import add_scoring
 from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
-from nanoheads.scoring import add_arguments, at_context, load
+from nanoheads.scoring import at_context, load
 
 
 class Checkpoint(NamedTuple):
@@ -107,7 +108,7 @@ def ask(word, probe, split, argv, more=add_seed, **options):
     programs have too. options: {flag: (type, default, help)}, or a dict of what argparse takes.
     """
     parser = parser_of(word, sys.modules[probe.__module__].__doc__)
-    add_arguments(parser, split)
+    add_scoring(parser, split)
     more(parser)
     for flag, option in options.items():
         parser.add_argument(f"--{flag}", **(option if isinstance(option, dict) else typed(*option)))

@@ -136,28 +136,6 @@ def test_an_import_that_leads_down_is_found():
         "nanoheads/config.py -> model.py"}
 
 
-def written_in_place(path):
-    """The calls of a file that write into whatever stands at a path, also behind a link, as "file:line"."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call) or "os.devnull" in ast.unparse(node):
-            continue
-        name, given = ast.unparse(node.func), [ast.unparse(each) for each in node.args]
-        opener = next((ast.unparse(each.value) for each in node.keywords if each.arg == "opener"), None)
-        opens = name == "open" and set("".join(given[1:2])) & set("wa+") and opener != "in_place"
-        if opens or name.endswith((".write_text", ".write_bytes")) or name == "os.open" and "WR" in given[1]:
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    return found
-
-
-def test_files_are_written_by_what_follows_no_link():
-    """write_atomic(), opened_anew() and in_place() of common.py; an export's folder is a new one."""
-    files = [path for pattern in ("*.py", "nanoheads/*.py", "study/*.py", "lab/**/*.py", "data/**/*.py")
-             for path in ROOT.glob(pattern)]
-    found = {place for path in files for place in written_in_place(path)}
-    assert {place.split(":")[0] for place in found} == {"lab/hub/huggingface.py"}
-
-
 def test_what_reads_others_weights_is_imported_where_it_is_asked_for():
     code = ("import sys, sample, evaluate, nanoheads.checkpoint\n"
             "print([name for name in sys.modules if name.startswith(('lab.hub', 'transformers'))])")

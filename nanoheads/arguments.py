@@ -1,0 +1,65 @@
+"""The arguments of programs that read checkpoints, and the runs that are meant where no --ckpt is given."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanoheads import own_mechanism
+from nanoheads.checkpoint import file_of
+from nanoheads.common import UserError
+from nanoheads.configurator import parse
+from nanoheads.other_names import ROUTING_PAIR
+
+
+def add_checkpoints(parser, required=True):
+    """The arguments of every program that reads checkpoints."""
+    parser.add_argument("--ckpt", action="append", required=required, default=[],
+                        help="a checkpoint or a run folder (its best.pt); may be repeated"
+                             + ("" if required else "; default: the newest run"))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
+                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; may be "
+                             "repeated")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    own_mechanism.add_arguments(parser)
+
+
+def add_scoring(parser, split, required=True):
+    """The arguments of every program that scores checkpoints; split: the default one; required: --ckpt is."""
+    add_checkpoints(parser, required)
+    parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
+    parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+                                          "(default: the one trained on)")
+    parser.add_argument("--json", help="write the numbers to this file as well")
+
+
+def add_pack(parser, but=""):
+    """The argument of a program that does without withdrawn heads; but: when it does not, in words."""
+    parser.add_argument("--pack", type=true_or_false, nargs="?", const=True, default=True, metavar="False",
+                        help="False: compute heads whose gate is 0 too, and multiply by it, as in training; "
+                             f"default: such heads are left out before anything begins{but}")
+
+
+def true_or_false(text):
+    """A bool from the command line, for argparse."""
+    try:
+        return parse(text, bool)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be True or False") from None
+
+
+def default_runs(program):
+    """The run folders that a command without --ckpt means, which a line says: under out/, or called out-...,
+    the one that was saved last, or where that is one of the head-routing write-up's pair, both. UserError.
+    """
+    saved = {str(folder): file.stat().st_mtime for pattern in ("out/*/", "out-*/", "out/")
+             for folder in Path().glob(pattern) if (file := file_of(folder)).is_file()}
+    if not saved:
+        raise UserError("no --ckpt is named, and there is no run under out/: train one, for instance with "
+                        "python train.py --scale=tiny")
+    found = [max(saved, key=saved.get)]
+    if found[0] in ROUTING_PAIR and saved.keys() >= {*ROUTING_PAIR}:
+        found = [*ROUTING_PAIR]
+    print(f"{program}:", *(f"--ckpt {path}" for path in found[:-1]), f"--ckpt {found[-1]}, the newest run"
+          f"{'s' * (len(found) > 1)}", file=sys.stderr)
+    return found
