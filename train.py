@@ -15,14 +15,13 @@ the optimizers' states, so --resume goes on from it. best.pt has the weights wit
 file is Python code, and reading it runs it: name only files that you trust.
 """
 
-import copy
 import math
 import os
 import signal
 import sys
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -36,18 +35,15 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator, start, tasks
-from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, from_lab, plural,
-                              say, writable, write_json)
-from nanoheads.config import (TrainConfig, check_model, conflicts, data_of, flags_by_name,
-                              note_on_dropout, note_on_warmup, trained_with)
+from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plural, say, writable, write_json
+from nanoheads.config import TrainConfig, conflicts, flags_by_name, note_on_dropout, note_on_warmup
 from nanoheads.dataset import Batches, Dataset, DocumentBatches, PackedBatches
-from nanoheads.files import only_writer
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, read_rows, write_config
-from nanoheads.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
-                             lr_multiplier, make_optimizers, note_on_bfloat16, note_on_compile,
-                             of_mechanisms, precision, seed_step)
-from nanoheads.ranks import Process, StopSignal, join_ranks
+from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,
+                             make_optimizers, note_on_bfloat16, note_on_compile, of_mechanisms, precision,
+                             rates_at, seed_step)
+from nanoheads.ranks import Process, StopSignal
 from nanoheads.scoring import bits, of_critic, score
 from nanoheads.timing import mfu
 
@@ -123,14 +119,9 @@ def training_step(run, x, y, targets=None, scored=None, positions=None):
     return means
 
 
-def loop(run, closing):
-    """Train until max_iters, until patience is at its end, or until a rank is asked to stop.
-
-    closing: the ExitStack that closes the run's log and bar and puts signal handlers back.
-    """
-    config = run.config
-    stop = run.process.stop = StopSignal(closing)
-    open_bar(run, closing)
+def loop(run):
+    """Train until max_iters, until patience is at its end, or until a rank is asked to stop."""
+    config, stop = run.config, run.process.stop
     run.timed_from = run.step, time.perf_counter()
     batch = batch_at(run, run.step)
     while True:
@@ -145,20 +136,10 @@ def loop(run, closing):
                 save_checkpoint(run, "best.pt", resumable=False)
             elif trained:
                 run.evals_since_best += 1
-            if run.step == config.max_iters or run.out_of_patience or run.is_right_enough:
+            if run.ended_by:
                 save_checkpoint(run, "ckpt.pt")
             run.timed_from = run.step, time.perf_counter()
-        if run.step >= config.max_iters:
-            break
-        if run.is_right_enough:
-            run.process.print0(f"task_enough={config.task_enough:g}: {run.last_eval['val_acc']:.3f} of the "
-                               f"answers are right, so the run ends at step {run.step:,} of "
-                               f"{config.max_iters:,}")
-            break
-        if run.out_of_patience:
-            run.process.print0(f"patience={config.patience}: no lower val loss in the last "
-                               f"{run.evals_since_best} evaluations, so the run ends at step {run.step:,} of "
-                               f"{config.max_iters:,}")
+        if run.ended_by:
             break
 
         # train; the next batch is fetched while a GPU is busy with this one
@@ -196,8 +177,11 @@ def loop(run, closing):
     run.process.barrier()
     if run.profile:
         run.process.print0(f"no profile: the run ended before the {plural(config.profile, 'step')} of it")
-    run.process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
-                       f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
+    run.process.print0(f"{run.end_line()}; wrote {run.out_dir / 'ckpt.pt'}, {run.out_dir / 'best.pt'}, "
+                       f"{run.out_dir / 'log.jsonl'}")
+    if config.task and run.process.rank == 0:
+        evaluations = [row for row in read_rows(run.out_dir / "log.jsonl") if "val_acc" in row]
+        say(tasks.what_was_learned(run.dataset, evaluations))
 
 
 def read_values(run, means, stop_asked):
@@ -330,14 +314,6 @@ def of_task(run):
                 **{f"acc/{level}": right for level, right in found["levels"].items()})
 
 
-def check_finite(run, row):
-    """UserError where what the weights that were evaluated gave is not finite."""
-    if not math.isfinite(row["val_loss"]):
-        where = run.config.init_from or checkpoint.file_of(run.out_dir)
-        raise UserError(f"{where} gives {row['val_loss']} nats on val: its weights are damaged, or its "
-                        "training diverged")
-
-
 def eval_line(row):
     if "val_acc" in row:
         levels = "  ".join(f"{level}: {right:.3f}" for level, right in tasks.levels_in(row).items())
@@ -407,12 +383,6 @@ def log_step(run, values):
                        f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
 
 
-def rates_at(config, step):
-    """{name: learning rate} of AdamW, and where it is on of Muon, in the step of this number."""
-    names = ["adamw_lr"] + ["muon_lr"] * (config.optimizer == "muon")
-    return {name: getattr(config, name) * lr_multiplier(step, config) for name in names}
-
-
 def write_profile(run):
     """The trace of the steps of `profile` into the run's folder, what it comes to as lines."""
     path = run.out_dir / "trace.json"
@@ -460,9 +430,6 @@ def save_checkpoint(run, name, resumable=True):
 
 # ---- a run, from its configs to the loop ----
 
-FIRST_SCALE = 2.0 ** 16  # of the loss in float16
-
-
 @dataclass
 class Run:
     """A run, and how far it is."""
@@ -470,9 +437,10 @@ class Run:
     model: GPT                       # never compiled, never wrapped
     dataset: Dataset | tasks.TaskData
     process: Process
-    targets: Optional[Any] = None    # Targets of constraint heads, with labels
     asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.asked_for()
-    # in every checkpoint
+    targets: Optional[Any] = None    # Targets of constraint heads, with labels
+    teacher: Optional[Any] = None    # a GPT or Features, whose predictions constraint_match compares with
+    # checkpoint.PROGRESS
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
     evals_since_best: int = 0        # evaluations since the one with that loss
@@ -480,7 +448,6 @@ class Run:
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
     # what a step needs: see set_up()
-    teacher: Optional[Any] = None    # a GPT or Features, whose predictions constraint_match compares with
     forward: Optional[Callable] = None  # the model, compiled or as it is
     compiled: bool = False
     replays_graphs: bool = False     # CUDA graphs, of compile_mode
@@ -511,15 +478,22 @@ class Run:
         return self.step % interval == 0 or self.step == self.config.max_iters
 
     @property
-    def out_of_patience(self):
-        """Whether so many evaluations in a row had no lower validation loss that the run is to end."""
-        return self.config.patience is not None and self.evals_since_best >= self.config.patience
+    def ended_by(self):
+        """The key by which no further step is made; None: the run goes on."""
+        config = self.config
+        if config.task_enough is not None and self.last_eval.get("val_acc", 0.0) >= config.task_enough:
+            return "task_enough"
+        if config.patience is not None and self.evals_since_best >= config.patience:
+            return "patience"
+        # a run that was killed after its last step has still to be evaluated
+        if self.step > config.max_iters or self.last_eval["step"] >= config.max_iters:
+            return "max_iters"
+        return None
 
-    @property
-    def is_right_enough(self):
-        """Whether the last evaluation of a task had so many right answers that the run is to end."""
-        enough = self.config.task_enough
-        return enough is not None and self.last_eval.get("val_acc", 0.0) >= enough
+    def end_line(self):
+        """By what it ended, and its best loss."""
+        return (f"ended at step {self.step:,} by {self.ended_by}={getattr(self.config, self.ended_by):,}, "
+                f"best val loss {self.best_val_loss:.4f} nats")
 
     @property
     def tokens_per_step(self):
@@ -544,7 +518,7 @@ def set_up(run):
     run.optimizers = make_optimizers(model, config, process.rank, process.world,
                                      run.compiled and process.kind == "cuda")
     run.dtype, run.autocast = precision(config.dtype, process.kind)
-    run.scaler = run.scaler or torch.amp.GradScaler(process.kind, FIRST_SCALE, enabled=run.dtype == "float16")
+    run.scaler = run.scaler or torch.amp.GradScaler(process.kind, enabled=run.dtype == "float16")
     run.portions = max(1, config.grad_accum // process.world)
     run.forward = model
     if run.compiled:
@@ -557,27 +531,11 @@ def set_up(run):
     clear_gradients(run)
 
 
-@torch.no_grad()
-def try_scores(model, device):
-    """ScoreError, with its file and line, where a score function of one's own returns what cannot be scores.
-
-    Inside FlexAttention's kernel, or in a compiled step, it would be found out later and without its line. So
-    one row of tokens is read on the CPU, by the path that has the scores in memory, which traces take.
-    """
-    tried = model if torch.device(device).type == "cpu" else copy.deepcopy(model).cpu()
-    tried.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)
-
-
-def own_start(classes):
-    """UserError where a mechanism that is new in model.py puts values into its parameters that the model
-    would overwrite; own_mechanism.add() has asked those in files of one's own.
-    """
-    from nanoheads import own_mechanism  # only here: most runs have no new mechanism
-    for cls in classes:
-        if cls in own_mechanism.ADDED:
-            continue
-        if problem := next(own_mechanism.problems_of_models(cls), None):
-            raise UserError(f"{cls.__name__}: {problem}")
+def set_up_again(run):
+    """set_up() after heads came or went; the optimizers go on with the moments of what is left."""
+    before = run.optimizers
+    set_up(run)
+    carry_moments(before, run.optimizers)
 
 
 def ready_to_step(model, config, process=Process()):
@@ -590,164 +548,54 @@ def ready_to_step(model, config, process=Process()):
     return run
 
 
-def set_up_again(run):
-    """set_up() after heads came or went; the optimizers go on with the moments of what is left."""
-    before = run.optimizers
-    set_up(run)
-    carry_moments(before, run.optimizers)
-
-
-def load_optimizers(run, state, path):
-    """Take the optimizers' moments and the scaler from a read checkpoint. UserError where they do not fit."""
-    if len(state["optimizers"]) != len(run.optimizers):
-        raise UserError(f"{path} is damaged: it has the states of {len(state['optimizers'])} optimizers, and "
-                        f"this run has {len(run.optimizers)}")
-    trained = with_moments(run, state)
-    for optimizer, saved in zip(run.optimizers, state["optimizers"]):
-        start.restore(optimizer, saved, path, run.step, trained)
+def go_on(run, state):
+    """Take from a read checkpoint what steps depend on beside the weights: moments, scaler, dynamic heads."""
+    path = run.out_dir / "ckpt.pt"
+    if run.config.dynamic_heads:
+        controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
+        run.controller = controller.start(run, state)
+    if not state:
+        return
+    load_moments(run.optimizers, state["optimizers"], path)
     if state["scaler"]:  # empty when dtype was another one
         counts = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
         run.scaler.load_state_dict({**run.scaler.state_dict(), **counts})
 
 
-def with_moments(run, state):
-    """{parameter: name} of those that the last step before a read checkpoint trained, so that it has moments.
-
-    What mechanisms add may have none: a constraint head's scores, say, while there are no labels.
-    """
-    before = trained_with(state["train"], run.out_dir)
-    # each overflow of float16 halves the scale: at this one, all steps so far were overflows
-    overflows = state["scaler"] and state["scaler"]["scale"] <= FIRST_SCALE * 0.5 ** run.step
-    if run.step == 0 or overflows or is_frozen(before, run.step - 1):
-        return {}
-    added = of_mechanisms(run.model)
-    return {p: name for name, p in run.model.named_parameters() if name not in added and p.numel()}
-
-
-def train(model_config, config, given=()):
+def train(model_config, config, given=None):
     """Train as configured; returns the last evaluation's row of log.jsonl.
 
-    given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
-    other flags it brings itself.
-    UserError where another process writes into out_dir.
+    given: {flag: value} of the flags that were set, see start.begin(). UserError: the run cannot begin, or
+    cannot go on.
     """
-    process = join_ranks(config.device)
-    check_compile(config, process.kind)
-    check_precision(precision(config.dtype, process.kind)[0], process.device)
-    if config.eval_only:  # writes nothing
-        return train_alone(model_config, config, given, process)
-    with ExitStack() as held:
-        problem = None
-        if process.rank == 0:
-            try:
-                held.enter_context(only_writer(config.out_dir))
-            except (UserError, OSError) as e:
-                problem = e
-        # all ranks stop here together; and no rank reads what another process may still write
-        if process.all_reduce_sum([float(problem is not None)])[0]:
-            raise problem or UserError(f"the first rank cannot write into {config.out_dir}")
-        return train_alone(model_config, config, given, process)
-
-
-def train_alone(model_config, config, given, process):
-    """What train() does once no other run can write into out_dir; each rank of this run calls it."""
-    # the model and how far it is: new, from another checkpoint, or where this run was left
-    saves, dataset = start.saves_in(config), data_of(config, model_config.block_size)
-    asked = start.asked_for(model_config, config)
-    if config.dynamic_heads or config.grow_from is not None:
-        controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
-        model_config = controller.starting_config(model_config, config)
-    model, state = start.starting_point(model_config, config, dataset, process.device, given)
-    progress = {key: state[key] for key in checkpoint.PROGRESS if key in (state or ())}
-    if config.task:  # a checkpoint may have brought another block_size
-        dataset = data_of(config, model.config.block_size)
-    check_model(model, config)
-    if OWN_FILES and model.changes_scores:
-        try_scores(model, process.device)
-    if model.config.mechanisms() and not config.eval_only:
-        from nanoheads import causality  # only here: a plain GPT does without
-        if new := causality.untried(model.config):
-            own_start(new)
-            causality.refuse(causality.grown(model), config, "before training", step=0)
-    targets = None
-    if config.labels and not model.config.constraint_names:
-        raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
-    if config.labels:
-        Targets = from_lab("lab.labels.targets", f"labels={config.labels}").Targets
-        targets = Targets(dataset, config.labels, model.config.constraint_names)
-        targets.check("train")
-    run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
-    config, step = run.config, run.step
-    check_ranks_agree(run)
-    model.at_step(max(0, step - 1))  # the first evaluation sees the model as the last step left it
-
-    if config.eval_only:
-        run.last_eval = row = evaluate_splits(run)
-        check_finite(run, row)
-        process.print0(eval_line(row))
-        write_result(run)
-        return row
-    if run.last_eval["step"] >= config.max_iters or step > config.max_iters:
-        process.print0(f"{run.out_dir} is finished: {step:,} of {plural(config.max_iters, 'step')}, "
-                       f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
-        write_result(run)
-        return run.last_eval
-    if run.is_right_enough:
-        process.print0(f"{run.out_dir} has ended at step {step:,} of {config.max_iters:,} by task_enough="
-                       f"{config.task_enough:g}; a larger one goes on")
-        write_result(run)
-        return run.last_eval
-    if run.out_of_patience:
-        process.print0(f"{run.out_dir} has ended at step {step:,} of {config.max_iters:,} by patience="
-                       f"{config.patience}, best val loss {run.best_val_loss:.4f} nats; a larger one goes on")
-        write_result(run)
-        return run.last_eval
-
-    # batches, optimizers, precision
-    run.batches = batches_of(run)
-    if config.teacher:
-        from nanoheads.teacher import teacher_of  # only here: most runs have none
-        run.teacher = teacher_of(config, model, process.device)
-    set_up(run)
-    if config.dynamic_heads:
-        run.controller = controller.start(run, state)
-    if state:
-        load_optimizers(run, state, run.out_dir / "ckpt.pt")
-        print_changes(run, state)
-        state = None  # so that its tensors can go
-    if config.profile:
-        from nanoheads import profiling  # only here: most runs have none
-        run.profile = profiling.of_run(run)
-    with ExitStack() as closing:
-        if run.profile:
-            closing.callback(run.profile.close)
-        if process.rank == 0:
-            open_folder(run, saves, closing)
-        print_run(run, saves)
-        try:
-            loop(run, closing)
-        except (UserError, OSError) as e:
-            if process.rank:  # main() lets the first rank speak, which may know nothing of this
-                say(f"train: rank {process.rank}: {explain(e)}", file=sys.stderr, flush=True)
-            raise
-        if config.task and process.rank == 0:
-            rows = [row for row in read_rows(run.out_dir / "log.jsonl") if "val_acc" in row]
-            say(tasks.what_was_learned(dataset, rows))
+    with start.alone(config) as process, ExitStack() as closing:
+        begun = start.begin(model_config, config, given or {}, process)
+        run = Run(begun.config, begun.model, begun.dataset, process, begun.asked, begun.targets,
+                  begun.teacher, **begun.progress)
+        if config.eval_only:
+            evaluate_once(run)
+        elif run.ended_by:
+            process.print0(f"{run.out_dir} has {run.end_line()}; a larger {run.ended_by} goes on")
+        else:
+            run.batches = batches_of(run)
+            set_up(run)
+            go_on(run, begun.state)
+            del begun  # the tensors that were read can go
+            open_run(run, closing)
+            with process.telling():
+                loop(run)
         write_result(run)
         return run.last_eval
 
 
-def check_ranks_agree(run):
-    """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
-    process = run.process
-    if process.world == 1:
-        return
-    mine = [float(run.step), float(get_total_norm([p.detach() for p in run.model.parameters()]))]
-    sums = process.all_reduce_sum(mine)
-    differ = any(abs(total - process.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
-    if process.all_reduce_sum([float(differ)])[0]:
-        raise UserError("the processes begin with different weights or at different steps: "
-                        f"{run.out_dir}, and what init_from names, must be on a disk that all machines share")
+def evaluate_once(run):
+    """Evaluate as between two steps, and write nothing. UserError where the result is not finite."""
+    run.last_eval = row = evaluate_splits(run)
+    if not math.isfinite(row["val_loss"]):
+        where = run.config.init_from or checkpoint.file_of(run.out_dir)
+        raise UserError(f"{where} gives {row['val_loss']} nats on val: its weights are damaged, or its "
+                        "training diverged")
+    run.process.print0(eval_line(row))
 
 
 def write_result(run):
@@ -761,8 +609,8 @@ def write_result(run):
                                          parameters=run.model.num_params(), **run.last_eval))
 
 
-def print_run(run, saves):
-    """What is trained on what, before the first step. saves: see saves_in()."""
+def print_run(run):
+    """What is trained on what, before the first step."""
     from nanoheads.memory import memory_lines  # only here: no step needs it
     config, process, targets = run.config, run.process, run.targets
     steps = plural(config.max_iters, "step")
@@ -777,7 +625,6 @@ def print_run(run, saves):
     shown = ["task" if config.task else "dataset", "optimizer", *rates_at(config, 0), "min_lr", "schedule",
              "warmup_iters"]
     process.print0(", ".join(f"{key}={getattr(config, key)}" for key in shown))
-    anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
         process.print0(line)
     left = run.tokens(config.max_iters) - run.tokens(run.step)
@@ -786,65 +633,48 @@ def print_run(run, saves):
                  note_on_bfloat16(config, process.kind, run.model, left)):
         if note:
             process.print0(note)
+    ranks = f"{process.world} x " if process.world > 1 else ""
+    where = threads.on_processor() if process.kind == "cpu" else device_name(process)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if padded else ''}{run.tokens_per_step:,} tokens a step, "
-                   f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
+                   f"{run.dtype} on {ranks}{where}, {steps} in {run.out_dir}")
 
 
-def hardware(process):
-    """What a run computes on: the GPU of a rank by its name, or threads and processor; how many ranks."""
-    name = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
-    name = threads.on_processor() if process.kind == "cpu" else name
-    return f"{process.world} x {name}" if process.world > 1 else name
+def device_name(process):
+    """What a rank computes on: its GPU by name, else cpu or mps."""
+    return torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
 
 
-SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
+def open_run(run, closing):
+    """Make the run's folder with config.json, its log and its bar, and print what is trained on what.
 
-
-def print_changes(run, state):
-    """A line for each key of training that is not what it was at the last save."""
-    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
-    for key in sorted(set(asdict(run.config)) - of_a_launch):
-        now, before = getattr(run.config, key), state["train"].get(key)
-        if now != before:
-            run.process.print0(f"changed since the last save: {key}={now}, was {before}")
-    print_rise(run, state["train"])
-
-
-def print_rise(run, before):
-    """A line where the learning rate goes on higher than the last save's schedule, before, would have."""
-    now, then = run.config, replace(run.config, **{key: before[key] for key in SCHEDULE if key in before})
-    rate, planned, ended = (rates_at(c, step)["adamw_lr"] for c, step in
-                            ((now, run.step), (then, run.step), (then, run.step - 1)))
-    if rate > planned * (1 + 1e-9):
-        kept = then.lr_decay_iters or then.max_iters
-        by = f"; --lr_decay_iters={kept} keeps it low" if run.step >= kept and not now.lr_decay_iters else ""
-        run.process.print0(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, "
-                           f"by the schedule of {plural(now.lr_decay_iters or now.max_iters, 'step')}{by}")
-
-
-def open_folder(run, saves, closing):
-    """Make the run's folder, write config.json, open the log, which `closing` closes.
-
-    saves: what an overwritten run leaves there, to be removed.
+    closing: the ExitStack that closes them, and puts signal handlers back.
     """
     config, process = run.config, run.process
-    run.out_dir.mkdir(parents=True, exist_ok=True)
-    if run.model.config.own:
-        from nanoheads import own_mechanism  # only here and where it is saved: most runs have none
-        own_mechanism.held(run.model.config, run.out_dir)  # copies the files of one's own mechanisms there
-    for name in saves if config.overwrite else ():
-        (run.out_dir / name).unlink()
-    device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
-    machine = dict(device=device, processor=threads.on_processor(), dtype=run.dtype,
-                   compile=run.compiled, ranks=process.world)
-    details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine,
-                           run.asked)
-    run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"])
-    if config.wandb_log:
-        run.log.start_wandb(config, details, run.run_id, closing)
-    if config.tensorboard:
-        run.log.start_tensorboard(closing)
+    if config.profile:
+        from nanoheads import profiling  # only here: most runs have none
+        run.profile = profiling.of_run(run)
+        if run.profile:
+            closing.callback(run.profile.close)
+    if process.rank == 0:
+        run.out_dir.mkdir(parents=True, exist_ok=True)
+        if run.model.config.own:
+            from nanoheads import own_mechanism  # only here and where it is saved: most runs have none
+            own_mechanism.held(run.model.config, run.out_dir)  # copies those files there
+        for name in ("ckpt.pt", "best.pt") if config.overwrite else ():
+            (run.out_dir / name).unlink(missing_ok=True)
+        machine = dict(device=device_name(process), processor=threads.on_processor(), dtype=run.dtype,
+                       compile=run.compiled, ranks=process.world)
+        details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine,
+                               run.asked)
+        run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"])
+        if config.wandb_log:
+            run.log.start_wandb(config, details, run.run_id, closing)
+        if config.tensorboard:
+            run.log.start_tensorboard(closing)
+    print_run(run)
+    open_bar(run, closing)
+    process.stop = StopSignal(closing)
 
 
 def batches_of(run):
@@ -921,7 +751,7 @@ def main(argv=None):
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") != "0" and "out of memory" not in problem:
-        sys.exit(1)  # the first rank of this machine says the same, or this one did in train_alone()
+        sys.exit(1)  # the first rank of this machine says the same, or this one did, see Process.telling()
     sys.exit("\n".join(f"train: {line}" for line in problem.splitlines()))
 
 

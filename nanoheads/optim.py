@@ -220,6 +220,12 @@ def lr_multiplier(step, config):
     return low + (1 - low) * min(1.0, left)
 
 
+def rates_at(config, step):
+    """{name: learning rate} of AdamW, and where it is on of Muon, in the step of this number."""
+    names = ["adamw_lr"] + ["muon_lr"] * (config.optimizer == "muon")
+    return {name: getattr(config, name) * lr_multiplier(step, config) for name in names}
+
+
 def block_matrices(model):
     """[(weight, number of matrices stacked in it by rows)] of the blocks' attention and MLP, for Muon."""
     return [matrix for block in model.transformer.h
@@ -376,3 +382,35 @@ def carry_moments(before, after):
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p in moments:
                 optimizer.state[p] = moments[p]
+
+
+def load_moments(optimizers, saved, path):
+    """Give optimizers the moments that were saved of them; rates, betas and decay stay those of the config.
+
+    UserError where they do not fit. PyTorch gives moments to parameters by their number alone, and a fused
+    step takes those of a wrong shape without an error, and writes beyond the end of those that are too small.
+    """
+    try:
+        if len(optimizers) != len(saved):
+            raise ValueError(f"{len(saved)} optimizers there, {len(optimizers)} here")
+        for optimizer, state in zip(optimizers, saved):
+            fresh = [{key: value for key, value in group.items() if key != "params"}
+                     for group in optimizer.param_groups]
+            optimizer.load_state_dict(state)
+            for group, values in zip(optimizer.param_groups, fresh):
+                group.update(values)
+                for p in group["params"]:
+                    check_moments(optimizer.state.get(p), optimizer.moments(p, group))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+        why = " ".join(str(e).split())[:120]
+        raise UserError(f"{path}: its optimizer state does not fit this config ({why})") from None
+
+
+def check_moments(moments, shapes):
+    """ValueError where what is kept of a parameter has other shapes than {name: shape}, or is not finite."""
+    for name, shape in shapes.items() if moments else ():
+        if name not in moments or moments[name].shape != shape:
+            there = f"has {list(moments[name].shape)}" if name in moments else "is missing"
+            raise ValueError(f"{name} must have the shape {list(shape)}, and {there}")
+        if not moments[name].isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinities")

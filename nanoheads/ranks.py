@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Optional
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanoheads.common import UserError, drop, pick_device, printable
+from nanoheads.common import UserError, drop, explain, pick_device, printable, say
 
 
 @dataclass
@@ -40,6 +41,18 @@ class Process:
             if self.stop is None:
                 raise
             self.stop.reader_gone()
+
+    @contextmanager
+    def telling(self):
+        """What goes wrong inside is told by this rank: other ranks may know nothing of it, and train.py lets
+        the first one alone speak of what all of them meet.
+        """
+        try:
+            yield
+        except (UserError, OSError) as e:
+            if self.rank:
+                say(f"train: rank {self.rank}: {explain(e)}", file=sys.stderr, flush=True)
+            raise
 
     def all_reduce_sum(self, values):
         """The sum over ranks of a few numbers, in float64."""

@@ -1,30 +1,108 @@
 """
-What a run starts from: its folder, its model, and the state that it goes on with.
+What a run starts from.
 
-train.py asks, in this order:
-    left_open()         of --resume --out_dir=X, what X/config.json says of keys that the command leaves open
-    default_folder()    without --out_dir, out/<name>, or with a number behind it where another run has that
-    saves_in()          which checkpoints are in the folder, and may they stay, be gone on with, or go?
-    starting_point()    the model: that of X/ckpt.pt, which must be the same run, of --init_from, or a new one
-    restore()           the moments of each optimizer of a run that goes on
-What is in a checkpoint, and how it is read, is in checkpoint.py; the step's number, the losses and the log
-are set by train.py.
+    alone()           joins the ranks of a run, and sees to it that no other run writes into its folder
+    begin()           gives one value, a Start: the model, its data, and the state that it goes on with
+and before that, while the command is read:
+    left_open()       of --resume --out_dir=X, what X/config.json says of keys that the command leaves open
+    default_folder()  without --out_dir, out/<name>, or with a number behind it where another run has that
+
+train.py makes a Run of the Start, and nothing is decided in between. What is in a checkpoint, and how it is
+read, is in checkpoint.py.
 """
 
+import copy
 import json
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Optional
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import UserError, from_json, json_safe, of_an_older_version
-from nanoheads.config import trained_with
+from nanoheads.common import (OWN_FILES, UserError, from_json, from_lab, json_safe, of_an_older_version,
+                              plural)
+from nanoheads.config import TrainConfig, check_model, data_of, trained_with
 from nanoheads.configurator import print_once
-from nanoheads.dataset import digests_of
-from nanoheads.files import find
-from nanoheads.tasks import of_training
+from nanoheads.dataset import Dataset, digests_of
+from nanoheads.files import find, only_writer
+from nanoheads.optim import check_compile, check_precision, precision, rates_at
+from nanoheads.ranks import Process, join_ranks
+from nanoheads.tasks import TaskData, of_training
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: see begin()."""
+
+    process: Process
+    config: TrainConfig     # every key has its value
+    model: GPT              # on its device, never compiled, never wrapped
+    dataset: Dataset | TaskData
+    asked: dict             # what was set for the run, as config.json holds it: asked_for()
+    progress: dict          # how far it is: {name of checkpoint.PROGRESS: value}; {}: it is new
+    state: dict             # the read checkpoint that it goes on from; {}: it is new
+    targets: Optional[Any]  # lab.labels.targets.Targets of constraint heads, with labels
+    teacher: Optional[Any]  # a GPT or teacher.Features, whose predictions constraint_match compares with
+
+
+@contextmanager
+def alone(config):
+    """The Process of this rank, and until the end no other run writes into out_dir. UserError: one does."""
+    process, problem = join_ranks(config.device), None
+    check_compile(config, process.kind)
+    check_precision(precision(config.dtype, process.kind)[0], process.device)
+    with ExitStack() as held:
+        if process.rank == 0 and not config.eval_only:  # which writes nothing
+            try:
+                held.enter_context(only_writer(config.out_dir))
+            except (UserError, OSError) as e:
+                problem = e
+        # all ranks stop here together; and no rank reads what another process may still write
+        if process.all_reduce_sum([float(problem is not None)])[0]:
+            raise problem or UserError(f"the first rank cannot write into {config.out_dir}")
+        yield process
+
+
+def begin(model_config, config, given, process):
+    """The Start of a run, as it is configured.
+
+    given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
+    other flags it brings itself. UserError where the folder, the checkpoint, the data or the model are not
+    what is asked for.
+    """
+    check_folder(config)
+    asked = asked_for(model_config, config)
+    path, goes_on = checkpoint_of(config)
+    if path is None:
+        dataset = data_of(config, model_config.block_size)
+        model, state = new_model(model_config, config, dataset, process.device), {}
+    else:
+        state = checkpoint.read(path, process.device)
+        model = read_model(state, path, model_config, config, given, goes_on, process.device)
+        dataset = data_of(config, model.config.block_size)
+        checkpoint.same_vocabulary(state, dataset, path)
+    config = config.for_recipe(model.config.recipe)
+    if goes_on:
+        same_run(state, path, config, dataset)
+        print_changes(config, state["train"], state["step"])
+    progress = {key: state[key] for key in checkpoint.PROGRESS if key in state}
+    progress = progress if goes_on or config.eval_only else {}
+    model.at_step(max(0, progress.get("step", 0) - 1))  # an evaluation sees it as the last step left it
+
+    check_model(model, config)
+    if model.config.mechanisms() and not config.eval_only:
+        try_mechanisms(model, config)
+    targets = targets_of(model, config, dataset) if config.labels else None
+    teacher = None
+    if config.teacher and not config.eval_only:
+        from nanoheads.teacher import teacher_of  # only here: most runs have none
+        teacher = teacher_of(config, model, process.device)
+    check_ranks_agree(model, progress.get("step", 0), config, process)
+    return Start(process, config, model, dataset, asked, progress, state if goes_on else {}, targets, teacher)
 
 
 # ---- its folder ----
@@ -112,10 +190,10 @@ def left_open(command, trusted):
     return str(path), asked
 
 
-# ---- its model, and the state that it goes on with ----
+# ---- its checkpoint ----
 
-def saves_in(config):
-    """Names of the checkpoints in out_dir. UserError unless the config says what becomes of them."""
+def check_folder(config):
+    """UserError where out_dir holds checkpoints, and the config does not say what becomes of them."""
     out_dir = Path(config.out_dir)
     names = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
     for key in ("init_from", "teacher") if config.overwrite else ():
@@ -129,45 +207,48 @@ def saves_in(config):
         how = "go on with --resume" if "ckpt.pt" in names else instead
         raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, "
                         "or choose another --out_dir")
-    return names
 
 
-def trust_what_it_starts_from(config):
-    """Run the code of mechanisms that lies beside the checkpoints a run starts from, where they need some.
-
-    config: the TrainConfig, which names these checkpoints. Raises UserError.
-    """
-    from nanoheads.teacher import is_function
-    teacher = None if is_function(config.teacher) else config.teacher
-    for path in filter(None, (config.init_from, teacher)):
-        checkpoint.read(path, trust_code=True)
-    evaluates = config.eval_only and not config.init_from
-    if (config.resume or evaluates) and checkpoint.file_of(config.out_dir).is_file():
-        checkpoint.read(config.out_dir, trust_code=True)
-
-
-def starting_point(model_config, config, dataset, device, given):
-    """(model, the state to go on from or None) of a run; given: {flag: value} that were set for it.
-
-    The model is out_dir/ckpt.pt, has another checkpoint's weights, or is new. Raises UserError when what
-    there is does not fit what is asked for.
+def checkpoint_of(config):
+    """(the path of the checkpoint that a run's model comes from, whether the run goes on from it); (None,
+    False): the model is new.
     """
     last = Path(config.out_dir) / "ckpt.pt"
-    goes_on = config.resume and last.is_file() and not config.eval_only
-    if goes_on:
-        path = last
-    elif config.init_from or config.eval_only:
-        path = config.init_from or config.out_dir
-    else:
-        vocab_size = model_config.vocab_size or dataset.vocab_size
-        return GPT(replace(model_config, vocab_size=vocab_size)).to(device), None
-    state = checkpoint.read(path, device)
-    old = checkpoint.config_of(state, path)
-    checkpoint.same_vocabulary(state, dataset, path)
+    if config.resume and not config.eval_only:
+        if last.is_file():
+            return last, True
+        if not config.init_from:
+            print_once(f"{last} is not there yet: the run starts anew")
+    if config.init_from or config.eval_only:
+        return config.init_from or config.out_dir, False
+    return None, False
 
-    # what may change: how it is trained; in a new run also dropout, data order, a shorter context, and what
-    # the flags turn on
+
+# ---- its model ----
+
+def new_model(model_config, config, dataset, device):
+    """A GPT with its first weights, as large as the vocabulary of the data."""
+    model_config = with_first_heads(model_config, config)
+    vocab_size = model_config.vocab_size or dataset.vocab_size
+    return GPT(replace(model_config, vocab_size=vocab_size)).to(device)
+
+
+def with_first_heads(model_config, config):
+    """A GPTConfig with the heads that a run begins with: of each layer the first grow_from, where set."""
+    if config.grow_from is None:
+        return model_config
+    return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
+
+
+def read_model(state, path, model_config, config, given, goes_on, device):
+    """The GPT of a read checkpoint, with what a run may change of it. UserError, which names the rest."""
+    old = checkpoint.config_of(state, path)
+    # at any time: how it is trained, and where heads come and go, which there are. In a new run also dropout,
+    # the data's order, a shorter context, how skips begin, and what the flags turn on
     free, turned_on, crop = {"checkpoint_activations", "loss_chunks"}, [], False
+    compared = set(GPTConfig.defaults()) if goes_on else set(given)
+    if goes_on and (config.dynamic_heads or config.grow_from is not None):
+        compared.discard("head_ids")
     if not goes_on:
         free |= {"dropout", "attn_dropout", "seed"}
         crop = "block_size" in given and model_config.block_size < old.block_size
@@ -175,40 +256,36 @@ def starting_point(model_config, config, dataset, device, given):
         free |= {"unet_from", "unet_ramp"}
         turned_on = [cls for cls in MECHANISM_CLASSES
                      if cls.flag in given and cls.is_on(model_config) and not cls.is_on(old)]
+    compared -= free | {key for cls in turned_on for key in cls.fields()}
+    compared -= {"block_size"} if crop else set()
+    same_model(old, path, model_config, compared)
 
-    # what must be the checkpoint's: all else, or of a model that comes from elsewhere what was given of it
-    flags = set(GPTConfig.defaults())
-    if config.init_from or config.eval_only:
-        flags &= set(given)
-    flags -= free | ({"block_size"} if crop else set()) | {key for cls in turned_on for key in cls.fields()}
-    same_model(state, path, model_config, flags)
-
-    overrides = {key: getattr(model_config, key) for key in free}
+    changes = {key: getattr(model_config, key) for key in free}
     if turned_on:
         from nanoheads import neutral  # only here: most runs turn nothing on over a checkpoint's weights
-        model = neutral.extended(state, path, device, given, turned_on, config.init_anyway, overrides)
+        model = neutral.extended(state, path, device, given, turned_on, config.init_anyway, changes)
     else:
-        model = checkpoint.build(state, path, device, **overrides)
+        model = checkpoint.build(state, path, device, **changes)
     if crop:
         model.crop_block_size(model_config.block_size)
-    if goes_on:
-        same_run(state, path, config.for_recipe(model.config.recipe), dataset)
-    return model, state if goes_on or config.eval_only else None
+    return model
 
 
-def same_model(state, path, config, flags):
-    """Raise UserError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
-    old, new = checkpoint.config_of(state, path).flags(), config.flags()
+def same_model(old, path, config, compared):
+    """UserError, which names the flags, unless a config and that of a checkpoint, old, agree in these."""
+    old, new = old.flags(), config.flags()
     new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
     # a flag of a mechanism in a file of one's own that was not named is off here
     new.update((name, value) for name, value in GPTConfig.defaults().items() if name not in new)
-    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in flags and new[k] != old[k]]
+    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in compared and new[k] != old[k]]
     if differ:
         raise UserError(f"{path} holds another model: {'; '.join(differ)}")
 
 
+# ---- the run that goes on ----
+
 def same_run(state, path, config, dataset):
-    """Raise UserError unless a run that goes on from `state` as configured is still the same run."""
+    """UserError unless a run that goes on from a read checkpoint as configured is still the same run."""
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
     if missing := sorted(name for name in checkpoint.TO_GO_ON if state.get(name) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {instead}")
@@ -224,39 +301,72 @@ def same_run(state, path, config, dataset):
         raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
 
 
-def restore(optimizer, saved, path, steps, trained=()):
-    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises UserError.
+SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
 
-    steps: how many the run has made. trained: {parameter: name} of those that must have moments.
+
+def print_changes(config, before, step):
+    """A line for each key of training that is not what it was at the last save; before: {key: value} then."""
+    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
+    for key in sorted(set(asdict(config)) - of_a_launch):
+        if getattr(config, key) != before.get(key):
+            print_once(f"changed since the last save: {key}={getattr(config, key)}, was {before.get(key)}")
+
+    # and where the learning rate goes on higher than that schedule would have
+    then = replace(config, **{key: before[key] for key in SCHEDULE if key in before})
+    rate, planned, ended = (rates_at(c, at)["adamw_lr"] for c, at in
+                            ((config, step), (then, step), (then, step - 1)))
+    if rate > planned * (1 + 1e-9):
+        end, kept = (c.lr_decay_iters or c.max_iters for c in (config, then))
+        low = f"; --lr_decay_iters={kept} keeps it low" if step >= kept and not config.lr_decay_iters else ""
+        print_once(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, by the "
+                   f"schedule of {plural(end, 'step')}{low}")
+
+
+# ---- what is tried of a model before it is trained ----
+
+def try_mechanisms(model, config):
+    """UserError where a mechanism gives scores that cannot be, or loses the values that it starts from, looks
+    ahead or mixes rows. The last three are asked of mechanisms that no test of ours has tried.
     """
-    fresh = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(saved)
-        for p, group in ((p, group) for group in optimizer.param_groups for p in group["params"]):
-            if p in optimizer.state:
-                check_moments(optimizer.state[p], optimizer.moments(p, group), steps)
-            elif p in trained:
-                raise ValueError(f"{trained[p]} was trained and has no moments")
-        if unknown := [key for key in optimizer.state if not torch.is_tensor(key)]:
-            raise ValueError(f"no parameter has the number {unknown[0]!r}")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
-        why = " ".join(str(e).split())[:120]
-        raise UserError(f"{path}: its optimizer state does not fit this config ({why})")
-    for group, values in zip(optimizer.param_groups, fresh):
-        group.update(values)
+    from nanoheads import causality, own_mechanism  # only here: a plain GPT does without
+    if OWN_FILES and model.changes_scores:
+        try_scores(model)
+    for cls in (untried := causality.untried(model.config)):
+        if cls not in own_mechanism.ADDED and (problem := next(own_mechanism.problems_of_models(cls), None)):
+            raise UserError(f"{cls.__name__}: {problem}")
+    if untried:
+        causality.refuse(causality.grown(model), config, "before training", step=0)
 
 
-def check_moments(moments, shapes, steps):
-    """ValueError where a parameter's moments are not finite tensors of these shapes; others are dropped."""
-    for key, shape in shapes.items():
-        if key not in moments or moments[key].shape != shape:
-            there = f"shape {list(moments[key].shape)}" if key in moments else "none"
-            raise ValueError(f"{key} must have the shape {list(shape)}, and there is {there}")
-        if not checkpoint.is_finite(moments[key]):
-            raise ValueError(f"{key} holds NaN or infinities")
-        if "sq" in key and (moments[key] < 0).any():
-            raise ValueError(f"{key}, a mean of squares, holds numbers below 0")
-    if "step" in shapes and not 0 < moments["step"] <= steps:
-        raise ValueError(f"moments of {moments['step'].item():g} steps in a run of {steps:,}")
-    for key in moments.keys() - shapes:
-        del moments[key]
+@torch.no_grad()
+def try_scores(model):
+    """ScoreError, with its file and line, where a score function of one's own returns what cannot be scores.
+
+    Inside FlexAttention's kernel, or in a compiled step, it would be found out later and without its line. So
+    one row of tokens is read on the CPU, by the path that has the scores in memory, which traces take.
+    """
+    on_cpu = model.lm_head.weight.device.type == "cpu"
+    tried = model if on_cpu else copy.deepcopy(model).cpu()
+    tried.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)
+
+
+def targets_of(model, config, dataset):
+    """The labels of a text that constraint heads are trained on. UserError: there are none of either."""
+    if not model.config.constraint_names:
+        raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
+    Targets = from_lab("lab.labels.targets", f"labels={config.labels}").Targets
+    targets = Targets(dataset, config.labels, model.config.constraint_names)
+    targets.check("train")
+    return targets
+
+
+def check_ranks_agree(model, step, config, process):
+    """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
+    if process.world == 1:
+        return
+    mine = [float(step), float(get_total_norm([p.detach() for p in model.parameters()]))]
+    sums = process.all_reduce_sum(mine)
+    differ = any(abs(total - process.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
+    if process.all_reduce_sum([float(differ)])[0]:
+        raise UserError("the processes begin with different weights or at different steps: "
+                        f"{config.out_dir}, and what init_from names, must be on a disk all machines share")

@@ -30,14 +30,15 @@ from nanoheads import threads  # noqa: F401  before torch, whose threads it has 
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPTConfig
 from nanoheads import causality, checkpoint, dataset, own_mechanism, tasks
-from nanoheads.common import (LESS, UserError, explain, from_lab, json_safe, pick_device, plural,
+from nanoheads.common import (LESS, UserError, explain, json_safe, pick_device, plural,
                               write_json)
 from nanoheads.config import TrainConfig, data_of
 from nanoheads.files import only_writer
 from nanoheads.log import read_json, read_rows
 from nanoheads.scoring import score_windows
+from nanoheads.start import new_model
 from study.digest import surroundings
 from study.records import Failure, Result, hash_of
 
@@ -139,10 +140,7 @@ def config_of(spec, folder):
 
 def refuse_look_ahead(model_config, config, data, device):
     """UserError where the new model looks ahead or mixes rows, with every weight moved off its start."""
-    if config.dynamic_heads or config.grow_from is not None:
-        controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
-        model_config = controller.starting_config(model_config, config)
-    model = GPT(replace(model_config, vocab_size=model_config.vocab_size or data.vocab_size)).to(device)
+    model = new_model(model_config, config, data, device)
     causality.refuse(causality.grown(model), config, "before training", step=0)
 
 

@@ -10,12 +10,9 @@ violations.jsonl   see states.py
 """
 
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from nanoheads import checkpoint
 from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
 from nanoheads.log import append_row, read_rows, write_rows
@@ -23,17 +20,6 @@ from lab.heads.gates import MOVERS, move_gates, set_sparsity
 from lab.heads.measuring import Measurements, attentions, head_ids, static_gates
 from lab.heads.states import States, share_with_agency, states_of
 from lab.heads.surgery import Surgery, fold_gates
-
-
-def starting_config(model_config, config):
-    """The GPTConfig to build: with the first grow_from heads of every layer, or those of the last save."""
-    last = Path(config.out_dir) / "ckpt.pt"
-    if config.dynamic_heads and config.resume and last.is_file():
-        saved = checkpoint.config_of(checkpoint.read(last), last)
-        return replace(model_config, head_ids=saved.head_ids)
-    if config.grow_from is None:
-        return model_config
-    return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
 
 
 class Controller:
