@@ -438,8 +438,6 @@ class Run:
     dataset: Dataset | tasks.TaskData
     process: Process
     asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.asked_for()
-    targets: Optional[Any] = None    # Targets of constraint heads, with labels
-    teacher: Optional[Any] = None    # a GPT or Features, whose predictions constraint_match compares with
     # checkpoint.PROGRESS
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
@@ -447,7 +445,10 @@ class Run:
     elapsed_s: float = 0.0           # in training steps, over all launches, compilation aside
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
-    # what a step needs: see set_up()
+    # what a step needs: see make_ready() and set_up()
+    batches: Optional[Batches | DocumentBatches | PackedBatches | tasks.TaskBatches] = None
+    targets: Optional[Any] = None    # Targets of constraint heads, with labels
+    teacher: Optional[Any] = None    # a GPT or Features, whose predictions constraint_match compares with
     forward: Optional[Callable] = None  # the model, compiled or as it is
     compiled: bool = False
     replays_graphs: bool = False     # CUDA graphs, of compile_mode
@@ -457,7 +458,6 @@ class Run:
     scaler: Optional[torch.amp.GradScaler] = None  # scales the loss in float16; else it changes nothing
     portions: int = 1                # forward passes of this rank in a step
     # of this launch
-    batches: Optional[Batches | DocumentBatches | PackedBatches | tasks.TaskBatches] = None
     controller: Optional[Any] = None  # a Controller, where heads are measured or moved
     profile: Optional[Any] = None    # a Profile, on the first rank, until its steps are recorded
     log: Optional[Log] = None        # on the first rank
@@ -548,18 +548,40 @@ def ready_to_step(model, config, process=Process()):
     return run
 
 
-def go_on(run, state):
-    """Take from a read checkpoint what steps depend on beside the weights: moments, scaler, dynamic heads."""
-    path = run.out_dir / "ckpt.pt"
-    if run.config.dynamic_heads:
+def make_ready(run, state):
+    """Make all that a run's steps need, and give it what was saved of it; state: the read checkpoint, or {}.
+
+    UserError where the data, the labels, the teacher or what was saved do not fit the model.
+    """
+    config, model = run.config, run.model
+    run.process.check_agreement(run)
+    if model.config.mechanisms():
+        start.try_mechanisms(model, config)
+    run.batches = batches_of(run)
+    if config.labels:
+        run.targets = targets_of(run)
+    if config.teacher:
+        from nanoheads.teacher import teacher_of  # only here: most runs have none
+        run.teacher = teacher_of(config, model, run.process.device)
+    set_up(run)
+    if config.dynamic_heads:
         controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
         run.controller = controller.start(run, state)
-    if not state:
-        return
-    load_moments(run.optimizers, state["optimizers"], path)
-    if state["scaler"]:  # empty when dtype was another one
-        counts = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
-        run.scaler.load_state_dict({**run.scaler.state_dict(), **counts})
+    if state:
+        load_moments(run.optimizers, state["optimizers"], run.out_dir / "ckpt.pt")
+        if state["scaler"]:  # empty when dtype was another one
+            counts = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
+            run.scaler.load_state_dict({**run.scaler.state_dict(), **counts})
+
+
+def targets_of(run):
+    """The labels of a text that constraint heads are trained on. UserError: there are none of either."""
+    labels, names = run.config.labels, run.model.config.constraint_names
+    if not names:
+        raise UserError(f"labels={labels!r} is for constraint heads, and {run.config.init_from} has none")
+    targets = from_lab("lab.labels.targets", f"labels={labels}").Targets(run.dataset, labels, names)
+    targets.check("train")
+    return targets
 
 
 def train(model_config, config, given=None):
@@ -570,16 +592,13 @@ def train(model_config, config, given=None):
     """
     with start.alone(config) as process, ExitStack() as closing:
         begun = start.begin(model_config, config, given or {}, process)
-        run = Run(begun.config, begun.model, begun.dataset, process, begun.asked, begun.targets,
-                  begun.teacher, **begun.progress)
+        run = Run(begun.config, start.model_of(begun), begun.dataset, process, begun.asked, **begun.progress)
         if config.eval_only:
             evaluate_once(run)
         elif run.ended_by:
             process.print0(f"{run.out_dir} has {run.end_line()}; a larger {run.ended_by} goes on")
         else:
-            run.batches = batches_of(run)
-            set_up(run)
-            go_on(run, begun.state)
+            make_ready(run, begun.state if begun.goes_on else {})
             del begun  # the tensors that were read can go
             open_run(run, closing)
             with process.telling():

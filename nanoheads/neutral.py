@@ -56,13 +56,14 @@ def neutral_flags(cls, config, given):
     return flags
 
 
-def extended(state, path, device, given, classes, anyway, overrides):
+def extended(state, path, device, turned_on, anyway, changes):
     """The GPT of a read checkpoint with mechanisms turned on, each at its neutral setting: the same logits.
 
-    anyway: one without such a setting starts as in a new model. Raises UserError without, naming it.
+    turned_on: {class: {flag: value}} that were given. changes: {flag: value} of other flags. anyway: one
+    without such a setting starts as in a new model. Raises UserError without, naming it.
     """
-    flags = {name: given[name] for cls in classes for name in cls.fields() if name in given}
-    flags = {**overrides, **flags}
+    classes, given = list(turned_on), {key: value for own in turned_on.values() for key, value in own.items()}
+    flags = {**changes, **given}
     config, modes = config_of(state, path, **flags), []
     for cls in classes:
         try:

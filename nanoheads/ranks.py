@@ -9,6 +9,7 @@ from typing import Optional
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
 from nanoheads.common import UserError, drop, explain, pick_device, printable, say
@@ -80,6 +81,17 @@ class Process:
             work.wait()
             parts = flat.split([grad.numel() for grad in bucket])
             torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket)])
+
+    def check_agreement(self, run):
+        """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
+        if self.world == 1:
+            return
+        mine = [float(run.step), float(get_total_norm([p.detach() for p in run.model.parameters()]))]
+        sums = self.all_reduce_sum(mine)
+        differ = any(abs(total - self.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
+        if self.all_reduce_sum([float(differ)])[0]:
+            raise UserError("the processes begin with different weights or at different steps: "
+                            f"{run.out_dir}, and what init_from names, must be on a disk all machines share")
 
     def barrier(self):
         """Wait for all ranks: one that takes the process group down may abort another that still saves."""

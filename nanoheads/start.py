@@ -2,12 +2,13 @@
 What a run starts from.
 
     alone()           joins the ranks of a run, and sees to it that no other run writes into its folder
-    begin()           gives one value, a Start: the model, its data, and the state that it goes on with
+    begin()           gives one value, a Start: how it is configured, its data, what it goes on with
+    model_of()        builds the model of a Start
 and before that, while the command is read:
     left_open()       of --resume --out_dir=X, what X/config.json says of keys that the command leaves open
     default_folder()  without --out_dir, out/<name>, or with a number behind it where another run has that
 
-train.py makes a Run of the Start, and nothing is decided in between. What is in a checkpoint, and how it is
+train.py makes a Run of both, and nothing is decided in between. What is in a checkpoint, and how it is
 read, is in checkpoint.py.
 """
 
@@ -16,16 +17,14 @@ import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import (OWN_FILES, UserError, from_json, from_lab, json_safe, of_an_older_version,
-                              plural)
-from nanoheads.config import TrainConfig, check_model, data_of, trained_with
+from nanoheads.common import OWN_FILES, UserError, from_json, json_safe, of_an_older_version, plural
+from nanoheads.config import TrainConfig, check_model, data_of
 from nanoheads.configurator import print_once
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import find, only_writer
@@ -36,17 +35,18 @@ from nanoheads.tasks import TaskData, of_training
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from: see begin()."""
+    """What a run starts from: see begin(). model_of() builds its model."""
 
     process: Process
     config: TrainConfig     # every key has its value
-    model: GPT              # on its device, never compiled, never wrapped
     dataset: Dataset | TaskData
     asked: dict             # what was set for the run, as config.json holds it: asked_for()
     progress: dict          # how far it is: {name of checkpoint.PROGRESS: value}; {}: it is new
-    state: dict             # the read checkpoint that it goes on from; {}: it is new
-    targets: Optional[Any]  # lab.labels.targets.Targets of constraint heads, with labels
-    teacher: Optional[Any]  # a GPT or teacher.Features, whose predictions constraint_match compares with
+    model_config: GPTConfig  # of the model, but for what turned_on sets
+    path: Optional[Path]    # of the checkpoint that the model comes from; None: its weights are new
+    state: dict             # that checkpoint as it was read
+    goes_on: bool           # with its optimizers and data, too: it is the run's own
+    turned_on: dict         # {class: {flag: value}} of mechanisms that the checkpoint's model has not
 
 
 @contextmanager
@@ -71,38 +71,28 @@ def begin(model_config, config, given, process):
     """The Start of a run, as it is configured.
 
     given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
-    other flags it brings itself. UserError where the folder, the checkpoint, the data or the model are not
-    what is asked for.
+    other flags it brings itself. UserError where the folder, the checkpoint or the data are not what is
+    asked for.
     """
     check_folder(config)
     asked = asked_for(model_config, config)
     path, goes_on = checkpoint_of(config)
-    if path is None:
-        dataset = data_of(config, model_config.block_size)
-        model, state = new_model(model_config, config, dataset, process.device), {}
-    else:
-        state = checkpoint.read(path, process.device)
-        model = read_model(state, path, model_config, config, given, goes_on, process.device)
-        dataset = data_of(config, model.config.block_size)
+    state, turned_on = checkpoint.read(path, process.device) if path else {}, {}
+    if path:
+        old = checkpoint.config_of(state, path)
+        model_config, turned_on = changed(old, path, model_config, config, given, goes_on)
+    dataset = data_of(config, model_config.block_size)
+    if path:
         checkpoint.same_vocabulary(state, dataset, path)
-    config = config.for_recipe(model.config.recipe)
+    else:
+        model_config = of_new_model(model_config, config, dataset)
+    config = config.for_recipe(model_config.recipe)
     if goes_on:
         same_run(state, path, config, dataset)
         print_changes(config, state["train"], state["step"])
     progress = {key: state[key] for key in checkpoint.PROGRESS if key in state}
-    progress = progress if goes_on or config.eval_only else {}
-    model.at_step(max(0, progress.get("step", 0) - 1))  # an evaluation sees it as the last step left it
-
-    check_model(model, config)
-    if model.config.mechanisms() and not config.eval_only:
-        try_mechanisms(model, config)
-    targets = targets_of(model, config, dataset) if config.labels else None
-    teacher = None
-    if config.teacher and not config.eval_only:
-        from nanoheads.teacher import teacher_of  # only here: most runs have none
-        teacher = teacher_of(config, model, process.device)
-    check_ranks_agree(model, progress.get("step", 0), config, process)
-    return Start(process, config, model, dataset, asked, progress, state if goes_on else {}, targets, teacher)
+    return Start(process, config, dataset, asked, progress if goes_on or config.eval_only else {},
+                 model_config, path, state, goes_on, turned_on)
 
 
 # ---- its folder ----
@@ -226,49 +216,36 @@ def checkpoint_of(config):
 
 # ---- its model ----
 
-def new_model(model_config, config, dataset, device):
-    """A GPT with its first weights, as large as the vocabulary of the data."""
-    model_config = with_first_heads(model_config, config)
-    vocab_size = model_config.vocab_size or dataset.vocab_size
-    return GPT(replace(model_config, vocab_size=vocab_size)).to(device)
+def of_new_model(model_config, config, dataset):
+    """The GPTConfig of a new model: with the heads that it begins with, as large as the data's vocabulary."""
+    if config.grow_from is not None:
+        model_config = replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
+    return replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)
 
 
-def with_first_heads(model_config, config):
-    """A GPTConfig with the heads that a run begins with: of each layer the first grow_from, where set."""
-    if config.grow_from is None:
-        return model_config
-    return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
-
-
-def read_model(state, path, model_config, config, given, goes_on, device):
-    """The GPT of a read checkpoint, with what a run may change of it. UserError, which names the rest."""
-    old = checkpoint.config_of(state, path)
+def changed(old, path, model_config, config, given, goes_on):
+    """(the GPTConfig old of a checkpoint with what a run may change of it, {class: {flag: value}} of the
+    mechanisms that the flags turn on over its weights). UserError: the run would change more.
+    """
     # at any time: how it is trained, and where heads come and go, which there are. In a new run also dropout,
     # the data's order, a shorter context, how skips begin, and what the flags turn on
-    free, turned_on, crop = {"checkpoint_activations", "loss_chunks"}, [], False
-    compared = set(GPTConfig.defaults()) if goes_on else set(given)
+    free, turned_on = {"checkpoint_activations", "loss_chunks"}, {}
+    whole = goes_on and not config.init_from  # else the checkpoint says what the flags leave open
+    compared = set(GPTConfig.defaults()) if whole else set(given)
     if goes_on and (config.dynamic_heads or config.grow_from is not None):
         compared.discard("head_ids")
     if not goes_on:
         free |= {"dropout", "attn_dropout", "seed"}
-        crop = "block_size" in given and model_config.block_size < old.block_size
+        if "block_size" in given and model_config.block_size < old.block_size:
+            free.add("block_size")
     if config.init_from and not goes_on:
         free |= {"unet_from", "unet_ramp"}
-        turned_on = [cls for cls in MECHANISM_CLASSES
-                     if cls.flag in given and cls.is_on(model_config) and not cls.is_on(old)]
+        turned_on = {cls: {key: given[key] for key in cls.fields() if key in given}
+                     for cls in MECHANISM_CLASSES
+                     if cls.flag in given and cls.is_on(model_config) and not cls.is_on(old)}
     compared -= free | {key for cls in turned_on for key in cls.fields()}
-    compared -= {"block_size"} if crop else set()
     same_model(old, path, model_config, compared)
-
-    changes = {key: getattr(model_config, key) for key in free}
-    if turned_on:
-        from nanoheads import neutral  # only here: most runs turn nothing on over a checkpoint's weights
-        model = neutral.extended(state, path, device, given, turned_on, config.init_anyway, changes)
-    else:
-        model = checkpoint.build(state, path, device, **changes)
-    if crop:
-        model.crop_block_size(model_config.block_size)
-    return model
+    return replace(old, **{key: getattr(model_config, key) for key in free}), turned_on
 
 
 def same_model(old, path, config, compared):
@@ -282,6 +259,29 @@ def same_model(old, path, config, compared):
         raise UserError(f"{path} holds another model: {'; '.join(differ)}")
 
 
+def model_of(begun):
+    """The GPT of a Start, on its device. UserError where a checkpoint's weights do not fit its flags, or the
+    model has no use for what is asked of its training.
+    """
+    config, path, device = begun.config, begun.path, begun.process.device
+    if path is None:
+        model = GPT(begun.model_config).to(device)
+    else:
+        old = checkpoint.config_of(begun.state, path)
+        changes = {key: value for key, value in begun.model_config.flags().items()
+                   if value != getattr(old, key) and key != "block_size"}
+        if begun.turned_on:
+            from nanoheads import neutral  # only here: most runs turn nothing on over a checkpoint's weights
+            model = neutral.extended(begun.state, path, device, begun.turned_on, config.init_anyway, changes)
+        else:
+            model = checkpoint.build(begun.state, path, device, **changes)
+        if begun.model_config.block_size < old.block_size:
+            model.crop_block_size(begun.model_config.block_size)
+    model.at_step(max(0, begun.progress.get("step", 0) - 1))  # an evaluation sees it as its last step left it
+    check_model(model, config)
+    return model
+
+
 # ---- the run that goes on ----
 
 def same_run(state, path, config, dataset):
@@ -289,8 +289,8 @@ def same_run(state, path, config, dataset):
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
     if missing := sorted(name for name in checkpoint.TO_GO_ON if state.get(name) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {instead}")
-    old, new = ({"optimizer": c.optimizer, "batch_size * grad_accum": c.batch_size * c.grad_accum}
-                for c in (trained_with(state["train"], path), config))
+    old, new = ({"optimizer": c["optimizer"], "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]}
+                for c in (state["train"], asdict(config)))
     differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
     old, new = (of_training(meta) for meta in (state["meta"], dataset.meta))  # {} of a text
     differ += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
@@ -348,25 +348,3 @@ def try_scores(model):
     on_cpu = model.lm_head.weight.device.type == "cpu"
     tried = model if on_cpu else copy.deepcopy(model).cpu()
     tried.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)
-
-
-def targets_of(model, config, dataset):
-    """The labels of a text that constraint heads are trained on. UserError: there are none of either."""
-    if not model.config.constraint_names:
-        raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
-    Targets = from_lab("lab.labels.targets", f"labels={config.labels}").Targets
-    targets = Targets(dataset, config.labels, model.config.constraint_names)
-    targets.check("train")
-    return targets
-
-
-def check_ranks_agree(model, step, config, process):
-    """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
-    if process.world == 1:
-        return
-    mine = [float(step), float(get_total_norm([p.detach() for p in model.parameters()]))]
-    sums = process.all_reduce_sum(mine)
-    differ = any(abs(total - process.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
-    if process.all_reduce_sum([float(differ)])[0]:
-        raise UserError("the processes begin with different weights or at different steps: "
-                        f"{config.out_dir}, and what init_from names, must be on a disk all machines share")

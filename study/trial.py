@@ -30,7 +30,7 @@ from nanoheads import threads  # noqa: F401  before torch, whose threads it has 
 
 import torch
 
-from model import GPTConfig
+from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, dataset, own_mechanism, tasks
 from nanoheads.common import (LESS, UserError, explain, json_safe, pick_device, plural,
                               write_json)
@@ -38,7 +38,7 @@ from nanoheads.config import TrainConfig, data_of
 from nanoheads.files import only_writer
 from nanoheads.log import read_json, read_rows
 from nanoheads.scoring import score_windows
-from nanoheads.start import new_model
+from nanoheads.start import of_new_model
 from study.digest import surroundings
 from study.records import Failure, Result, hash_of
 
@@ -140,7 +140,7 @@ def config_of(spec, folder):
 
 def refuse_look_ahead(model_config, config, data, device):
     """UserError where the new model looks ahead or mixes rows, with every weight moved off its start."""
-    model = new_model(model_config, config, data, device)
+    model = GPT(of_new_model(model_config, config, data)).to(device)
     causality.refuse(causality.grown(model), config, "before training", step=0)
 
 

@@ -11,6 +11,7 @@ from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import checkpoint, neutral, start
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
+from nanoheads.ranks import Process
 from helpers import tiny
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=2, n_head=6, n_embd=72)
@@ -27,8 +28,9 @@ def saved(path, flags):
 def started(path, dataset, flags, anyway=False, recipe="gpt2"):
     """The model that a run with these flags over a checkpoint starts from."""
     config = GPTConfig(**{**SIZES, "recipe": recipe, **flags})
-    run = train.TrainConfig(init_from=str(path), init_anyway=anyway, out_dir=str(path.parent / "run"))
-    return start.starting_point(config, run, dataset, "cpu", flags)[0].eval()
+    run = train.TrainConfig(init_from=str(path), init_anyway=anyway, out_dir=str(path.parent / "run"),
+                            dataset=str(dataset.dir))
+    return start.model_of(start.begin(config, run, flags, Process())).eval()
 
 
 @pytest.fixture
@@ -89,8 +91,9 @@ def test_a_window_over_a_checkpoint_follows_its_context(name, tmp_path, data):
     saved(tmp_path / "plain.pt", {})
     config = GPTConfig(**MECHANISMS[name])  # of which nothing else is known, as at the command line
     assert config.window == 256
-    run = train.TrainConfig(init_from=str(tmp_path / "plain.pt"), init_anyway=True, out_dir=str(tmp_path))
-    model, _ = start.starting_point(config, run, data, "cpu", MECHANISMS[name])
+    run = train.TrainConfig(init_from=str(tmp_path / "plain.pt"), init_anyway=True,
+                            out_dir=str(tmp_path / "run"), dataset=str(data.dir))
+    model = start.model_of(start.begin(config, run, MECHANISMS[name], Process()))
     assert (model.config.block_size, model.config.window, model.mask.window) == (16, 4, 4)
 
 
