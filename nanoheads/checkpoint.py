@@ -106,17 +106,20 @@ def in_file(path, device):
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
         if ran_out_of_memory(e):
             raise
-        why = e.strerror if isinstance(e, OSError) and e.strerror else "cut short, damaged or no torch file"
-        raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
+        if isinstance(e, OSError) and e.filename:
+            raise  # it cannot be opened at all
+        raise UserError(f"{path} cannot be read as a checkpoint: it is cut short, damaged, or no file of "
+                        "tensors and plain values; copy it anew, or name another") from None
     state = state if has_names(state) else {}
-    if has_names(state.get("model")) and has_names(state.get("model_args")):
-        state = from_nanogpt(state)
-    if not ("meta" in state and has_names(state.get("model")) and has_names(state.get("config"))):
-        raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     version = state.get("version", 0)
     if type(version) is not int or version > VERSION:
         raise UserError(f"{path} is of version {version}, and this program reads checkpoints up to version "
                         f"{VERSION}: update the program")
+    if has_names(state.get("model")) and has_names(state.get("model_args")):
+        state = from_nanogpt(state)
+    if not ("meta" in state and has_names(state.get("model")) and has_names(state.get("config"))):
+        raise UserError(f"{path} is a torch file, but no checkpoint: nanoHeads' have model, config and meta, "
+                        "nanoGPT's have model and model_args")
     return state
 
 
