@@ -39,7 +39,7 @@ from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plu
 from nanoheads.config import TrainConfig, conflicts, flags_by_name, note_on_dropout, note_on_warmup
 from nanoheads.dataset import Batches, Dataset, DocumentBatches, PackedBatches
 from nanoheads.kernels import allow_graphs
-from nanoheads.log import Log, read_rows, write_config
+from nanoheads.log import Log, last_save, read_rows, write_config
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,
                              make_optimizers, note_on_bfloat16, note_on_compile, of_mechanisms, precision,
                              rates_at, seed_step)
@@ -195,7 +195,7 @@ def read_values(run, means, stop_asked):
     for name, value in values.items():
         if not math.isfinite(value) and not (run.scaler.is_enabled() and name == "grad_norm"):
             raise UserError(f"{name} is {value} in step {run.step}: stopped before anything of it is saved; "
-                            f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr, or "
+                            f"{last_save(run.out_dir)}, with a lower adamw_lr or muon_lr, or "
                             "another dtype")
     return values, stops > 0
 
@@ -410,7 +410,7 @@ def save_checkpoint(run, name, resumable=True):
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
-                        f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
+                        f"{last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in checkpoint.PROGRESS})

@@ -52,14 +52,6 @@ def save(path, state):
     write_atomic(path, lambda f: torch.save({**state, "version": VERSION}, f))
 
 
-def last_save(out_dir):
-    """Half a sentence about what can be done after a failure."""
-    path = Path(out_dir) / "ckpt.pt"
-    if path.is_file():
-        return f"the last save is {path}, --resume goes on from it"
-    return "nothing was saved yet: start again"
-
-
 # ---- read ----
 
 def file_of(path):

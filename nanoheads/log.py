@@ -9,6 +9,7 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -43,6 +44,14 @@ def read_json(path):
 def warn(run_dir, message):
     """A line about a run's folder on standard error."""
     say(f"{run_dir}: {message}", file=sys.stderr)
+
+
+def last_save(out_dir):
+    """Half a sentence about what can be done after a failure."""
+    path = Path(out_dir) / "ckpt.pt"
+    if path.is_file():
+        return f"the last save is {path}, --resume goes on from it"
+    return "nothing was saved yet: start again"
 
 
 # ---- JSON lines ----
@@ -84,7 +93,6 @@ def append_row(path, row):
         with open(path, "ab") as file:
             file.write((json.dumps(json_safe(row)) + "\n").encode())
     except OSError as e:
-        from nanoheads.checkpoint import last_save  # only here: the reader of a log does without torch
         raise UserError(f"could not write {path} ({e.strerror}); {last_save(path.parent)}") from None
 
 

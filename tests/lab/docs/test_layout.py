@@ -12,8 +12,7 @@ from helpers import CODE, ROOT
 CORE = ("model.py", "train.py", "sample.py", "evaluate.py", "plot_curves.py", "bench.py", "nanoheads/*.py")
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
 # imports inside functions that lead down the page of the core, and why there is no other way
-DOWN = {"nanoheads/log.py -> nanoheads/checkpoint.py": "where the disk is full, which save is whole",
-        "nanoheads/tokenizer.py -> nanoheads/corpus.py": "GPT-2's merges are a source file"}
+DOWN = {"nanoheads/tokenizer.py -> nanoheads/corpus.py": "GPT-2's merges are a source file"}
 
 
 def imported(path):
