@@ -35,9 +35,10 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator, start, tasks
+from nanoheads.batches import Batches, DocumentBatches, PackedBatches
 from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plural, say, writable, write_json
 from nanoheads.config import TrainConfig, conflicts, flags_by_name, note_on_dropout, note_on_warmup
-from nanoheads.dataset import Batches, Dataset, DocumentBatches, PackedBatches
+from nanoheads.dataset import Dataset
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,

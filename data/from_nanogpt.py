@@ -20,8 +20,10 @@ from nanoheads.common import ArgumentParser, UserError, write_atomic
 
 import numpy as np
 
-from nanoheads.corpus import SPLITS, Writer, identity, report, run, text_of_tokens
+from nanoheads.corpus import report, run
+from nanoheads.dataset import SPLITS, Writer, text_of_tokens
 from nanoheads.files import sha256
+from nanoheads.shards import identity
 from nanoheads.tokenizer import Tokenizer
 
 DTYPE, BLOCK = np.dtype("<u2"), 1 << 24  # of nanoGPT's files; tokens counted at a time

@@ -15,7 +15,6 @@ import codecs
 import contextlib
 import gzip
 import hashlib
-import json
 import lzma
 import os
 import re
@@ -26,21 +25,21 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from nanoheads import answer_interrupts
-from nanoheads.common import (ArgumentParser, UserError, from_json, gib, memory_of_machine, output_written,
-                              say, write_atomic)
+from nanoheads.common import ArgumentParser, UserError, from_json, output_written, say, write_atomic
+from nanoheads.dataset import SPLITS, Writer
 from nanoheads.files import remove_abandoned, temporary
-from nanoheads.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta
+from nanoheads.shards import identity
+from nanoheads.tokenizer import Tokenizer, count_chars, problem_of_meta
 
 
 HOME = Path(__file__).resolve().parents[1] / "data"
-SPLITS = ("train", "val", "test")
 BLOCK = 1 << 22  # bytes read at a time
 STRAY = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that is not UTF-8
 ADVICE = "replace it with a whole copy, or remove it"
@@ -135,11 +134,6 @@ def digest(path, member=None):
         for key, n in zip(total, (len(block), count_chars(block), block.count(b"\n"))):
             total[key] += n
     return {**total, "sha256": sha.hexdigest()}
-
-
-def identity(shas):
-    """One sha256 for a source: its file's own; of several files, that of their hex digests in a row."""
-    return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
 
 
 def origin(sources):
@@ -304,139 +298,6 @@ def receive(url, out):
 
 # ---- the data folder that a prepare script writes ----
 
-# ---- write ----
-
-WHOLE = 160  # bytes of memory for each byte of text that tokenizers encodes at once, measured
-
-
-class Writer:
-    """The .bin files of a data folder under temporary names; they get their own together, meta.json last.
-
-    A context manager: leaving it by an exception removes the temporary files and leaves the folder as it was.
-    """
-
-    def __init__(self, args, tok, source, note="", options=None):
-        self.out, self.tok = args.out, tok
-        meta = {
-            "name": args.name, "encoding": tok.encoding, "vocab_size": tok.vocab_size,
-            "dtype": tok.dtype.name, "vocab": tok.vocab, "separator": tok.separator,
-            "source": source, "note": note, "options": options,
-        }
-        self.meta = {key: value for key, value in meta.items() if value not in (None, "")}
-        self.splits = {s: {"tokens": 0, "bytes": 0, "chars": 0} for s in SPLITS}
-        self.sha = {s: hashlib.sha256() for s in SPLITS}
-        self.changed = 0  # bytes of text whose tokens spell something else
-
-    def __enter__(self):
-        self.out.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(self.out, "*.bin")
-        self.files = {s: temporary(self.out / f"{s}.bin") for s in SPLITS}
-        return self
-
-    def add(self, split, ids, size, chars):
-        """Append [n] ids, which stand for `size` UTF-8 bytes and `chars` characters of text."""
-        self.put(split, ids.astype(self.tok.dtype, copy=False).tobytes())
-        for key, n in zip(self.splits[split], (len(ids), size, chars)):
-            self.splits[split][key] += n
-
-    def add_pieces(self, split, pieces):
-        """Append the encoding of a stream of bytes (byte) or str (the others). None in it is the end of a
-        document, an end-of-text token; where there is no text between two, it is one.
-        """
-        for ends, part in groupby(pieces, lambda piece: piece is None):
-            if ends and self.splits[split]["tokens"]:
-                self.add(split, np.array([self.tok.end]), 0, 0)
-            for piece in () if ends else self.parted(part):
-                data = piece if isinstance(piece, bytes) else piece.encode()
-                ids, sizes, changed = self.tok.encode_sized(piece)
-                self.add_sizes(split, sizes)
-                self.changed += changed
-                self.add(split, ids, len(data), count_chars(data))
-
-    def parted(self, pieces):
-        """A stream in pieces whose tokens are those of the whole. UserError: that takes too much memory."""
-        if self.tok.encoding in ("byte", "char"):
-            return pieces
-        if self.tok.cuts:
-            return cut_at_spaces(pieces, cuts=self.tok.cuts)
-        whole = "".join(pieces)
-        needs = WHOLE * len(whole.encode())
-        if needs > 2**30:
-            print("where this tokenizer lets a text be cut is not known here, so that it is encoded whole: "
-                  f"about {gib(needs)} of memory", flush=True)
-        if needs > memory_of_machine():
-            raise UserError(f"{self.out}: this machine has {gib(memory_of_machine())} of memory, not "
-                            f"{gib(needs)}; take a smaller source, or --separator: its documents are encoded "
-                            "one by one")
-        return [whole]
-
-    def add_sizes(self, split, sizes):
-        """Append what the next tokens stand for beyond what they spell, see Tokenizer.encode_sized()."""
-        name = f"{split}.sizes"
-        if len(sizes) and name not in self.files:
-            self.files[name] = temporary(self.out / f"{name}.bin")
-            self.sha[name] = hashlib.sha256()
-        if len(sizes):
-            self.put(name, (sizes + [self.splits[split]["tokens"], 0, 0]).astype("<i8").tobytes())
-
-    def put(self, name, data):
-        with self.disk():
-            self.files[name].write(data)
-        self.sha[name].update(data)
-
-    def __exit__(self, kind, error, trace):
-        try:
-            if kind is None:
-                self.finish()
-        finally:
-            for file in self.files.values():
-                with contextlib.suppress(OSError):  # a full disk was reported already
-                    file.close()
-                Path(file.name).unlink(missing_ok=True)
-
-    def finish(self):
-        """Give the files their names. Without meta.json a folder is not prepared, so it leaves first."""
-        for split in SPLITS:
-            if not self.splits[split]["tokens"]:
-                raise UserError(
-                    f"{self.out}: the {split} split would be empty; take a larger source or other shares")
-            self.splits[split]["sha256"] = self.sha[split].hexdigest()
-            if f"{split}.sizes" in self.sha:
-                self.splits[split]["sizes_sha256"] = self.sha[f"{split}.sizes"].hexdigest()
-        if self.tok.encoding == "hf":
-            self.meta["spelled"] = not self.changed
-        if self.changed:
-            size = sum(split["bytes"] for split in self.splits.values())
-            self.add_note(f"the encoding changes the text: the tokens of {self.changed:,} of its {size:,} "
-                          "bytes spell something else; bits per byte count the bytes of the text")
-        with self.disk():
-            for file in self.files.values():
-                file.flush()
-                os.fsync(file.fileno())
-            (self.out / "meta.json").unlink(missing_ok=True)
-            for split in SPLITS:  # of what was there before
-                (self.out / f"{split}.sizes.bin").unlink(missing_ok=True)
-            for name, file in self.files.items():
-                os.replace(file.name, self.out / f"{name}.bin")
-            self.write_meta()
-
-    def write_meta(self):
-        self.meta["splits"] = self.splits
-        meta = json.dumps(self.meta, indent=1, ensure_ascii=False).encode()
-        write_atomic(self.out / "meta.json", lambda file: file.write(meta))
-
-    def add_note(self, note):
-        self.meta["note"] = "; ".join(filter(None, [self.meta.get("note"), note]))
-
-    @contextlib.contextmanager
-    def disk(self):
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
-
-
 def prepared(out, **want):
     """The meta.json of a whole, undamaged folder made as `want` has it; else None, and why is printed."""
     try:
@@ -476,16 +337,6 @@ def report(out, meta, head=""):
                                       for k in ("tokens", "bytes", "chars")))
     if "note" in meta:
         say(f"note: {meta['note']}")
-
-
-def text_of_tokens(tok):
-    """What each token of a vocabulary adds to a split's tokens, bytes and characters, int64 [V, 3]: the token
-    at the end of a document is no text.
-    """
-    pieces = [tok.decode_bytes([i]) for i in range(tok.vocab_size)]
-    if tok.encoding == "gpt2":
-        pieces[tok.end] = b""
-    return np.array([(1, len(piece), count_chars(piece)) for piece in pieces])
 
 
 # ---- a whole script ----

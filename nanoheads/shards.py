@@ -13,6 +13,7 @@ The split is its shards one after the other, without a gap: a row of a batch may
 the next, as documents do. So batches and scores are exactly those of one file with the same tokens.
 """
 
+import hashlib
 from bisect import bisect_right
 from itertools import accumulate
 
@@ -20,12 +21,16 @@ import numpy as np
 
 from nanoheads import files
 from nanoheads.common import UserError, plural
-from nanoheads.corpus import identity
 
 MAGIC, VERSION = 20240520, 1  # of llm.c's format, in tokens of uint16
 HEADER = 1024                 # its bytes
 MOST_OPEN = 128  # shards mapped at a time: each holds a file open, of which macOS gives a process 256
 ADVICE = "put the whole file there, or run the text's prepare script again, with --force"
+
+
+def identity(shas):
+    """One sha256 for a source: its file's own; of several files, that of their hex digests in a row."""
+    return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
 
 
 def header(tokens):

@@ -25,7 +25,7 @@ from model import GPT, MECHANISM_CLASSES, MECHANISMS, RECIPES, GPTConfig
 from nanoheads import checkpoint, corpus, own_mechanism as own, replaced
 from nanoheads.common import OWN_FILES
 from nanoheads.configurator import alternatives, headed_fields, hints_of, is_choice
-from nanoheads.corpus import Writer
+from nanoheads.dataset import Writer
 from nanoheads.tokenizer import Tokenizer
 from oracle import give_states
 

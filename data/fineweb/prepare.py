@@ -34,9 +34,10 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads import shards
-from nanoheads.corpus import SPLITS, Writer, arguments, blocks, identity, report, run, text_of_tokens
-from nanoheads.dataset import Dataset
+from nanoheads.corpus import arguments, blocks, report, run
+from nanoheads.dataset import SPLITS, Dataset, Writer, text_of_tokens
 from nanoheads.files import read_anew
+from nanoheads.shards import identity
 from nanoheads.tokenizer import Tokenizer
 
 REPO, SAMPLE = "HuggingFaceFW/fineweb-edu", "sample-10BT"

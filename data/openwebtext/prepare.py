@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.corpus import SPLITS, Writer, already, arguments, report, run
+from nanoheads.corpus import already, arguments, report, run
+from nanoheads.dataset import SPLITS, Writer
 from nanoheads.tokenizer import END_OF_TEXT, Tokenizer, count_chars
 
 import numpy as np

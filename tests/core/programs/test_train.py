@@ -25,7 +25,8 @@ from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, files, scoring
 from nanoheads.common import UserError
 from nanoheads.config import WANDB_MODES
-from nanoheads.dataset import Batches, Dataset
+from nanoheads.batches import Batches
+from nanoheads.dataset import Dataset
 from helpers import ROOT, TINY
 from helpers import same, torchrun, untimed, weights
 from train import main

@@ -18,7 +18,8 @@ from helpers import (ANY_CHARACTER, ANYTHING, EDITS, ROOT, damaged, in_llm_c, pu
                      untimed, weights, write_shards)
 from nanoheads import corpus, dataset, files, shards
 from nanoheads.common import UserError
-from nanoheads.dataset import Batches, Dataset
+from nanoheads.batches import Batches
+from nanoheads.dataset import Dataset
 from nanoheads.files import sha256
 from nanoheads.scoring import score
 
@@ -252,7 +253,7 @@ def test_a_changed_split_of_the_same_length_is_refused(copy):
 
 
 def test_a_split_that_changes_while_it_is_read_is_refused(copy, monkeypatch):
-    monkeypatch.setattr(dataset, "REOPEN_AFTER", 1)
+    monkeypatch.setattr("nanoheads.batches.REOPEN_AFTER", 1)
     batches = Batches(Dataset(copy), "train", 16, 4, 0)
     (copy / "train.bin").write_bytes(b" " * 20000)
     assert "train.bin is not the file" in line(lambda: batches(0))
@@ -415,7 +416,8 @@ def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
 from nanoheads import files
-from nanoheads.dataset import Batches, Dataset
+from nanoheads.batches import Batches
+from nanoheads.dataset import Dataset
 files.SETTLED = -1e18  # as if the file were not from a moment ago
 
 def resident():

@@ -192,8 +192,8 @@ def test_a_long_text_has_the_tokens_of_the_whole(name, tmp_path, monkeypatch):
 
 
 def test_a_text_that_is_too_long_to_encode_whole_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(corpus, "memory_of_machine", lambda: 1 << 30)
-    monkeypatch.setattr(corpus, "WHOLE", 1 << 30)
+    monkeypatch.setattr("nanoheads.dataset.memory_of_machine", lambda: 1 << 30)
+    monkeypatch.setattr("nanoheads.dataset.WHOLE", 1 << 30)
     split = {split: "aa bb\n" for split in ("train", "val", "test")}
     with pytest.raises(UserError, match="1.0 GiB of memory, not 6.0 GiB; take a smaller source, or --sep"):
         write_dataset(tmp_path / "x", split, "hf", byte_pairs("aa bb\n" * 9))

@@ -16,7 +16,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNet
 from nanoheads import checkpoint, dataset
 from nanoheads.common import ROOT, UserError
 from nanoheads.config import TrainConfig
-from nanoheads.dataset import Dataset, DocumentBatches, PackedBatches
+from nanoheads.batches import DocumentBatches, PackedBatches
+from nanoheads.dataset import Dataset
 from nanoheads.optim import make_optimizers, of_mechanisms
 from nanoheads.ranks import Process
 from nanoheads.scoring import score

@@ -19,7 +19,8 @@ from model import GPT, MECHANISMS, Agency, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
-from nanoheads.dataset import Batches, Dataset
+from nanoheads.batches import Batches
+from nanoheads.dataset import Dataset
 from nanoheads.pruning import pack
 from nanoheads.ranks import Process
 from lab.heads import controller, measuring

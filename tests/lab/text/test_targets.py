@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanoheads.common import UserError
-from nanoheads.dataset import Batches, Dataset
+from nanoheads.batches import Batches
+from nanoheads.dataset import Dataset
 from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
 
 
