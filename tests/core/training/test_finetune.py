@@ -16,7 +16,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNet
 from nanoheads import checkpoint, dataset
 from nanoheads.common import ROOT, UserError
 from nanoheads.config import TrainConfig
-from nanoheads.batches import DocumentBatches, PackedBatches
+from nanoheads.batches import DocumentBatches, PackedBatches, best_fit
 from nanoheads.dataset import Dataset
 from nanoheads.optim import make_optimizers, of_mechanisms
 from nanoheads.ranks import Process
@@ -441,8 +441,8 @@ def test_a_packed_batch_is_a_function_of_seed_and_step_alone(wiki, cut):
 
 
 def test_the_fullest_row_with_room_takes_the_next_document():
-    assert dataset.best_fit([7, 6, 4, 3, 3, 2, 1], 10).tolist() == [0, 1, 1, 0, 2, 2, 2]
-    assert dataset.best_fit([10, 10, 5], 10).tolist() == [0, 1, 2]
+    assert best_fit([7, 6, 4, 3, 3, 2, 1], 10).tolist() == [0, 1, 1, 0, 2, 2, 2]
+    assert best_fit([10, 10, 5], 10).tolist() == [0, 1, 2]
 
 
 def test_losses_over_packed_rows_are_those_over_padded_rows(tmp_path):
