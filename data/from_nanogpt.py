@@ -12,17 +12,16 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # before NumPy: it answers Ctrl-C meanwhile
-from nanoheads.common import ArgumentParser, UserError, write_atomic
+from nanoheads.common import UserError, write_atomic
 
 import numpy as np
 
-from nanoheads.corpus import report, run
-from nanoheads.dataset import SPLITS, Writer, text_of_tokens
+from nanoheads.dataset import SPLITS, text_of_tokens, write_meta
 from nanoheads.files import sha256
+from nanoheads.prepare import report, run
 from nanoheads.shards import identity
 from nanoheads.tokenizer import Tokenizer
 
@@ -72,8 +71,8 @@ def tokenizer_of(folder, largest):
 
 
 def main(argv=None):
-    parser = ArgumentParser(description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with nanoGPT's train.bin and val.bin")
     parser.add_argument("--force", action="store_true", help="write meta.json anew")
     args = parser.parse_args(argv)
@@ -105,11 +104,8 @@ def main(argv=None):
     source = {"file": [f"{split}.bin" for split in own],
               "bytes": sum(splits[split]["bytes"] for split in own),
               "sha256": identity([sums[split] for split in own])}
-    writer = Writer(SimpleNamespace(out=folder, name=folder.resolve().name), tok, source,
-                    "" if "test" in own else NOTE)
-    writer.splits = splits
-    writer.write_meta()
-    report(folder, writer.meta)
+    meta = write_meta(folder, folder.resolve().name, tok, splits, source, "" if "test" in own else NOTE)
+    report(folder, meta)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from nanoheads.common import (UserError, fault_of_own_file, from_lab, of_an_olde
                               write_atomic)
 from nanoheads.configurator import keys_of, nearest, parse, type_name, typed
 from nanoheads.mechanism import Mechanism
-from nanoheads.tokenizer import problem_of_meta
 
 VERSION = 1  # of new files; to be raised when an older program would misread them
 
@@ -79,8 +78,6 @@ def read(path, device="cpu", trust_code=False):
             raise UserError(f"no checkpoint {file_of(path)}")
         state = hf.read(hf.fetch(path) if from_hub else path)
         trust_code = trust_code and not from_hub
-    if state["meta"] is not None and (problem := problem_of_meta(state["meta"], of_folder=False)):
-        raise UserError(f"{path} is damaged: meta, its dataset's: {problem}")
     flags = state["config"].items()
     state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
     if trust_code:

@@ -1,4 +1,10 @@
-"""A prepared data folder (data/<name>/), written and read: meta.json and the splits."""
+"""
+A prepared data folder (data/<name>/), read and written: meta.json, and a file of tokens for each split.
+
+    train.bin, val.bin, test.bin   token ids, nothing else, of meta.json's dtype; a split may also be the
+                                   shards that meta.json names, see shards.py
+    <split>.sizes.bin              of a split some of whose tokens stand for other text than they spell
+"""
 
 import contextlib
 import difflib
@@ -7,18 +13,16 @@ import json
 import os
 import re
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from nanoheads import files, shards
-from nanoheads.common import ROOT, UserError, from_json, gib, memory_of_machine, write_atomic
-from nanoheads.files import remove_abandoned, temporary
-from nanoheads.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta, token_sizes
+from nanoheads.common import ROOT, UserError, gib, memory_of_machine, write_atomic
+from nanoheads.tokenizer import Tokenizer, count_chars, cut_at_spaces, token_sizes
 
 SPLITS = ("train", "val", "test")
-
+DTYPES = ("uint8", "uint16", "uint32")
 # where a document begins in the bytes of a text, whose lines may end in \r\n: the first of these that is
 # there at least twice
 TITLE = re.compile(rb"^ = (?!= )[^\n]* = \r?$", re.M)  # WikiText's, of an article; " = = " is a section's
@@ -33,6 +37,8 @@ READ = ("encoding", "vocab", "vocab_size", "separator", "dtype", "spelled")
 READ_OF_SPLITS = ("tokens", "bytes", "sizes_sha256")
 
 
+# ---- read ----
+
 class NotPrepared(UserError):
     """A dataset whose prepare script is there and has not been run."""
 
@@ -40,8 +46,7 @@ class NotPrepared(UserError):
 class Dataset:
     """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged.
 
-    A split is one file, <split>.bin, or the shards that meta.json names, see shards.py. It is compared with
-    its sha256 in meta.json whenever it is opened; see files.check().
+    A split is compared with its sha256 in meta.json when it is opened; see files.check().
     """
 
     def __init__(self, name):
@@ -50,17 +55,20 @@ class Dataset:
             raise missing(name)
         path = self.dir / "meta.json"
         try:
-            self.meta = from_json(path.read_bytes())
-            if problem := problem_of_meta(self.meta):
-                raise ValueError(problem)
+            self.meta = json.loads(path.read_bytes())
             self.tokenizer = Tokenizer.from_meta(self.meta)
-        except ValueError as e:
-            raise UserError(f"{path} is not what a prepare script writes: {e}; run it again with --force"
+            self.dtype = np.dtype(DTYPES[DTYPES.index(self.meta["dtype"])])
+            self.vocab_size, self.separator = self.tokenizer.vocab_size, int(self.meta["separator"])
+            if not 0 <= self.separator < self.vocab_size:
+                raise ValueError(f"separator={self.separator} is no token of its vocabulary")
+            self.splits = self.meta["splits"]
+            self.sizes = {split: (int(size["tokens"]), int(size["bytes"]))
+                          for split, size in self.splits.items()}
+            self.sums = {split: size["sha256"] for split, size in self.splits.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            why = f"{e.args[0]} is missing" if isinstance(e, KeyError) else e
+            raise UserError(f"{path} is not what a prepare script writes: {why}; run it again with --force"
                             ) from None
-        self.dtype, self.splits = np.dtype(self.meta["dtype"]), self.meta["splits"]
-        self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
-        self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
-        self.sums = {split: size["sha256"] for split, size in self.splits.items()}
         # out of what checkpoints keep: where files lie on this machine is nothing to a model
         self.shards = {split: size.pop("shards", None) for split, size in self.splits.items()}
 
@@ -232,32 +240,63 @@ def missing(name):
 
 # ---- write ----
 
-WHOLE = 160  # bytes of memory for each byte of text that tokenizers encodes at once, measured
+PIECE = 1 << 22  # bytes or characters of text that are encoded at a time
+WHOLE = 160      # bytes of memory for each byte of text that tokenizers encodes at once, measured
 
 
 class Writer:
-    """The .bin files of a data folder under temporary names; they get their own together, meta.json last.
+    """Writes a data folder. The files are under temporary names until all are whole, and meta.json is last.
 
-    A context manager: leaving it by an exception removes the temporary files and leaves the folder as it was.
+    A context manager: leaving it by an exception leaves the folder as it was.
     """
 
-    def __init__(self, args, tok, source, note="", options=None):
-        self.out, self.tok = args.out, tok
-        meta = {
-            "name": args.name, "encoding": tok.encoding, "vocab_size": tok.vocab_size,
-            "dtype": tok.dtype.name, "vocab": tok.vocab, "separator": tok.separator,
-            "source": source, "note": note, "options": options,
-        }
-        self.meta = {key: value for key, value in meta.items() if value not in (None, "")}
-        self.splits = {s: {"tokens": 0, "bytes": 0, "chars": 0} for s in SPLITS}
-        self.sha = {s: hashlib.sha256() for s in SPLITS}
+    def __init__(self, folder, name, tok, source, note="", options=None):
+        self.folder, self.tok = folder, tok
+        self.name, self.options = name, options
+        self.source, self.note = source, note  # may be set until the end, where a text is streamed
+        self.splits = {split: dict(tokens=0, bytes=0, chars=0) for split in SPLITS}
         self.changed = 0  # bytes of text whose tokens spell something else
 
     def __enter__(self):
-        self.out.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(self.out, "*.bin")
-        self.files = {s: temporary(self.out / f"{s}.bin") for s in SPLITS}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.files, self.sums = {}, {}
+        for split in SPLITS:
+            self.open(split)
         return self
+
+    def open(self, name):
+        self.files[name] = open(self.part(name), "wb")
+        self.sums[name] = hashlib.sha256()
+
+    def part(self, name):
+        return self.folder / f"{name}.bin.part"
+
+    def add_text(self, split, text):
+        """Append the tokens of a text, or of a document: bytes for byte, str for the others. UserError."""
+        for piece in self.pieces(text):
+            data = piece if isinstance(piece, bytes) else piece.encode()
+            ids, sizes, changed = self.tok.encode_sized(piece)
+            if len(sizes):
+                self.add_sizes(split, sizes)
+            self.changed += changed
+            self.add(split, ids, len(data), count_chars(data))
+
+    def end_document(self, split):
+        """Append the token that stands behind a document, which is no text."""
+        self.add(split, np.array([self.tok.end]), 0, 0)
+
+    def pieces(self, text):
+        """A text in parts whose tokens are those of the whole. UserError: it takes too much memory."""
+        if self.tok.encoding == "gpt2":
+            return cut_at_spaces(text)
+        if self.tok.encoding != "hf":
+            return (text[at:at + PIECE] for at in range(0, len(text), PIECE))
+        needs = WHOLE * len(text.encode())
+        if needs > memory_of_machine():
+            raise UserError(f"{self.folder}: this machine has {gib(memory_of_machine())} of memory, not "
+                            f"{gib(needs)}; take a smaller source, or --separator: its documents are encoded "
+                            "one by one")
+        return [text]
 
     def add(self, split, ids, size, chars):
         """Append [n] ids, which stand for `size` UTF-8 bytes and `chars` characters of text."""
@@ -265,102 +304,74 @@ class Writer:
         for key, n in zip(self.splits[split], (len(ids), size, chars)):
             self.splits[split][key] += n
 
-    def add_pieces(self, split, pieces):
-        """Append the encoding of a stream of bytes (byte) or str (the others). None in it is the end of a
-        document, an end-of-text token; where there is no text between two, it is one.
-        """
-        for ends, part in groupby(pieces, lambda piece: piece is None):
-            if ends and self.splits[split]["tokens"]:
-                self.add(split, np.array([self.tok.end]), 0, 0)
-            for piece in () if ends else self.parted(part):
-                data = piece if isinstance(piece, bytes) else piece.encode()
-                ids, sizes, changed = self.tok.encode_sized(piece)
-                self.add_sizes(split, sizes)
-                self.changed += changed
-                self.add(split, ids, len(data), count_chars(data))
-
-    def parted(self, pieces):
-        """A stream in pieces whose tokens are those of the whole. UserError: that takes too much memory."""
-        if self.tok.encoding in ("byte", "char"):
-            return pieces
-        if self.tok.cuts:
-            return cut_at_spaces(pieces, cuts=self.tok.cuts)
-        whole = "".join(pieces)
-        needs = WHOLE * len(whole.encode())
-        if needs > 2**30:
-            print("where this tokenizer lets a text be cut is not known here, so that it is encoded whole: "
-                  f"about {gib(needs)} of memory", flush=True)
-        if needs > memory_of_machine():
-            raise UserError(f"{self.out}: this machine has {gib(memory_of_machine())} of memory, not "
-                            f"{gib(needs)}; take a smaller source, or --separator: its documents are encoded "
-                            "one by one")
-        return [whole]
-
     def add_sizes(self, split, sizes):
         """Append what the next tokens stand for beyond what they spell, see Tokenizer.encode_sized()."""
         name = f"{split}.sizes"
-        if len(sizes) and name not in self.files:
-            self.files[name] = temporary(self.out / f"{name}.bin")
-            self.sha[name] = hashlib.sha256()
-        if len(sizes):
-            self.put(name, (sizes + [self.splits[split]["tokens"], 0, 0]).astype("<i8").tobytes())
+        if name not in self.files:
+            self.open(name)
+        self.put(name, (sizes + [self.splits[split]["tokens"], 0, 0]).astype("<i8").tobytes())
 
     def put(self, name, data):
         with self.disk():
             self.files[name].write(data)
-        self.sha[name].update(data)
+        self.sums[name].update(data)
 
     def __exit__(self, kind, error, trace):
         try:
             if kind is None:
                 self.finish()
         finally:
-            for file in self.files.values():
+            for name, file in self.files.items():
                 with contextlib.suppress(OSError):  # a full disk was reported already
                     file.close()
-                Path(file.name).unlink(missing_ok=True)
+                self.part(name).unlink(missing_ok=True)
 
     def finish(self):
         """Give the files their names. Without meta.json a folder is not prepared, so it leaves first."""
         for split in SPLITS:
             if not self.splits[split]["tokens"]:
-                raise UserError(
-                    f"{self.out}: the {split} split would be empty; take a larger source or other shares")
-            self.splits[split]["sha256"] = self.sha[split].hexdigest()
-            if f"{split}.sizes" in self.sha:
-                self.splits[split]["sizes_sha256"] = self.sha[f"{split}.sizes"].hexdigest()
-        if self.tok.encoding == "hf":
-            self.meta["spelled"] = not self.changed
+                raise UserError(f"{self.folder}: the {split} split would be empty; take a larger source or "
+                                "other shares")
+            self.splits[split]["sha256"] = self.sums[split].hexdigest()
+            if f"{split}.sizes" in self.sums:
+                self.splits[split]["sizes_sha256"] = self.sums[f"{split}.sizes"].hexdigest()
         if self.changed:
             size = sum(split["bytes"] for split in self.splits.values())
-            self.add_note(f"the encoding changes the text: the tokens of {self.changed:,} of its {size:,} "
-                          "bytes spell something else; bits per byte count the bytes of the text")
+            self.note = "; ".join(filter(None, [
+                self.note, f"the encoding changes the text: the tokens of {self.changed:,} of its {size:,} "
+                "bytes spell something else; bits per byte count the bytes of the text"]))
+        spelled = {"spelled": not self.changed} if self.tok.encoding == "hf" else {}
         with self.disk():
             for file in self.files.values():
                 file.flush()
                 os.fsync(file.fileno())
-            (self.out / "meta.json").unlink(missing_ok=True)
+                file.close()
+            (self.folder / "meta.json").unlink(missing_ok=True)
             for split in SPLITS:  # of what was there before
-                (self.out / f"{split}.sizes.bin").unlink(missing_ok=True)
-            for name, file in self.files.items():
-                os.replace(file.name, self.out / f"{name}.bin")
-            self.write_meta()
-
-    def write_meta(self):
-        self.meta["splits"] = self.splits
-        meta = json.dumps(self.meta, indent=1, ensure_ascii=False).encode()
-        write_atomic(self.out / "meta.json", lambda file: file.write(meta))
-
-    def add_note(self, note):
-        self.meta["note"] = "; ".join(filter(None, [self.meta.get("note"), note]))
+                (self.folder / f"{split}.sizes.bin").unlink(missing_ok=True)
+            for name in self.files:
+                os.replace(self.part(name), self.folder / f"{name}.bin")
+            self.meta = write_meta(self.folder, self.name, self.tok, self.splits, self.source, self.note,
+                                   self.options, **spelled)
 
     @contextlib.contextmanager
     def disk(self):
         try:
             yield
         except OSError as error:
-            raise UserError(
-                f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
+            raise UserError(f"{self.folder}: cannot write ({error.strerror}); make room or take another "
+                            "--out") from None
+
+
+def write_meta(folder, name, tok, splits, source, note="", options=None, **more):
+    """Write the meta.json of a data folder, by which it is prepared, and return what it says (a dict)."""
+    meta = dict(name=name, encoding=tok.encoding, vocab_size=tok.vocab_size, dtype=tok.dtype.name,
+                vocab=tok.vocab, separator=tok.separator, source=source, note=note, options=options, **more)
+    meta = {key: value for key, value in meta.items() if value not in (None, "")}
+    meta["splits"] = splits
+    text = json.dumps(meta, indent=1, ensure_ascii=False).encode()
+    write_atomic(folder / "meta.json", lambda file: file.write(text))
+    return meta
 
 
 def text_of_tokens(tok):

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from nanoheads import checkpoint
 from nanoheads.common import OWN_FILES, UserError
 from nanoheads.configurator import typed
+from nanoheads.corpus import gpt2_is_here
 from nanoheads.dataset import Dataset
 from nanoheads.tasks import TaskConfig, TaskData, check_split
 from nanoheads.tokenizer import count_chars
@@ -256,8 +257,7 @@ def count_words(dataset, split, piece=1 << 20):
     Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
     pairs, where their spelling is not at hand.
     """
-    from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
-    if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
+    if dataset.tokenizer.encoding == "gpt2" and not gpt2_is_here():
         return None
     tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
     count, space, mark = 1, False, mark_of(dataset)

@@ -54,7 +54,7 @@ def gpt2_files(tmp_path, monkeypatch):
     """The folder of GPT-2's byte pairs, data/ or $NANOHEADS_DATA; what is kept of them goes elsewhere."""
     folders = ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()
     found = [folder for folder in folders if all(
-        (folder / file.names[0]).is_file() for file in (corpus.GPT2_MERGES, corpus.GPT2_ENCODER))]
+        (folder / "gpt2_bpe" / file.name).is_file() for file in (corpus.GPT2_MERGES, corpus.GPT2_ENCODER))]
     if not found:
         pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
     (tmp_path / "kept").mkdir()

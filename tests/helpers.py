@@ -13,7 +13,6 @@ import sys
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from hypothesis import assume, strategies as st
 
 from model import GPT, MECHANISM_CLASSES, MECHANISMS, RECIPES, GPTConfig
-from nanoheads import checkpoint, corpus, own_mechanism as own, replaced
+from nanoheads import checkpoint, own_mechanism as own, prepare, replaced
 from nanoheads.common import OWN_FILES
 from nanoheads.configurator import alternatives, headed_fields, hints_of, is_choice
 from nanoheads.dataset import Writer
@@ -85,9 +84,9 @@ del TINY_TASK["eval_tokens"]  # of a text
 def write_dataset(folder, splits, encoding="byte", vocab=None):
     """A data folder as a prepare script writes it, from {split: bytes}."""
     tokenizer = Tokenizer(encoding, vocab)
-    with Writer(SimpleNamespace(out=folder, name=folder.name), tokenizer, {"file": "made up"}) as writer:
+    with Writer(folder, folder.name, tokenizer, {"file": "made up"}) as writer:
         for split, text in splits.items():
-            writer.add_pieces(split, [text])
+            writer.add_text(split, text)
     return folder
 
 
@@ -332,7 +331,7 @@ def answer(command, capsys):
     program, *argv = shlex.split(command)
     main = importlib.import_module(program.removesuffix(".py").replace("/", ".")).main
     with pytest.raises(SystemExit) as e, mock.patch("sys.argv", [program, *argv]):
-        corpus.run(lambda: main(argv)) if program.startswith("data/") else main(argv)
+        prepare.run(lambda: main(argv)) if program.startswith("data/") else main(argv)
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err and (shown.out == "" or program.startswith(SPEAK_FIRST)), shown
     line = e.value.code

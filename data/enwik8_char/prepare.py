@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.enwik8 import prepare
-from nanoheads.corpus import run
+from nanoheads.prepare import run
 
 
-def main(argv=None, **more):
-    prepare.main(argv, "enwik8_char", "char", (90_000_000, 5_000_000, 4_621_832), doc=__doc__, **more)
+def main(argv=None):
+    prepare.main(argv, "enwik8_char", "char", (90_000_000, 5_000_000, 4_621_832), __doc__)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.corpus import File, arguments, prepare, run
+from nanoheads.corpus import File
+from nanoheads.prepare import arguments, prepare, run
 
-FILES = {split: File((f"enwiki15/{name}.txt",), sha256, size) for split, name, size, sha256 in (
+FILES = {split: File(f"{name}.txt", sha256, size) for split, name, size, sha256 in (
     ("train", "train", 123_191_546, "186cd7102cda263d5cc0e59eb2618f17e7ccb9f8a09d5984c7b03fdc62600c09"),
     ("val", "valid", 7_467_041, "ebcb93fe04d23c8908cab73af35e360044cd6c9233590afcdd1a85692bbd999b"),
     ("test", "test", 5_972_296, "ddec835de2154248207dc9538056850500a3ef65fc433ec3e7015ad135e250ce"))}
 
 
 def main(argv=None):
-    prepare(arguments(__doc__, "enwiki15", ["byte", "gpt2"], argv), FILES)
+    prepare(arguments(__doc__, "enwiki15", ["byte", "gpt2"], argv), "enwiki15", FILES)
 
 
 if __name__ == "__main__":

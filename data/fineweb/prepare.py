@@ -16,27 +16,28 @@ all others for train. Shards of bytes are bytes alone, with a NUL behind each do
 part, so test is val over again.
 
 --shards takes files in that format by their names, which hold "train" or "val" (or "test"), in order of name.
-They stay as they are: what is written is meta.json and, so that each is hashed once, what was found.
+They stay as they are: what is written is meta.json.
 
 You should see a table of the tokens: about 10 billion in train, 20 GB on disk, and 100 million in val.
 """
 import glob
 import hashlib
+import json
 import os
 import sys
 from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanoheads.common import UserError, from_json, plural, write_atomic, write_json
+from nanoheads.common import UserError, plural, write_atomic, write_json
 
 import numpy as np
 from tqdm import tqdm
 
 from nanoheads import shards
-from nanoheads.corpus import arguments, blocks, report, run
-from nanoheads.dataset import SPLITS, Dataset, Writer, text_of_tokens
-from nanoheads.files import read_anew
+from nanoheads.corpus import blocks
+from nanoheads.dataset import SPLITS, Dataset, text_of_tokens, write_meta
+from nanoheads.prepare import arguments, report, run
 from nanoheads.shards import identity
 from nanoheads.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ def rows_of(path):
         return
     for number, line in enumerate(lines_of(path), 1):
         try:
-            text = from_json(line)["text"]
+            text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str):
@@ -199,7 +200,7 @@ def begun(args, asked):
                             "another folder with --out, read it with --shards, or write over it with --force")
         return new
     try:
-        progress = from_json(path.read_bytes())
+        progress = json.loads(path.read_bytes())
         before = progress["asked"]
         if new.keys() - progress.keys():
             raise ValueError("keys are missing")
@@ -284,8 +285,7 @@ def described(out, tok, files, sums):
         for split, paths in files.items():
             sizes, rows = 0, []
             for path in paths:
-                sha256, counts = read_once(path, shards.HEADER if kind == "llm.c" else 0, tok.dtype,
-                                           shards.memory(out, path), bar)
+                sha256, counts = read_shard(path, shards.HEADER if kind == "llm.c" else 0, tok.dtype, bar)
                 if sums.get(path, sha256) != sha256:
                     raise UserError(f"{path} is not what was written: its sha256 is {sha256[:16]}... and "
                                     f"should be {sums[path][:16]}...; --force begins anew")
@@ -302,20 +302,16 @@ def described(out, tok, files, sums):
     return splits
 
 
-def read_once(path, skip, dtype, kept, bar):
-    """(sha256 of a shard, kept in a file `kept`; how often each token is in it, int64 [65,536]).
-
-    skip: the bytes of its header.
-    """
-    counts, headers = np.zeros(1 << 16, np.int64), [skip]
-
-    def seen(block):
-        tokens = np.frombuffer(block, dtype, offset=headers.pop() if headers else 0)
-        np.add(counts, np.bincount(tokens, minlength=len(counts)), out=counts)
-        bar.update(len(block))
-
+def read_shard(path, header, dtype, bar):
+    """(sha256 of a shard; how often each token is in it, int64 [65,536]). header: how many bytes it has."""
+    counts = np.zeros(1 << 16, np.int64)
     with open(path, "rb") as file:
-        return read_anew(path, file, kept, seen), counts
+        sha256 = hashlib.sha256(file.read(header))
+        while block := file.read(1 << 20):
+            sha256.update(block)
+            counts += np.bincount(np.frombuffer(block, dtype), minlength=len(counts))
+            bar.update(len(block))
+    return sha256.hexdigest(), counts
 
 
 def already(args, options, files):
@@ -372,10 +368,9 @@ def main(argv=None):
     splits.setdefault("test", splits["val"])
     source = source or {"file": [path.name for each in files.values() for path in each]}
     source["sha256"] = identity([splits[split]["sha256"] for split in files])
-    writer = Writer(args, tok, source, note, options)
-    writer.splits = {split: splits[split] for split in SPLITS}
-    writer.write_meta()
-    report(args.out, writer.meta)
+    meta = write_meta(args.out, args.name, tok, {split: splits[split] for split in SPLITS}, source, note,
+                      options)
+    report(args.out, meta)
 
 
 if __name__ == "__main__":

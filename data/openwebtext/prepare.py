@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.corpus import already, arguments, report, run
 from nanoheads.dataset import SPLITS, Writer
+from nanoheads.prepare import already, arguments, report, run
 from nanoheads.tokenizer import END_OF_TEXT, Tokenizer, count_chars
 
 import numpy as np
@@ -37,7 +37,7 @@ def write(args, documents, origin, share=0.0005, options=None, expected=0):
     """Write an iterator of documents (str), holding no more than BATCH of them -> meta (a dict)."""
     tok, sha, documents = Tokenizer("gpt2"), hashlib.sha256(), iter(documents)
     count, size = dict.fromkeys(SPLITS, 0), 0
-    with Writer(args, tok, {}, options=options) as writer:
+    with Writer(args.out, args.name, tok, {}, options=options) as writer:
         while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
             for data, ids in zip(batch, tok.encode_batch([data.decode() for data in batch])):
                 split = split_of(data, share)
@@ -45,11 +45,11 @@ def write(args, documents, origin, share=0.0005, options=None, expected=0):
                 sha.update(data)
                 count[split], size = count[split] + 1, size + len(data)
         total = sum(count.values())
-        writer.meta["source"] = {"file": origin, "bytes": size, "sha256": sha.hexdigest()}
-        writer.meta["note"] = "separator tokens, one a document, not counted in bytes: " + ", ".join(
+        writer.source = {"file": origin, "bytes": size, "sha256": sha.hexdigest()}
+        writer.note = "separator tokens, one a document, not counted in bytes: " + ", ".join(
             f"{split} {n:,}" for split, n in count.items())
         if expected and total != expected:
-            writer.meta["note"] += f"; a part of the corpus, {total:,} of {expected:,} documents"
+            writer.note += f"; a part of the corpus, {total:,} of {expected:,} documents"
     return writer.meta
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.corpus import already, arguments, build, run
+from nanoheads.dataset import SPLITS
+from nanoheads.prepare import already, arguments, build, run
 
 # not the library itself, or different on every machine, or (tests) full of broken text
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -42,16 +43,17 @@ def library(folder):
 def main(argv=None):
     args = arguments(__doc__, "pystdlib", ["byte"], argv)
     folder = Path(args.source or sysconfig.get_paths()["stdlib"])
-    texts = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n")
+    files = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n")
              for split, name, data in library(folder)]
-    if not texts:
+    if not files:
         raise UserError(f"{folder}: holds no .py file; name the standard library's folder with --source")
-    whole = b"".join(text for _, text in texts)
-    source = {"file": f"standard library of Python {platform.python_version()}, {len(texts)} files",
+    whole = b"".join(text for _, text in files)
+    source = {"file": f"standard library of Python {platform.python_version()}, {len(files)} files",
               "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
     options = {"python": platform.python_version()}
-    if not already(args, sha256=source["sha256"], options=options):
-        build(args, source, lambda: [(split, [text]) for split, text in texts], options=options)
+    if not already(args, source["sha256"], options):
+        texts = {split: b"".join(text for own, text in files if own == split) for split in SPLITS}
+        build(args, texts, source, options=options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.shakespeare_char import prepare
-from nanoheads.corpus import run
+from nanoheads.prepare import run
 
 
 def main(argv=None):

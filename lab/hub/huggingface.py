@@ -28,7 +28,7 @@ import torch
 from model import MECHANISM_CLASSES, RECIPES, PlainConfig
 from nanoheads import own_mechanism as own
 from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
-from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, keep
+from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, gpt2_file
 from nanoheads.tokenizer import Tokenizer, byte_symbols
 
 HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|([A-Za-z0-9][\w.-]*)/[\w.-]+")
@@ -348,7 +348,7 @@ def keep_gpt2(folder, ids, text):
         pairs = "\n".join(("#version: 0.2", *lines)) + "\n"
     ordered = dict(sorted(ids.items(), key=lambda item: item[1]))
     for file, content in ((GPT2_ENCODER, json.dumps(ordered)), (GPT2_MERGES, pairs)):
-        path, content = HOME / file.names[0], content.encode()
+        path, content = HOME / "gpt2_bpe" / file.name, content.encode()
         if not path.is_file() and hashlib.sha256(content).hexdigest() == file.sha256:
             with suppress(OSError):  # a read-only checkout: they are looked for elsewhere
                 path.parent.mkdir(exist_ok=True)
@@ -630,8 +630,8 @@ def tokenizer_files(meta, block_size):
     if meta["encoding"] == "gpt2":
         end = "<|endoftext|>"
         about.update(bos_token=end, eos_token=end, unk_token=end, pad_token=end, add_prefix_space=False)
-        files = {"vocab.json": keep(GPT2_ENCODER).read_text(encoding="utf-8"),
-                 "merges.txt": keep(GPT2_MERGES).read_text(encoding="utf-8")}
+        files = {"vocab.json": gpt2_file(GPT2_ENCODER).read_text(encoding="utf-8"),
+                 "merges.txt": gpt2_file(GPT2_MERGES).read_text(encoding="utf-8")}
     elif meta["encoding"] == "hf":
         files = {"tokenizer.json": meta["vocab"]}
     else:

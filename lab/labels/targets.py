@@ -12,6 +12,7 @@ lab/label.py writes such folders.
 """
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from nanoheads import files
 from nanoheads.common import UserError, from_json, number, write_json
 from nanoheads.dataset import folders_of
 from nanoheads.files import sha256
-from nanoheads.tokenizer import is_text, is_whole, shown
 
 UNKNOWN = 255
 VALUES = torch.cat((torch.arange(UNKNOWN) / (UNKNOWN - 1), torch.tensor([-1.0])))  # of each byte; -1: unknown
@@ -60,6 +60,22 @@ def write_meta(folder, dataset, names, splits, weak, note):
             mean = float(counts @ VALUES[:UNKNOWN].double().numpy() / known) if known else None
             row["names"][name] = dict(sha256=sha256(path), labelled=known, mean=mean)
     write_json(Path(folder) / "labels.json", meta)
+
+
+def is_whole(value, least):
+    """Whether a value is a whole number from `least` on that numpy's int64 holds; True and 3.0 are none."""
+    return type(value) is int and least <= value < 2**63
+
+
+def is_text(value):
+    """Whether a value is a str that has bytes: half of a surrogate pair, which JSON may hold, has none."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def shown(value):
+    """A value in a message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def check_meta(meta):

@@ -449,7 +449,6 @@ def test_a_command_that_cannot_be_is_one_line(command, words, home, monkeypatch,
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     monkeypatch.setattr(corpus, "BLOCK", 1000)  # so that the texts above are of several
     monkeypatch.setattr(corpus, "HOME", home / "corpora")
-    corpus.digest.cache_clear()
     check_refusal(command, words, home, capsys)
 
 

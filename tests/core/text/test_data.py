@@ -38,7 +38,7 @@ def elsewhere(tmp_path, monkeypatch):
     """No script sees this machine's data: downloads go to a temporary folder, $NANOHEADS_DATA is unset."""
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     (tmp_path / "home").mkdir()
-    monkeypatch.setattr(corpus, "HOME", tmp_path / "home")
+    monkeypatch.setattr("nanoheads.corpus.HOME", tmp_path / "home")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     corpus.digest.cache_clear()
     yield

@@ -597,7 +597,7 @@ def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
 @pytest.mark.slow
 def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypatch, gpt2_files):
     """So that a GPT-2 folder alone is enough: no network, no other copy of the byte pairs."""
-    merges, encoder = (gpt2_files / file.names[0] for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
+    merges, encoder = (gpt2_files / "gpt2_bpe" / file.name for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
     lines = merges.read_text(encoding="utf-8").split("\n")[1:-1]
     ids = json.loads(encoder.read_text(encoding="utf-8"))
     whole = dict(model=dict(vocab=ids, merges=[line.split(" ") for line in lines]))

@@ -24,7 +24,7 @@ from lab import probe, prune
 import sample
 import train
 from data import prepare_text
-from nanoheads.corpus import run
+from nanoheads.prepare import run
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model"),

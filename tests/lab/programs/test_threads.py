@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import nanoheads
-from nanoheads import threads, corpus
+from nanoheads import prepare, threads
 from helpers import ROOT
 from lab_helpers import OF_LAB
 
@@ -179,7 +179,7 @@ def test_once_a_program_works_ctrl_c_is_a_keyboard_interrupt(program, argv, monk
     before = signal.signal(signal.SIGINT, nanoheads.stop)
     try:
         with pytest.raises(SystemExit):
-            corpus.run(lambda: main(argv)) if program.startswith("data") else main(argv)
+            prepare.run(lambda: main(argv)) if program.startswith("data") else main(argv)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
