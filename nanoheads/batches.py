@@ -136,7 +136,7 @@ class DocumentBatches(Reader):
     def even_parts(self, rng):
         """(first token, length) of documents, and of the parts of those that are longer than a row, [n]."""
         T = self.block_size
-        low, high = math.log(2 * self.shortest), math.log(T)  # even parts may be half as long
+        low, high = math.log(min(2 * self.shortest, T)), math.log(T)  # even parts may be half as long
         target = np.exp(low + (high - low) * rng.random(len(self.size)))
         parts = np.where(self.size > T, np.ceil(self.size / target), 1).astype(np.int64)
         document = np.repeat(np.arange(len(parts)), parts)
