@@ -57,10 +57,12 @@ class Dataset:
         try:
             self.meta = json.loads(path.read_bytes())
             self.tokenizer = Tokenizer.from_meta(self.meta)
-            self.dtype = np.dtype(DTYPES[DTYPES.index(self.meta["dtype"])])
             self.vocab_size, self.separator = self.tokenizer.vocab_size, int(self.meta["separator"])
             if not 0 <= self.separator < self.vocab_size:
                 raise ValueError(f"separator={self.separator} is no token of its vocabulary")
+            if self.meta["dtype"] not in DTYPES:
+                raise ValueError(f"dtype={self.meta['dtype']!r} must be {', '.join(DTYPES)}")
+            self.dtype = np.dtype(self.meta["dtype"])
             self.splits = self.meta["splits"]
             self.sizes = {split: (int(size["tokens"]), int(size["bytes"]))
                           for split, size in self.splits.items()}
