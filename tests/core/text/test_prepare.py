@@ -1,0 +1,575 @@
+"""The scripts of data/: what they make of small sources, what they refuse, and what a kill leaves."""
+import gzip
+import importlib
+import json
+import lzma
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT, byte_pairs, in_llm_c
+from hypothesis import given, settings, strategies as st
+
+from nanoheads import corpus, prepare
+from nanoheads.common import UserError
+from nanoheads.corpus import File
+from nanoheads.dataset import Dataset
+from nanoheads.tokenizer import Tokenizer
+
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in [
+    *ROOT.glob("data/*/prepare.py"), ROOT / "data/prepare_text.py", ROOT / "data/from_nanogpt.py"])
+SPLITS = "train", "val", "test"
+
+
+@pytest.fixture(autouse=True)
+def no_sources(monkeypatch):
+    monkeypatch.delenv("NANOHEADS_DATA", raising=False)
+
+
+def main(script, *argv):
+    module = importlib.import_module(f"data.{script}".removesuffix(".py").replace("/", "."))
+    module.main([str(arg) for arg in argv])
+
+
+def made(script, out, *argv):
+    """The Dataset that a script writes into a folder."""
+    main(script, f"--out={out}", *argv)
+    return Dataset(out)
+
+
+def refused(script, *argv):
+    """The line with which a script ends."""
+    with pytest.raises(SystemExit) as e:
+        prepare.run(lambda: main(script, *argv))
+    assert e.value.code.startswith("error: ") and "\n" not in e.value.code
+    return e.value.code
+
+
+def texts_of(data):
+    return [data.tokenizer.decode_bytes(data.tokens(split)) for split in SPLITS]
+
+
+def real(name):
+    """A folder of real corpora; skipped where it is not there."""
+    folder = Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()
+    if not (folder / name).is_dir():
+        pytest.skip(f"no {name} in the folder of real corpora")
+    return folder / name
+
+
+# ---- texts of one's own ----
+
+PARTS = ["To be ", "or not.", "|", "||", "\n", "\n\n", "\r\n", "naïve ", "日本", "a" * 30]
+TEXT = st.lists(st.sampled_from(PARTS), min_size=40, max_size=90).map("".join)
+
+
+@settings(max_examples=60)
+@given(st.lists(TEXT, min_size=1, max_size=3), st.sampled_from(["byte", "char", "gpt2", "hf"]),
+       st.sampled_from([None, "|", "||", "\n\n"]), st.booleans(), st.integers(0, 100))
+def test_the_splits_add_up_to_the_text(gpt2_files, texts, encoding, separator, normalise, seed):
+    more = ([f"--separator={separator}"] if separator else []) + ["--normalise"] * normalise
+    lines = [text.replace("\r\n", "\n") for text in texts] if normalise else texts
+    whole = lines[0]
+    for text in lines[1:]:
+        whole += (separator if separator and not whole.endswith(separator) else "") + text
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "texts"
+        folder.mkdir()
+        for number, text in enumerate(texts):
+            (folder / f"{number}.txt").write_bytes(text.encode())
+        if encoding == "hf":
+            (Path(root) / "tokenizer.json").write_text(byte_pairs("To be or not, naïve.\n" * 9))
+            more.append(f"--tokenizer={root}")
+        given = [f"--source={folder}", f"--encoding={encoding}", "--val=0.2", "--test=0.2", *more]
+        if separator and separator not in whole:
+            assert "is not in the text" in refused("prepare_text", f"--out={root}/out", *given)
+            return
+        data = made("prepare_text", f"{root}/out", *given)
+        end = data.tokenizer.end
+        found = [data.tokens(split).tolist() for split in SPLITS]
+    if separator and encoding in ("gpt2", "hf"):  # an end-of-text token for each separator, or several
+        documents, rest = [], b""
+        for ids in found:
+            for i in ids:
+                documents += [rest] if i == end else []
+                rest = b"" if i == end else rest + data.tokenizer.decode_bytes([i])
+            documents += [rest] if rest else []  # a split ends in a document
+            rest = b""
+        pieces = [piece.encode() for piece in whole.split(separator) if piece]
+        assert b"".join(documents) == b"".join(pieces) and len(pieces) <= len(documents) <= len(pieces) + 2
+        return
+    ends = np.cumsum([len(data.tokenizer.decode(ids)) if encoding != "byte" else len(ids) for ids in found])
+    assert b"".join(map(data.tokenizer.decode_bytes, found)) == whole.encode()
+    text = whole.encode() if encoding == "byte" else whole
+    share = int(len(text) * 0.2)
+    for place, wanted in zip(ends, (len(text) - 2 * share, len(text) - share)):
+        if not separator:
+            assert place == wanted
+        else:  # no split begins inside a separator
+            mark = separator.encode() if encoding == "byte" else separator
+            inside = [match.end() for match in re.finditer(re.escape(mark), text)
+                      if match.start() < wanted < match.end()]
+            assert place == (inside or [wanted])[0]
+
+
+@pytest.mark.parametrize("encoding", ["byte", "char"])
+def test_a_text_is_in_bytes_or_in_characters(encoding, tmp_path):
+    text, path = "naïve 日本\n" * 30, tmp_path / "my.txt"
+    path.write_text(text, encoding="utf-8")
+    data = made("prepare_text", tmp_path / "out", f"--source={path}", f"--encoding={encoding}")
+    n = sum(data.splits[split]["tokens"] for split in SPLITS)
+    assert n == (len(text) if encoding == "char" else len(text.encode()))
+    assert sum(data.splits[split]["bytes"] for split in SPLITS) == len(text.encode())
+    assert sum(data.splits[split]["chars"] for split in SPLITS) == len(text)
+    assert data.meta["source"] == dict(file="my.txt", bytes=len(text.encode()),
+                                       sha256=corpus.described(path).sha256)
+
+
+def test_what_is_odd_in_a_text_is_said(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\ntwo\rthree\n" * 40))
+    (tmp_path / "texts/a.txt.xz").write_bytes(lzma.compress(b"a <|endoftext|> b\xff\n" * 40))
+    (tmp_path / "texts/notes.md").write_text("no")
+    main("prepare_text", f"--source={tmp_path / 'texts'}", f"--out={tmp_path / 'out'}", "--encoding=char",
+         "--errors=replace")
+    said = capsys.readouterr().out
+    for words in ("a.txt.xz, b.txt.gz, and between two of them nothing; skipped: notes.md",
+                  "line ends: 40 of 160 are CRLF, 40 are CR; --normalise makes all of them LF",
+                  "byte-order marks (U+FEFF): 40, which stay in the text; --normalise removes them",
+                  "<|endoftext|> is 40 times in the text and stays text; --separator='<|endoftext|>' makes",
+                  "replaced by U+FFFD, which counts as 3 bytes: 40, the first at byte 17 of a.txt.xz"):
+        assert words in said
+    text = b"".join(texts_of(Dataset(tmp_path / "out"))).decode()
+    assert text == "a <|endoftext|> b\ufffd\n" * 40 + "\ufeffone\r\ntwo\rthree\n" * 40
+
+
+def test_bits_per_byte_count_the_text_where_tokens_spell_another(tmp_path, capsys):
+    text = "cafe\u0301 au lait, 日本\n" * 40
+    (tmp_path / "my.txt").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(byte_pairs(text, normalizer="NFC"))
+    data = made("prepare_text", tmp_path / "out", f"--source={tmp_path / 'my.txt'}", "--encoding=hf",
+                f"--tokenizer={tmp_path / 'tokenizer.json'}")
+    assert "spell something else; bits per byte count the bytes of the text" in capsys.readouterr().out
+    assert sum(data.splits[split]["bytes"] for split in SPLITS) == len(text.encode())
+    for split in SPLITS:
+        spelled = len(data.tokenizer.decode_bytes(data.tokens(split)))
+        more = data.sizes_beyond(split)
+        assert len(more) and spelled + more[:, 1].sum() == data.splits[split]["bytes"]
+
+
+def test_a_text_has_a_folder_of_its_name_in_data(tmp_path):
+    shutil.copytree(ROOT / "nanoheads", tmp_path / "nanoheads", ignore=shutil.ignore_patterns("*.pyc"))
+    (tmp_path / "data/wikitext2").mkdir(parents=True)
+    for name in ("__init__.py", "prepare_text.py", "wikitext2/prepare.py"):
+        shutil.copy(ROOT / "data" / name, tmp_path / "data" / name)
+    texts = {"my.txt": "text " * 99, "b/my.txt": "other " * 99, "wikitext2.txt": "text " * 99}
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def run(*argv):
+        return subprocess.run([sys.executable, "data/prepare_text.py", *argv], cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True)
+
+    for argv, folder in ((["--source=my.txt"], "my"), (["--source=my.txt", "--encoding=char"], "my_char")):
+        assert f"data/{folder}: " in run(*argv).stdout
+        assert (tmp_path / "data" / folder / "meta.json").is_file()
+    assert "already prepared, verified: data/my: " in run("--source=my.txt").stdout
+    assert "data/my holds another text: name another folder with --out" in run("--source=b/my.txt").stderr
+    assert run("--source=b/my.txt", "--force").returncode == 0
+    assert "data/wikitext2 is no name for its folder" in run("--source=wikitext2.txt").stderr
+
+
+# ---- corpora ----
+
+def lines(n, word):
+    return "".join(f"{word}\n" if i % 100 == 0 else "\n" for i in range(n))
+
+
+def test_wikitext103_is_read_from_its_zip_or_the_folder_that_it_unpacks_to(tmp_path, capsys):
+    texts = {"train": lines(1_801_350, "train"), "valid": lines(3_760, "val"), "test": lines(4_358, "é")}
+    (tmp_path / "wikitext-103").mkdir()
+    with zipfile.ZipFile(tmp_path / "any.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for name, text in texts.items():
+            (tmp_path / f"wikitext-103/wiki.{name}.tokens").write_text(text)
+            file.writestr(f"wikitext-103/wiki.{name}.tokens", text)
+    for number, source in enumerate(("any.zip", "wikitext-103")):
+        data = made("wikitext103/prepare", tmp_path / f"out{number}", "--encoding=byte",
+                    f"--source={tmp_path / source}")
+        assert [text.decode() for text in texts_of(data)] == list(texts.values())
+        assert data.meta["source"]["file"] == ["wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"]
+        assert data.meta["name"] == "wikitext103_byte"
+    capsys.readouterr()
+    main("wikitext103/prepare", "--encoding=byte", f"--out={tmp_path / 'out0'}")
+    assert "already prepared, verified" in capsys.readouterr().out  # without its source
+    (tmp_path / "wikitext-103/wiki.valid.tokens").write_text("cut\n")
+    said = refused("wikitext103/prepare", f"--source={tmp_path / 'wikitext-103'}", f"--out={tmp_path / 'new'}")
+    assert "wiki.valid.tokens: holds 1 lines where 3,760 are expected; replace it with a whole copy" in said
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("script, name, encoding, tokens", [
+    ("shakespeare_char/prepare", "tinyshakespeare", "char", [1_003_854, 111_540, 111_540]),
+    ("shakespeare/prepare", "tinyshakespeare", "gpt2", [301_966, 36_059, 36_059]),
+    ("wikitext2/prepare", "wikitext-2", "byte", [10_797_148, 1_121_681, 1_256_449]),
+    pytest.param("wikitext2/prepare", "wikitext-2", "gpt2", [2_448_382, 258_659, 295_877],
+                 marks=pytest.mark.slow),
+    pytest.param("enwiki15/prepare", "enwiki15", "byte", [123_191_546, 7_467_041, 5_972_296],
+                 marks=pytest.mark.slow)])
+def test_a_corpus_has_the_counts_of_its_page(script, name, encoding, tokens, tmp_path, request, monkeypatch):
+    folder = real(name)
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
+    data = made(script, tmp_path / "source", f"--source={folder}", f"--encoding={encoding}")
+    assert [data.splits[split]["tokens"] for split in SPLITS] == tokens
+    monkeypatch.setenv("NANOHEADS_DATA", str(folder.parent))
+    if encoding != "gpt2" and tokens[0] < 1e8:
+        assert made(script, tmp_path / "named", f"--encoding={encoding}").digests == data.digests
+
+
+def test_pystdlib_takes_each_file_whole_into_one_split(tmp_path):
+    names = [f"package/m{i}.py" for i in range(60)]
+    for name in [*names, "test/left_out.py"]:
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_text(f"x = {name!r}\n\n")
+    (tmp_path / "lib/latin.py").write_bytes(b"\xff\n")
+    data = made("pystdlib/prepare", tmp_path / "out", f"--source={tmp_path / 'lib'}")
+    text = b"".join(texts_of(data)).decode()
+    assert sorted(re.findall("^# ---- (.*) ----$", text, re.M)) == sorted(names)
+    assert len(data.documents("train")) - 1 == text.count("# ----") - sum(
+        each.count(b"# ----") for each in texts_of(data)[1:])
+
+
+def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    documents = [f"Document {i}: naïve " + "and more. " * (i % 9) for i in range(6000)]
+    importlib.import_module("pyarrow.parquet").write_table(pyarrow.table(dict(text=documents)),
+                                                           tmp_path / "a.parquet")
+    data, found = made("openwebtext/prepare", tmp_path / "out", f"--source={tmp_path}"), []
+    for split in SPLITS:
+        ids = data.tokens(split)
+        ends = data.documents(split)
+        assert (ids[ends[1:] - 1] == 50256).all() and (ids == 50256).sum() == len(ends) - 1
+        found += [data.tokenizer.decode(ids[a:b - 1]) for a, b in zip(ends, ends[1:])]
+    assert sorted(found) == sorted(documents)
+    assert "a part of the corpus, 6,000 of 8,013,769 documents" in data.meta["note"]
+
+
+# ---- shards ----
+
+DOCUMENTS = [f"Document {i}: naïve 日本 " + "and more of it. " * (i * 37 % 11) for i in range(60)] + ["", "x"]
+
+
+def jsonl(path, documents=DOCUMENTS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(dict(text=text, id=5)) + "\n" for text in documents))
+    return path
+
+
+def shards_in(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def test_fineweb_is_laid_out_as_llm_c_has_it(tmp_path, gpt2_files):
+    data = made("fineweb/prepare", tmp_path / "out", f"--source={jsonl(tmp_path / 'a.jsonl')}",
+                "--shard_tokens=400")
+    tok = Tokenizer("gpt2")
+    stream = np.concatenate([[50256, *tok.encode(text)] for text in DOCUMENTS])
+    parts = [stream[at:at + 400] for at in range(0, len(stream), 400)]
+    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, len(parts)))]
+    assert shards_in(tmp_path / "out") == dict(zip(names, map(in_llm_c, parts)))
+    assert np.array_equal(data.tokens("val"), parts[0]) and np.array_equal(data.tokens("train"), stream[400:])
+    sizes = [sum(data.splits[split][key] for split in ("train", "val")) for key in ("bytes", "chars")]
+    assert sizes == [len("".join(DOCUMENTS).encode()), len("".join(DOCUMENTS))]
+    assert data.splits["test"] == data.splits["val"] and "test is val over again" in data.meta["note"]
+
+
+@pytest.mark.parametrize("form", ["jsonl.gz", "jsonl.xz", "parquet", "folder"])
+def test_fineweb_in_bytes_reads_documents_from_any_form(tmp_path, form):
+    source = tmp_path / f"copy.{form}"
+    raw = jsonl(tmp_path / "a.jsonl").read_bytes()
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        importlib.import_module("pyarrow.parquet").write_table(pyarrow.table(dict(text=DOCUMENTS)), source)
+    elif form == "folder":
+        jsonl(source / "a.jsonl", DOCUMENTS[:30])
+        jsonl(source / "b/a.jsonl", DOCUMENTS[30:])
+    else:
+        source.write_bytes({"gz": gzip, "xz": lzma}[form[6:]].compress(raw))
+    data = made("fineweb/prepare", tmp_path / "out", f"--source={source}", "--shard_tokens=300",
+                "--encoding=byte")
+    text = "".join(text + "\0" for text in DOCUMENTS).encode()
+    assert data.tokens("val").tobytes() + data.tokens("train").tobytes() == text
+    assert data.documents("train").tolist() == [0, *(m.end() for m in re.finditer(b"\0", text[300:]))]
+
+
+def test_shards_that_are_there_are_read_where_they_lie(tmp_path, gpt2_files):
+    tok, theirs = Tokenizer("gpt2"), tmp_path / "theirs"
+    theirs.mkdir()
+    texts = {"a_val_0": "naïve 日本 " * 30, "a_train_1": "To be " * 50, "a_train_2": "é" * 70}
+    for name, text in texts.items():
+        (theirs / f"{name}.bin").write_bytes(in_llm_c([50256, *tok.encode(text)]))
+    data = made("fineweb/prepare", tmp_path / "mine", "--shards", f"{theirs}/*.bin")
+    train = [texts["a_train_1"], texts["a_train_2"]]
+    assert data.tokens("train")[:].tolist() == [i for text in train for i in (50256, *tok.encode(text))]
+    assert data.splits["train"]["bytes"] == len("".join(train).encode())
+    assert len(list(theirs.iterdir())) == 3  # nothing is written beside them
+    (theirs / "a_train_2.bin").write_bytes(in_llm_c([50257]))
+    assert "holds the token 50,257, and the gpt2 vocabulary ends at 50,256" in refused(
+        "fineweb/prepare", f"--out={tmp_path / 'mine'}", "--force", "--shards", f"{theirs}/*.bin")
+
+
+# ---- nanoGPT's folders ----
+
+def nanogpt_folder(folder, text="First Citizen:\nBefore we proceed, é\n" * 50):
+    """What nanoGPT's data/shakespeare_char/prepare.py writes, of another text."""
+    folder.mkdir()
+    stoi = {c: i for i, c in enumerate(sorted(set(text)))}
+    cut = int(0.9 * len(text))
+    for split, part in (("train", text[:cut]), ("val", text[cut:])):
+        np.array([stoi[c] for c in part], np.uint16).tofile(folder / f"{split}.bin")
+    itos = {i: c for c, i in stoi.items()}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=len(stoi), itos=itos, stoi=stoi)))
+    return folder, text[:cut], text[cut:]
+
+
+def test_a_folder_of_nanogpt_becomes_a_dataset(tmp_path, gpt2_files):
+    folder, train, val = nanogpt_folder(tmp_path / "theirs")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    main("from_nanogpt", folder)
+    data = Dataset(folder)
+    assert [text.decode() for text in texts_of(data)] == [train, val, val]
+    assert data.splits["val"]["bytes"] == len(val.encode()) > data.splits["val"]["chars"] == len(val)
+    assert data.tokenizer.decode([data.separator]) == "\n" and data.meta["name"] == "theirs"
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+    assert "has a meta.json and is a dataset already; --force" in refused("from_nanogpt", folder)
+    pairs = tmp_path / "pairs"  # without a meta.pkl they are GPT-2's
+    pairs.mkdir()
+    for split in ("train", "val"):
+        ids = [*Tokenizer("gpt2").encode("To be, naïve"), 50256]
+        np.array(ids, np.uint16).tofile(pairs / f"{split}.bin")
+    main("from_nanogpt", pairs)
+    assert Dataset(pairs).splits["val"]["bytes"] == len("To be, naïve".encode())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(Evil())), "(UnpicklingError: it wants to call "),
+    (lambda f: (f / "meta.pkl").write_bytes(b"\x80\x04 no pickle"), "meta.pkl does not name the characters"),
+    (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(dict(itos={0: "a"}))), "the char vocabulary has 1"),
+    (lambda f: (f / "meta.pkl").unlink(), "no token is above 20, so that these are no byte pairs of GPT-2"),
+    (lambda f: (f / "val.bin").unlink(), "has no val.bin; name the folder that nanoGPT's prepare.py wrote"),
+    (lambda f: (f / "val.bin").write_bytes(b"abc"), "3 bytes are no tokens of nanoGPT's")])
+def test_a_folder_that_is_not_nanogpts_runs_nothing_and_is_one_line(tmp_path, monkeypatch, damage, words):
+    monkeypatch.chdir(tmp_path)
+    folder, *_ = nanogpt_folder(tmp_path / "theirs")
+    damage(folder)
+    assert words in refused("from_nanogpt", folder)
+    assert not (tmp_path / "evil").exists() and not (folder / "meta.json").exists()
+
+
+# ---- written once, whole or not at all ----
+
+def folder_as_it_is(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".checked"}
+
+
+def test_a_second_run_verifies_and_what_changed_is_written_anew(tmp_path, capsys):
+    (tmp_path / "my.txt").write_text("some text\n" * 99)
+    asked = ["prepare_text", f"--source={tmp_path / 'my.txt'}", f"--out={tmp_path / 'out'}"]
+    main(*asked)
+    first = folder_as_it_is(tmp_path / "out")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.bin")}
+    main(*asked)
+    assert "already prepared, verified" in capsys.readouterr().out
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+    for damage in (lambda: (tmp_path / "out/val.bin").write_bytes(b"x"),
+                   lambda: (tmp_path / "out/val.bin").unlink(),
+                   lambda: (tmp_path / "out/meta.json").write_text("{"),
+                   lambda: (tmp_path / "out/meta.json").unlink(),
+                   lambda: main(*asked, "--val=0.3"),
+                   lambda: main(*asked, "--encoding=char")):
+        damage()
+        capsys.readouterr()
+        main(*asked)
+        assert "already prepared" not in capsys.readouterr().out
+        assert folder_as_it_is(tmp_path / "out") == first
+    (tmp_path / "my.txt").write_text("other text\n" * 99)
+    main(*asked)
+    assert "was made with another sha256: preparing it anew" in capsys.readouterr().out
+    assert folder_as_it_is(tmp_path / "out") != first
+
+
+@pytest.mark.parametrize("command", [
+    "data/prepare_text.py --source={0}/my.txt --encoding=hf --tokenizer={0} --out={0}/out --separator=\\n",
+    "data/fineweb/prepare.py --source={0}/a.jsonl --encoding=byte --out={0}/out --shard_tokens=9000"])
+def test_a_kill_at_any_moment_leaves_a_whole_folder_or_none(command, tmp_path):
+    """The second one goes on behind the shards that are there."""
+    rng = random.Random(0)
+    words = [" ".join(rng.choices(["To be", "or not", "naïve"], k=40)) for _ in range(3000)]
+    (tmp_path / "my.txt").write_text("\n".join(words))
+    (tmp_path / "tokenizer.json").write_text(byte_pairs(words[0]))
+    jsonl(tmp_path / "a.jsonl", words)
+    command = [sys.executable, *(ROOT.as_posix() + "/" + command.format(tmp_path)).split()]
+    began = time.monotonic()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    took, first = time.monotonic() - began, folder_as_it_is(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    for share in (0.4, 0.6, 0.7, 0.8, 0.9):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            time.sleep(share * took)
+            process.send_signal(signal.SIGKILL)
+        if (tmp_path / "out/meta.json").is_file():
+            data = Dataset(tmp_path / "out")
+            assert all(len(data.tokens(split)) for split in SPLITS)
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert folder_as_it_is(tmp_path / "out") == first
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_folder_as_it_was(tmp_path):
+    command = [sys.executable, ROOT / "data/prepare_text.py", f"--source={tmp_path / 'my.txt'}",
+               f"--out={tmp_path / 'out'}"]
+    (tmp_path / "my.txt").write_text("some text\n" * 99)
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    first = folder_as_it_is(tmp_path / "out")
+    (tmp_path / "my.txt").write_text("other text\n" * 99999)
+
+    def little_room():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=little_room)
+    words = f"error: {tmp_path / 'out'}: cannot write (File too large); make room or take another --out\n"
+    assert done.returncode == 1 and done.stderr == words
+    assert folder_as_it_is(tmp_path / "out") == first
+
+
+# ---- downloads ----
+
+@pytest.fixture
+def server(monkeypatch):
+    """(address, asked): a server of /whole, /late (after an error), /cut, /wrong, and of nothing else."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            again = asked.count(self.path) > 1
+            found = self.path in ("/whole", "/cut", "/wrong") or self.path == "/late" and again
+            self.send_response(200 if found else 503 if self.path == "/late" else 404)
+            data = b"" if not found else b"x" * 1000 if self.path == "/wrong" else b"text\n" * 200
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[:500] if self.path == "/cut" else data)
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}", asked
+        running.shutdown()
+
+
+def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
+    address, asked = server
+    monkeypatch.setenv("NANOHEADS_DATA", str(tmp_path))
+    (tmp_path / "good").write_bytes(b"text\n" * 200)
+    sha256 = corpus.described(tmp_path / "good").sha256
+
+    def get(path):
+        return corpus.located({"a": File(path.strip("/"), sha256, 1000, url=address + path)}, "corpus")["a"]
+    for path in ("/whole", "/late"):
+        for _ in range(2):
+            assert get(path).read_bytes() == b"text\n" * 200
+    assert asked == ["/whole", "/late", "/late"]  # a second run asks for nothing
+    for path, words, times in (("/wrong", "the download has the sha256 ", 1), ("/none", "HTTP 404", 1),
+                               ("/cut", "the download failed", 3)):
+        with pytest.raises(UserError, match=words) as e:
+            get(path)
+        assert f"put corpus{path} into the folder NANOHEADS_DATA by hand" in str(e.value)
+        assert asked.count(path) == times
+    assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == ["late", "whole"]
+
+
+# ---- refusals ----
+
+@pytest.mark.parametrize("command, words", [
+    ("prepare_text", "--source is missing: --source=my.txt"),
+    ("prepare_text --source=none.txt", "none.txt: no such file or folder; correct --source"),
+    ("prepare_text --source=empty.txt", "is empty; remove it, or choose another --source"),
+    ("prepare_text --source=folder --out=x", "folder: holds no .txt file; correct --source"),
+    ("prepare_text --source=small.txt --out=x", "is too small (4): a split would be empty; take larger"),
+    ("prepare_text --source=my.txt --out=x --val=0.6 --test=0.5", "both must be above 0, and leave"),
+    ("prepare_text --source=my.txt --out=x --encoding=hf", "--encoding=hf and --tokenizer=FOLDER go"),
+    ("prepare_text --source=my.txt --out=x --encoding=hf --tokenizer=folder", "names a model's folder"),
+    ("prepare_text --source=my.txt --out=x --separator=", "--separator is empty"),
+    ("prepare_text --source=my.txt --out=x --separator=<eos>", "is not in the text"),
+    ("prepare_text --source=latin.txt --out=x --encoding=char",
+     "latin.txt: is not UTF-8 at byte 3; convert it, or take --errors=replace or --encoding=byte"),
+    ("prepare_text --source=utf16.txt --out=x --encoding=gpt2",
+     "utf16.txt: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > new.txt"),
+    ("prepare_text --source=cut.txt.gz --out=x", "cut.txt.gz: damaged ("),
+    ("prepare_text --source=my.txt --out=my.txt", "my.txt: File exists"),
+    ("wikitext2/prepare --out=x --source=my.txt", "is one file; name the folder that holds all 3 with --sou"),
+    ("wikitext2/prepare --out=x --source=folder", "holds no train.txt (plain, .gz or .xz); correct --source"),
+    ("enwik8/prepare --out=x --source=my.txt", "my.txt: holds 990 bytes where 100,000,000 are expected"),
+    ("enwik8/prepare --out=x --source=folder", "holds no enwik8 (plain, .gz or .xz); correct --source"),
+    ("enwik8_char/prepare --out=x --source=other.zip", "other.zip: holds no enwik8; replace it with a whole"),
+    ("enwik8/prepare --out=x --source=no.zip", "no.zip: damaged ("),
+    ("enwiki15/prepare --out=x", "enwiki15/train.txt: not found, and it has no download; put it into the"),
+    ("pystdlib/prepare --out=x --source=folder", "holds no .py file; name the standard library's folder"),
+    ("openwebtext/prepare --out=x --source=folder", "holds no .parquet file; correct --source"),
+    ("fineweb/prepare --out=x --source=folder", "holds no file of .jsonl, .jsonl.gz, .jsonl.xz, .parquet"),
+    ("fineweb/prepare --out=x --source=bad.jsonl --encoding=byte", "1 is no JSON object with a \"text\""),
+    ("fineweb/prepare --out=x --source=few.jsonl --encoding=byte", "fills 1 shard, and the first is val"),
+    ("fineweb/prepare --out=x --shards none*.bin", "none*.bin: no such file"),
+    ("fineweb/prepare --out=x --shards a_train.bin", "no file has 'val' in its name"),
+    ("fineweb/prepare --out=x --shards a_train.bin a_val.bin", "it is shorter than its header of 1,024"),
+    ("fineweb/prepare --out=x --shards my.txt", "its name must have train, val or test in"),
+    ("from_nanogpt folder", "has no train.bin; name the folder that nanoGPT's prepare.py wrote")])
+def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for name, data in {"my.txt": b"some text\n" * 99, "empty.txt": b"", "small.txt": b"text", "no.zip": b"no",
+                       "latin.txt": b"abc\xff" * 40, "utf16.txt": ("text\n" * 40).encode("utf-16"),
+                       "cut.txt.gz": gzip.compress(os.urandom(999))[:500], "bad.jsonl": b"{}\n",
+                       "few.jsonl": b'{"text": "a"}\n', "a_train.bin": b"abc", "a_val.bin": b"abc"}.items():
+        Path(name).write_bytes(data)
+    with zipfile.ZipFile("other.zip", "w") as file:
+        file.writestr("other", "text")
+    assert words in refused(*command.split())
+    assert not Path("x/meta.json").exists()
+
+
+def test_a_folder_of_sources_that_is_not_there_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOHEADS_DATA", "/nowhere")
+    assert refused("enwiki15/prepare", f"--out={tmp_path}") == (
+        "error: /nowhere: no such file or folder; correct NANOHEADS_DATA")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_begins_with_its_command_and_starts_anywhere(script):
+    text = (ROOT / script).read_text().split('"""')[1]
+    assert f"python {script}" in text and "ou should see" in text
+    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0 and "usage: " in done.stdout
