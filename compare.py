@@ -87,14 +87,14 @@ def help_of(name):
 def one_file(name, argv):
     """(its file, a StudyConfig of the keys behind it) of a subcommand that takes a file. UserError."""
     keys = COMMANDS[name].keys or OF_FILE if name != "recheck" else ()
-    files, given = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))
+    files, given = configurator.split(argv, configurator.keys_of((StudyConfig,)))
     if len(files) != 1:
         raise UserError(f"{name} takes one file, {COMMANDS[name].usage.split()[0]}: {len(files)} are given")
-    if other := [key for key, _ in given if key not in keys]:
+    if other := [key for key in given if key not in keys]:
         takes = ", ".join(f"--{key}" for key in keys) or "no keys"
         raise UserError(f"{name} has no key {other[0]}: beside its file it takes {takes}")
-    words = [f"--{key}" if text is None else f"--{key}={text}" for key, text in given]
-    (config,), _ = configurator.made(configurator.read((StudyConfig,), words), __doc__)
+    (config,), _ = configurator.made(configurator.Command((StudyConfig,), [], [], given))
+    configurator.checked((config,))
     check_places(config)
     return Path(files[0]), config
 
@@ -476,6 +476,7 @@ def run(argv):
     asked = configurator.read((StudyConfig,), argv)
     own_mechanism.take(asked, keep="out/mechanisms")
     (config,), _ = configurator.made(asked, __doc__)
+    configurator.checked((config,))
     if command == "plan":
         try:
             return show_plan(config)

@@ -37,7 +37,7 @@ from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.batches import Batches, DocumentBatches, PackedBatches
 from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plural, say, writable, write_json
-from nanoheads.config import TrainConfig, conflicts, flags_by_name, note_on_dropout, note_on_warmup
+from nanoheads.config import TrainConfig, check_configs, flags_by_name, note_on_dropout, note_on_warmup
 from nanoheads.dataset import Dataset
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
@@ -738,18 +738,17 @@ def main(argv=None):
         if asked.get("check"):
             from nanoheads import promises
             return promises.main(command)
-        # that becomes a GPTConfig and a TrainConfig; configurator.resolve() says which wins; what --resume
-        # --out_dir=X leaves open is as X/config.json says
+        # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as
+        # X/config.json says
         trusted = asked.get("trust_code", False)
         of_run = start.left_open(command, trusted)
         (model_config, config), given = configurator.made(
-            command, __doc__, flags_by_name(), base=of_run, together=conflicts)
+            command, __doc__, flags_by_name(), base=of_run)
+        check_configs(model_config, config)
         # a scale's file names a text, too; who names one beside a task expects something of it
-        unread = [each for each in command.settings if each.source == configurator.COMMAND_LINE
-                  and each.key in ("dataset", "eval_tokens")]
-        if config.task and unread:
-            key, value = unread[0].key, unread[0].value
-            raise UserError(f"{key}={value} is of a text, and task={config.task} has none")
+        for key, text in command.arguments.items():
+            if config.task and key in ("dataset", "eval_tokens"):
+                raise UserError(f"{key}={text} is of a text, and task={config.task} has none")
         notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:

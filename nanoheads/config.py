@@ -6,7 +6,7 @@ from typing import Literal, Optional
 
 from model import ALL_ON, BETWEEN_BLOCKS, MECHANISM_CLASSES, MECHANISMS, GPTConfig
 from nanoheads.common import UserError, from_lab
-from nanoheads.configurator import text_problems, typed
+from nanoheads.configurator import typed
 from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag, no_dropout, range_problems
 from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
@@ -212,20 +212,15 @@ class TrainConfig(ControllerConfig, TaskConfig):
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
-        bad = [*range_problems(self), *text_problems(self)]
-
-        def rule(words, holds, *keys):
-            for key in keys:
-                value = getattr(self, key)
-                if value is not None and not holds(value):
-                    bad.append(f"{key}={value!r} must {words}")
-
-        if self.adamw_lr is not None:
-            rule(f"not be above adamw_lr={self.adamw_lr}", lambda v: v <= self.adamw_lr, "min_lr")
-        rule("not be given with resume, which goes on with what it would remove",
-             lambda v: not (v and self.resume), "overwrite")
-        rule(f"be below max_iters={self.max_iters}; without it the trunk stays frozen",
-             lambda v: v < self.max_iters, "thaw_from")
+        bad = [*range_problems(self)]
+        if None not in (self.adamw_lr, self.min_lr) and self.min_lr > self.adamw_lr:
+            bad.append(f"min_lr={self.min_lr} must not be above adamw_lr={self.adamw_lr}")
+        if self.overwrite and self.resume:
+            bad.append("overwrite=True must not be given with resume, which goes on with what it would "
+                       "remove")
+        if self.thaw_from is not None and self.thaw_from >= self.max_iters:
+            bad.append(f"thaw_from={self.thaw_from} must be below max_iters={self.max_iters}; without it the "
+                       "trunk stays frozen")
         for key, needed in (("init_anyway", "init_from"), ("freeze_trunk", "init_from"),
                             ("thaw_from", "freeze_trunk")):
             if getattr(self, key) and not getattr(self, needed):
@@ -271,56 +266,56 @@ def data_of(config, block_size):
 
 # ---- what does not go together ----
 
-def conflicts(model_config, config):
-    """What is wrong with both configs, the data and the number of ranks taken together, as sentences."""
-    bad, world = [], int(os.environ.get("WORLD_SIZE", 1))
+def check_configs(model_config, config):
+    """UserError: what is wrong with each of both configs, or else with both together, as lines."""
+    bad = [*model_config.problems(), *config.problems()]
+    if config.init_from and any("means nothing while" in problem for problem in bad):
+        bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
+    refuse(bad)
+    bad, world = config.for_recipe(model_config.recipe).problems(), int(os.environ.get("WORLD_SIZE", 1))
     sequences = config.batch_size * config.grad_accum
     if sequences % world or (config.grad_accum > 1 and config.grad_accum % world):
         bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be "
                    f"shared evenly by {world} ranks")
-    if not config.problems():  # else what follows from a wrong value is no news
-        bad += config.for_recipe(model_config.recipe).problems()
-    if not (bad or config.problems() or model_config.problems()):
-        bad += step_conflicts(model_config, config, world)
-    if config.init_from and any("means nothing while" in problem for problem in model_config.problems()):
-        bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
-    if not model_config.problems():
-        bad += training_problems(model_config, config)
+    if world > 1 and config.compile_mode in CUDA_GRAPHS and model_config.routing in ("moh", "sigmoid"):
+        bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing="
+                   f"{model_config.routing!r} cannot ask the other ranks for their load: use default")
     mode = os.environ.get("WANDB_MODE", "online")
     if config.wandb_log and mode not in WANDB_MODES:
         bad.append(f"WANDB_MODE={mode!r} in the environment must be one of {', '.join(WANDB_MODES)}: change "
                    "it or unset it")
-    if any(text_problems(config)):
-        return bad
-    try:
-        # a checkpoint brings a block_size of its own
-        dataset = None if config.task and config.init_from else data_of(config, model_config.block_size)
-        if config.labels and model_config.constraint_names:
+    refuse(bad + training_problems(model_config, config))
+
+
+def check_data(model_config, config, data):
+    """UserError: what a run's configs ask of its data, a Dataset or TaskData, and it has not, as lines.
+
+    model_config: of a run that begins from nothing; a checkpoint brings its own.
+    """
+    bad, from_checkpoint = [], config.init_from or config.eval_only
+    if (model_config.vocab_size or data.vocab_size) < data.vocab_size:
+        bad.append(f"vocab_size={model_config.vocab_size} is smaller than {data.meta['name']}'s "
+                   f"{data.vocab_size:,}")
+    if config.task and not config.init_from and data.length > model_config.block_size:
+        bad.append(f"task_length={data.length} must be at most block_size={model_config.block_size}")
+    for split, pieces in () if config.task or from_checkpoint else (("train", 2), ("val", 1)):
+        try:
+            data.need(split, pieces * model_config.block_size, model_config.block_size)
+        except UserError as e:
+            bad.append(str(e))
+    if config.labels and model_config.constraint_names:
+        try:
             targets = from_lab("lab.labels.targets", f"labels={config.labels}")
-            targets.Targets(dataset, config.labels, model_config.constraint_names)
-    except UserError as e:
-        return bad + [str(e)]
-    if dataset and (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
-        bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s "
-                   f"{dataset.vocab_size:,}")
-    if config.task and dataset and dataset.length > model_config.block_size:
-        bad.append(f"task_length={dataset.length} must be at most block_size={model_config.block_size}")
-    if not (config.task or config.init_from or config.eval_only or model_config.block_size < 1):
-        for split, pieces in (("train", 2), ("val", 1)):
-            try:
-                dataset.need(split, pieces * model_config.block_size, model_config.block_size)
-            except UserError as e:
-                bad.append(str(e))
-    return bad
+            targets.Targets(data, config.labels, model_config.constraint_names)
+        except UserError as e:
+            bad.append(str(e))
+    refuse(bad)
 
 
-def step_conflicts(model_config, config, world):
-    """What of a model's and a run's sizes does not go together in one training step, as sentences."""
-    bad = []
-    if world > 1 and config.compile_mode in CUDA_GRAPHS and model_config.routing in ("moh", "sigmoid"):
-        bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing="
-                   f"{model_config.routing!r} cannot ask the other ranks for their load: use default")
-    return bad
+def refuse(problems):
+    """UserError of these sentences, if there are any."""
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def training_problems(model_config, config):
@@ -403,8 +398,7 @@ def check_model(model, config):
                 for key in averages if getattr(c, key)]
     if config.documents_packed:
         bad += no_dropout(c, "documents_packed")
-    if bad:
-        raise UserError("\n".join(bad))
+    refuse(bad)
 
 
 def trained_alone(model):

@@ -2,14 +2,14 @@
 Keys and arguments under the names of other programs: nanoGPT's, and those of the head-routing write-up.
 
 A config file or a command line that somebody brings along works here as it is: each key that is called
-otherwise here is translated, and a line says what it sets. That is done for all of them at once, since some
-mean something only beside others. nanoGPT counts an evaluation in batches, for instance, so what eval_iters
-sets depends on the size of a batch. The arguments of sample.py, evaluate.py and plot_curves.py follow below.
+otherwise here is translated, and a line says what it sets. That is done once all is known, since some mean
+something only beside others: nanoGPT counts an evaluation in batches, for instance, so what eval_iters sets
+depends on the size of a batch. The arguments of sample.py, evaluate.py and plot_curves.py follow below.
 """
 
 import sys
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from nanoheads.common import say
 
@@ -28,7 +28,9 @@ NAMES = {
     "top_k_heads": (Optional[int], "routing_top_k"),
     "entropy_reg_coef": (float, "routing_coef"),
 }
-
+# by these a config file is known to be written for nanoGPT
+ONLY_NANOGPT = {"learning_rate", "gradient_accumulation_steps", "eval_iters", "decay_lr",
+                "always_save_checkpoint", "backend"}
 # what holds in nanoGPT where a config file does not say otherwise, from the head of its train.py (github.com/
 # karpathy/nanoGPT, 3adf61e), under our names but for eval_iters. Its folder, device and precision are left
 # out, as are its names for Weights & Biases: the numbers are the same with ours
@@ -37,90 +39,82 @@ NANOGPT = dict(
     batch_size=12, grad_accum=5 * 8, max_iters=600000, adamw_lr=6e-4, min_lr=6e-5, warmup_iters=2000,
     lr_decay_iters=600000, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0,
     eval_interval=2000, eval_iters=200, log_interval=1)
-# keys of nanoGPT alone, by which a config file is known to be written for it
-ONLY_NANOGPT = ("learning_rate", "gradient_accumulation_steps", "eval_iters", "decay_lr",
-                "always_save_checkpoint", "backend")
 
 
-def for_nanogpt(files, settings):
-    """The first of these config files that has a key of nanoGPT alone; None: no one has.
+def our_name(name):
+    """The key here that a name of another program sets or is nearest to; any other name as it is."""
+    return NAMES[name][1] if name in NAMES else name
 
-    settings: [(file or another source, key, ...)].
+
+def nanogpt_defaults(values):
+    """{key: value} of NANOGPT that these values, {key: value} under any names, leave open.
+
+    A model that comes from a checkpoint brings its sizes, and a rate that does not fall has no end.
     """
-    return next((source for source, key, *_ in settings if source in files and key in ONLY_NANOGPT), None)
-
-
-def nanogpt_defaults(values, known):
-    """{key here: value} of NANOGPT that these values, {key: value} under any names, leave open.
-
-    known: see meanings(). A model that comes from a checkpoint brings its sizes, and a rate that does not
-    fall has no end.
-    """
-    set_already = {*values, *(NAMES[key][1] for key in values if key in NAMES)}
+    set_already = {*values, *map(our_name, values)}
+    if "eval_tokens" in set_already:
+        set_already.add("eval_iters")
     if values.get("init_from") not in (None, "scratch", "resume"):
         set_already |= {"n_layer", "n_head", "n_embd", "block_size", "bias"}
     if values.get("decay_lr") is False or values.get("schedule") == "constant":
         set_already |= {"min_lr", "warmup_iters", "lr_decay_iters"}
-    defaults = {key: value for key, value in NANOGPT.items() if key not in set_already}
-    batches = defaults.pop("eval_iters", None)
-    if batches and "eval_tokens" not in values:
-        defaults.update(meanings({"eval_iters": batches}, {**known, **defaults})["eval_iters"].sets)
-    return defaults
+    return {key: value for key, value in NANOGPT.items() if key not in set_already}
 
 
-class Meaning(NamedTuple):
-    sets: dict  # {key here: value}
-    words: str  # what else there is to say
+def in_our_names(values, known):
+    """({key: value} under the names here, a line for each that had another); the later wins.
 
-
-def meanings(theirs, known):
-    """{name: its Meaning} of keys under the names of NAMES.
-
-    theirs: {name: value}. known: {key: value} of all keys here, as they are without these.
+    values: {any name: value}. known: {key: value} of all keys, with their defaults.
     """
-    by_name = {}
-    for name, value in theirs.items():
-        if name in ("learning_rate", "lr"):
-            by_name[name] = Meaning(dict(adamw_lr=value),
-                                    "the peak rate of AdamW; that of Muon, where it is on, is muon_lr")
-        elif name == "gradient_accumulation_steps":
-            by_name[name] = Meaning(dict(grad_accum=value), "")
-        elif name == "eval_iters":
-            batch, block = known["batch_size"], known["block_size"]
-            by_name[name] = Meaning(dict(eval_tokens=value * batch * block),
-                                    f"{value} batches of {batch} x {block} tokens, the same ones each time")
-        elif name == "decay_lr" and not value:
-            by_name[name] = Meaning(dict(schedule="constant", warmup_iters=0), "")
-        elif name == "decay_lr":
-            by_name[name] = Meaning({}, "the rate falls unless schedule=constant")
-        elif name == "always_save_checkpoint":
-            by_name[name] = Meaning({}, "ckpt.pt is always the last save, and best.pt the best")
-        elif name == "backend":
-            by_name[name] = Meaning({}, "the device decides it: nccl on cuda, gloo on a CPU")
-    return {**by_name, **of_routing(theirs, known)}
+    ours, lines = {}, []
+    for name, value in values.items():
+        if name not in NAMES and not (name == "init_from" and value in ("scratch", "resume")):
+            ours[name] = value
+            continue
+        sets, words = meaning(name, value, values, known)
+        ours.update(sets)
+        what = ", ".join(f"{key}={each}" for key, each in sets.items()) or "nothing here"
+        lines.append(f"{name}={value} sets {what}{words and f': {words}'}")
+    return ours, lines
 
 
-def of_routing(theirs, known):
-    """meanings() of the head-routing write-up's three keys, with the defaults that it gives the other two.
-
-    Its GPTConfig has use_routing=False, top_k_heads=None, which uses every head, and entropy_reg_coef=0.01.
-    """
-    by_name = {}
-    if theirs.get("use_routing"):
-        by_name["use_routing"] = Meaning(
-            dict(routing="published", routing_mask="zero", routing_eval_gate=False,
-                 routing_top_k=theirs.get("top_k_heads") or known["n_head"],
-                 routing_coef=theirs.get("entropy_reg_coef", 0.01)), "the router as its write-up prints it")
-    elif "use_routing" in theirs:
-        by_name["use_routing"] = Meaning(dict(routing=None), "")
-    on = theirs.get("use_routing", known["routing"] is not None)
-    for name in ("top_k_heads", "entropy_reg_coef"):
-        if name in theirs and not on:
-            by_name[name] = Meaning({}, "there is no routing")
-        elif name in theirs:
-            value = known["n_head"] if theirs[name] is None else theirs[name]
-            by_name[name] = Meaning({NAMES[name][1]: value}, "")
-    return by_name
+def meaning(name, value, values, known):
+    """({key here: value} that a name of another program sets, what else there is to say)."""
+    batch, block, heads = (known.get(key) for key in ("batch_size", "block_size", "n_head"))
+    routed = values.get("use_routing", known.get("routing") is not None)
+    match name:
+        case "learning_rate" | "lr":
+            return dict(adamw_lr=value), "the peak rate of AdamW; that of Muon, where it is on, is muon_lr"
+        case "gradient_accumulation_steps":
+            return dict(grad_accum=value), ""
+        case "eval_iters":
+            return dict(eval_tokens=value * batch * block), \
+                f"{value} batches of {batch} x {block} tokens, the same ones each time"
+        case "decay_lr" if value:
+            return {}, "the rate falls unless schedule=constant"
+        case "decay_lr":
+            return dict(schedule="constant", warmup_iters=0), ""
+        case "always_save_checkpoint":
+            return {}, "ckpt.pt is always the last save, and best.pt the best"
+        case "backend":
+            return {}, "the device decides it: nccl on cuda, gloo on a CPU"
+        case "init_from":
+            return dict(init_from=None, resume=value == "resume"), ""
+        # the write-up's GPTConfig has use_routing=False, top_k_heads=None, which uses every head, and
+        # entropy_reg_coef=0.01
+        case "use_routing" if value:
+            return dict(routing="published", routing_mask="zero", routing_eval_gate=False,
+                        routing_top_k=values.get("top_k_heads") or heads,
+                        routing_coef=values.get("entropy_reg_coef", 0.01)), \
+                "the router as its write-up prints it"
+        case "use_routing":
+            return dict(routing=None), ""
+        case "top_k_heads" | "entropy_reg_coef" if not routed:
+            return {}, "there is no routing"
+        case "top_k_heads":
+            return dict(routing_top_k=heads if value is None else value), ""
+        case "entropy_reg_coef":
+            return dict(routing_coef=value), ""
 
 
 # ---- arguments of programs that do not train ----

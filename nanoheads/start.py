@@ -24,7 +24,7 @@ import torch
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import OWN_FILES, UserError, from_json, json_safe, of_an_older_version, plural
-from nanoheads.config import TrainConfig, check_model, data_of
+from nanoheads.config import TrainConfig, check_data, check_model, data_of
 from nanoheads.configurator import print_once
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import find, only_writer
@@ -82,6 +82,7 @@ def begin(model_config, config, given, process):
         old = checkpoint.config_of(state, path)
         model_config, turned_on = changed(old, path, model_config, config, given, goes_on)
     dataset = data_of(config, model_config.block_size)
+    check_data(model_config, config, dataset)
     if path:
         checkpoint.same_vocabulary(state, dataset, path)
     else:

@@ -134,8 +134,8 @@ class StudyConfig:
 
     def problems(self):
         """Everything that is wrong with these keys, as a list of sentences (empty: fine)."""
-        return [*configurator.text_problems(self), *range_problems(self), *self.problems_of_variants(),
-                *self.problems_of_text(), *self.problems_of_seeds(), *self.problems_of_choices()]
+        return [*range_problems(self), *self.problems_of_variants(), *self.problems_of_text(),
+                *self.problems_of_seeds(), *self.problems_of_choices()]
 
     def problems_of_runs(self):
         """The same, of what only a study that trains its runs needs, and one of scores on file does not."""
