@@ -19,8 +19,6 @@ OPTIMIZERS = {
     "muon": dict(adamw_lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
                  warmup_iters=0),
 }
-# wandb's own words for WANDB_MODE; dryrun and run are its older names of offline and online
-WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 @dataclass
@@ -280,10 +278,6 @@ def check_configs(model_config, config):
     if world > 1 and config.compile_mode in CUDA_GRAPHS and model_config.routing in ("moh", "sigmoid"):
         bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing="
                    f"{model_config.routing!r} cannot ask the other ranks for their load: use default")
-    mode = os.environ.get("WANDB_MODE", "online")
-    if config.wandb_log and mode not in WANDB_MODES:
-        bad.append(f"WANDB_MODE={mode!r} in the environment must be one of {', '.join(WANDB_MODES)}: change "
-                   "it or unset it")
     refuse(bad + training_problems(model_config, config))
 
 

@@ -399,8 +399,9 @@ def of_its_type(key, value, keys, is_text=False):
     t, default, _ = keys[key]
     if is_text and value is None and bool in alternatives(t):
         value = "True"
-    if is_text and not value and default != "":  # as where a variable of the shell is not set
-        raise ValueError(f"--{key} needs a value ({type_name(t)})")
+    if (value == "" or is_text and value is None) and default != "":
+        shell = "; a variable of the shell may be not set" * (value == "")
+        raise ValueError(f"{'--' * is_text}{key} needs a value ({type_name(t)}){shell}")
     try:
         return parse(value, t) if is_text else check(value, t)
     except ValueError:

@@ -82,10 +82,10 @@ def begin(model_config, config, given, process):
         old = checkpoint.config_of(state, path)
         model_config, turned_on = changed(old, path, model_config, config, given, goes_on)
     dataset = data_of(config, model_config.block_size)
-    check_data(model_config, config, dataset)
     if path:
         checkpoint.same_vocabulary(state, dataset, path)
     else:
+        check_data(model_config, config, dataset)
         model_config = of_new_model(model_config, config, dataset)
     config = config.for_recipe(model_config.recipe)
     if goes_on:

@@ -499,7 +499,6 @@ REFUSED = [
     (dict(alpha=1.0), "alpha=1.0 must be below 1"),
     (dict(margin=0.0), "margin=0.0 must be above 0"),
     (dict(target=math.inf), "target=inf must be a finite number"),
-    (dict(out_dir=""), "out_dir is empty"),
 ]
 
 

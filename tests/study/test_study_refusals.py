@@ -72,7 +72,7 @@ COMMANDS = [
         ("--mechanism=nowhere.py", "no mechanism file nowhere.py"),
         ("--mechanisms=sink --sedes=1,2", "unknown key sedes; did you mean seeds?"),
         ("--mechanisms=sink --seeds=one", "seeds='one' is not"),
-        ("--mechanisms=sink --seeds=[1e30]", "is beyond 64 bits"),
+        ("--mechanisms=sink --seeds=[1e30]", "numbers of at most"),
         ("--mechanisms=sink --jobs_per_gpu=2", "jobs_per_gpu=2 means nothing on device=cpu"),
         ("--mechanisms=sink --device=cuda:99", "device=cuda:99"),
         ("--mechanisms=sink --settings=\"{'dataset': 'nowhere'}\"", "no dataset nowhere"),

@@ -12,8 +12,10 @@ import train
 from helpers import TINY, in_nanogpts_words, torchrun
 from model import GPTConfig
 from nanoheads import checkpoint, configurator
+from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 
+BOTH = (GPTConfig, TrainConfig)
 SMALL = [f"--{key}={value}" for key, value in TINY.items() if key not in ("device", "lr_decay_iters")]
 FEW = ["--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu"]
 
@@ -103,7 +105,7 @@ backend = 'nccl'
     said = capsys.readouterr().out
     for name in ("eval_iters", "always_save_checkpoint", "init_from", "gradient_accumulation_steps",
                  "learning_rate", "decay_lr", "backend"):
-        assert f"theirs.py: {name}=" in said
+        assert f"\n{name}=" in said
     assert rows("out-theirs")[0][-1]["step"] == TINY["max_iters"]
 
 
@@ -117,7 +119,7 @@ def test_nanogpts_defaults_hold_in_nanogpts_config_files(here, capsys):
     """They come to what our own file of that name says in full."""
     path = in_nanogpts_words(here / "train_gpt2.py", TRAIN_GPT2)
     same = ["--vocab_size=50304", "--eval_tokens=9"]
-    theirs, ours = (configurator.load((GPTConfig, TrainConfig), [file, *same])
+    theirs, ours = (configurator.load(BOTH, [file, *same])
                     for file in (path, "config/train_gpt2.py"))
     assert theirs[0] == ours[0]
     assert theirs[1].for_recipe("gpt2") == replace(ours[1].for_recipe("gpt2"), lr_decay_iters=600000)
@@ -139,9 +141,82 @@ def test_the_first_lines_name_dataset_rates_and_warm_up(here, chars_data, capsys
 
 def test_a_scale_is_a_start_of_its_own(here):
     (here / "mine.py").write_text("scale = 'tiny'\nlearning_rate = 1e-3")
-    (model, config), tiny = (configurator.load((configurator.Presets, GPTConfig, TrainConfig), [arg])
+    (model, config), tiny = (configurator.load((configurator.Presets, *BOTH), [arg])
                              for arg in ("mine.py", "--scale=tiny"))
     assert model == tiny[0] and config == replace(tiny[1], adamw_lr=1e-3, out_dir=config.out_dir)
+
+
+def test_a_study_of_a_nanogpt_config_has_nanogpts_defaults(here):
+    """The config file and settings, as study/models.py loads them."""
+    path = in_nanogpts_words(here / "train_gpt2.py", TRAIN_GPT2)
+    model, config = configurator.load(BOTH, [path], more={"settings": dict(n_layer=2, learning_rate=0.5)})
+    assert (model.n_layer, model.n_head, model.bias, config.adamw_lr, config.grad_accum) == (
+        2, 12, False, 0.5, 40)
+
+
+# ---- keys of both ----
+
+@pytest.mark.parametrize("theirs, ours, line", [
+    ("--gradient_accumulation_steps=8", dict(grad_accum=8), "sets grad_accum=8"),
+    ("--learning_rate=3e-4", dict(adamw_lr=3e-4, muon_lr=0.02), "sets adamw_lr=0.0003: the peak rate"),
+    ("--lr=3e-4", dict(adamw_lr=3e-4), "lr=0.0003 sets adamw_lr=0.0003: the peak rate"),
+    ("--eval_iters=20 --batch_size=3 --block_size=8", dict(eval_tokens=480), "sets eval_tokens=480: 20 "),
+    ("--decay_lr=True", dict(schedule=None), "decay_lr=True sets nothing here: "),
+    ("--decay_lr", dict(schedule=None), "decay_lr=True sets nothing here: "),
+    ("--decay_lr=False", dict(schedule="constant", warmup_iters=0), "sets schedule=constant, warmup_iters=0"),
+    ("--backend=nccl", dict(device="auto"), "backend=nccl sets nothing here: "),
+    ("--always_save_checkpoint=False", {}, "ckpt.pt is always the last save"),
+    ("--init_from=scratch", dict(init_from=None, resume=False), "init_from=scratch sets "),
+    ("--init_from=resume", dict(init_from=None, resume=True), "init_from=resume sets "),
+    # the head-routing write-up's, with its defaults for those that are not set
+    ("--use_routing=True", dict(routing="published", routing_top_k=12, routing_mask="zero",
+                                routing_coef=0.01, routing_eval_gate=False), "sets routing=published"),
+    ("--use_routing --n_head=6", dict(routing="published", routing_top_k=6), "routing_top_k=6"),
+    ("--use_routing=True --top_k_heads=4", dict(routing_top_k=4), "top_k_heads=4 sets routing_top_k=4"),
+    ("--top_k_heads=4 --use_routing=True", dict(routing_top_k=4), "top_k_heads=4 sets routing_top_k=4"),
+    ("--use_routing=True --top_k_heads=None", dict(routing_top_k=12), "top_k_heads=None sets routing_top_k"),
+    ("--entropy_reg_coef=0.5 --use_routing=True", dict(routing_coef=0.5), "sets routing_coef=0.5"),
+    ("--routing=moh --top_k_heads=4", dict(routing="moh", routing_top_k=4), "sets routing_top_k=4"),
+    ("--use_routing=False --top_k_heads=4", dict(routing=None, routing_top_k=None), "there is no routing"),
+    ("--entropy_reg_coef=0.0", dict(routing=None, routing_coef=0.01), "there is no routing"),
+])
+def test_a_key_of_theirs_is_taken_with_a_line_that_says_what_it_sets(theirs, ours, line, capsys):
+    both = configurator.load(BOTH, theirs.split())
+    for key, value in ours.items():
+        assert next(getattr(config, key) for config in both if hasattr(config, key)) == value, key
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, eval_tokens, adamw_lr", [
+    ([], 40, 3e-4),
+    (["--eval_tokens=7", "--adamw_lr=1e-3"], 7, 1e-3),
+    (["--eval_iters=3", "--batch_size=10", "--lr=2e-3"], 60, 2e-3),
+    (["--eval_iters=3", "--eval_tokens=7", "--lr=1", "--adamw_lr=2"], 7, 2),
+    (["--eval_tokens=7", "--eval_iters=3", "--adamw_lr=2", "--lr=1"], 6, 1),
+    (["--eval_iters=3", "--eval_tokens=7", "--eval_iters=4"], 8, 3e-4),
+])
+def test_of_two_names_for_one_key_the_later_wins(here, argv, eval_tokens, adamw_lr):
+    path = in_nanogpts_words(here / "x.py", dict(
+        eval_iters=20, learning_rate=3e-4, batch_size=1, block_size=2, init_from="scratch"))
+    _, config = configurator.load(BOTH, [path, *argv, "--resume"])
+    assert (config.eval_tokens, config.adamw_lr, config.resume) == (eval_tokens, adamw_lr, True)
+
+
+@pytest.mark.parametrize("argv, line", [
+    ("--eval_iters=many", "eval_iters='many' is not int"),
+    ("--lr=fast", "lr='fast' is not float"),
+    ("--use_routing=perhaps", "use_routing='perhaps' is not bool"),
+    ("--eval_iters", "--eval_iters needs a value (int)"),
+])
+def test_a_wrong_value_is_refused_by_their_name(argv, line):
+    with pytest.raises(UserError) as e:
+        configurator.load(BOTH, [argv])
+    assert str(e.value) == f"command line: {line}"
+
+
+def test_their_names_are_no_keys_of_a_program_that_does_not_train():
+    with pytest.raises(UserError, match="unknown key lr"):
+        configurator.load((GPTConfig,), ["--lr=1"])
 
 
 # ---- head routing ----

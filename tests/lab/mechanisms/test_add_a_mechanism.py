@@ -427,7 +427,6 @@ def test_bytecode_beside_a_file_is_not_run(mine):
     (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
     (["--own_mechanism", "F", "--mechanism", "forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
     (["--mechanism=moh", "--mechanism=[xsa, 'F']"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
-    (["C", "--adamw_lr=1"], "boom", ["C", "--adamw_lr=1"]),  # the configurator says what is wrong
 ])
 def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
     names = {"F": str(mine()), "C": str(tmp_path / "config.py")}
