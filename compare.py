@@ -226,12 +226,11 @@ def run_study(config, name, command):
         say(line, flush=True)
     out = folder_of(config, name)
     out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
+    for file in own_mechanism.ADDED.values():  # so that it can be run again elsewhere
+        own_mechanism.copy(file, out)
     outcomes, other_code = outcomes_of(config, planner, train_missing=True)
     study = study_of(planner, outcomes, name, command, out, other_code)
     write_report(study, out, config)
-    for cls, file in own_mechanism.ADDED.items():  # so that it can be run again elsewhere
-        if any(flags.get(cls.flag) for flags in variants_of(config).values()):
-            own_mechanism.copy(file, out)
     if config.fresh:
         say(finished.agreement(study.runs))
     if study.failures:

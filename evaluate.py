@@ -32,7 +32,7 @@ import sys
 from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
-from nanoheads import checkpoint, other_names, task_scores
+from nanoheads import other_names, own_mechanism, task_scores
 from nanoheads.arguments import add_pack, add_scoring, default_runs
 from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
                               say, table, writable, write_json)
@@ -254,7 +254,7 @@ def main(argv=None):
             for flag in ("tokens", "batch_size", "rows"):
                 if getattr(args, flag) is not None and getattr(args, flag) < 1:
                     raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
-            checkpoint.allow_code(args)
+            own_mechanism.add_named(args)
             if task_scores.are_of_tasks(args.ckpt):
                 task_scores.refuse_given(args, p, OF_TEXT_ALONE,
                                          f"is of a text, and {args.ckpt[0]} was trained on a task")

@@ -25,7 +25,7 @@ import sys
 from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
-from nanoheads import checkpoint, other_names, task_scores
+from nanoheads import other_names, own_mechanism, task_scores
 from nanoheads.arguments import add_checkpoints, add_pack, default_runs
 from nanoheads.common import (ArgumentParser, UserError, as_program, from_lab, last_words, pick_device, say,
                               writable, write_json)
@@ -214,7 +214,7 @@ def main(argv=None):
     args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
     with last_words("sample", "lower --num_samples or --max_new_tokens"):
         args.ckpt = args.ckpt or default_runs("sample")
-        checkpoint.allow_code(args)
+        own_mechanism.add_named(args)
         if task_scores.are_of_tasks(args.ckpt):
             task_scores.refuse_given(args, p, OF_TEXT_ALONE,
                                      f"is of a text, and {args.ckpt[0]} was trained on a task")

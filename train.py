@@ -680,7 +680,7 @@ def open_run(run, closing):
         run.out_dir.mkdir(parents=True, exist_ok=True)
         if run.model.config.own:
             from nanoheads import own_mechanism  # only here and where it is saved: most runs have none
-            own_mechanism.held(run.model.config, run.out_dir)  # copies those files there
+            own_mechanism.keep(run.model.config, run.out_dir)
         for name in ("ckpt.pt", "best.pt") if config.overwrite else ():
             (run.out_dir / name).unlink(missing_ok=True)
         machine = dict(device=device_name(process), processor=threads.on_processor(), dtype=run.dtype,
@@ -731,17 +731,16 @@ def main(argv=None):
         # what config files and arguments set. The files of one's own that --mechanism names are read: their
         # mechanisms join those of model.py
         command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)
-        asked = command.values("check", "trust_code")
+        asked = command.values("check")
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
             own_mechanism.take(command, every=asked.get("check", False))
         if asked.get("check"):
             from nanoheads import promises
             return promises.main(command)
-        # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as
-        # X/config.json says
-        trusted = asked.get("trust_code", False)
-        of_run = start.left_open(command, trusted)
+        # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as X/config.json
+        # says
+        of_run = start.left_open(command)
         (model_config, config), given = configurator.made(
             command, __doc__, flags_by_name(), base=of_run)
         check_configs(model_config, config)
@@ -754,8 +753,6 @@ def main(argv=None):
         if given.get("out_dir") is None:
             config.out_dir, line = start.default_folder(model_config, config)
             notes.append(line)
-        if trusted:
-            start.trust_what_it_starts_from(config)
         for note in filter(None, notes):
             configurator.print_once(note)
         if config.json:

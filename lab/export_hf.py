@@ -42,7 +42,7 @@ def main(argv=None):
     args = arguments(argv)
     with last_words("export_hf"):
         out = writable(args.json) if args.json else None
-        checkpoint.allow_code(args, args.ckpt)
+        own_mechanism.add_named(args)
         state = checkpoint.read(args.ckpt)
         model = checkpoint.build(state, args.ckpt)
         family, why = hf.export(model, state["meta"], args.out, args.family, args.force)

@@ -174,7 +174,9 @@ def save(path, state, model, row):
     """Write a pruned model as a checkpoint: what was read, less what belongs to the whole model."""
     kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
     with only_writer(path.parent):
-        kept.update(own_mechanism.held(model.config, path.parent))
+        own_mechanism.keep(model.config, path.parent)
+        if mine := own_mechanism.record(model.config):
+            kept["own_mechanism"] = mine
         checkpoint.save(path, dict(kept, model=model.state_dict(), config=model.config.flags(), pruned=row))
 
 
@@ -444,7 +446,7 @@ def check(args):
     if args.recover and not args.out_dir:
         raise UserError("--recover needs --out_dir, where the training goes")
     args.to = sorted(set(args.to), reverse=True)
-    checkpoint.allow_code(args)
+    own_mechanism.add_named(args)
     args.device = pick_device(args.device)
     args.json = writable(args.json) if args.json else None
     args.loaded = [load(path, args.split, 0, args.device, args.dataset, task=True) for path in args.ckpt]

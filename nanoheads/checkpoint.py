@@ -61,11 +61,10 @@ def file_of(path):
     return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
 
 
-def read(path, device="cpu", trust_code=False):
+def read(path, device="cpu"):
     """The dict in a checkpoint file: ours, or nanoGPT's, or a Hugging Face folder's, put into our form.
 
-    Nothing that is read is run. trust_code: of a mechanism in a file of one's own, the file in the
-    checkpoint's folder is run, and a line says so; never what comes from the hub. Raises UserError.
+    Nothing that is read is run. Raises UserError.
     """
     if file_of(path).is_file():
         path = file_of(path)
@@ -77,12 +76,8 @@ def read(path, device="cpu", trust_code=False):
         if not (from_hub or hf.is_folder(path)):
             raise UserError(f"no checkpoint {file_of(path)}")
         state = hf.read(hf.fetch(path) if from_hub else path)
-        trust_code = trust_code and not from_hub
     flags = state["config"].items()
     state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
-    if trust_code:
-        from nanoheads import own_mechanism
-        own_mechanism.trust(state, path)
     return state
 
 
@@ -138,7 +133,7 @@ def from_nanogpt(state):
 def config_of(state, path, **overrides):
     """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. UserError.
 
-    Its flags may need the code of a mechanism in a file of one's own: see allow_code().
+    Its flags may need the code of a mechanism in a file of one's own: see own_mechanism.add_named().
     """
     flags = state["config"]
     if "routing_capacity" in flags:  # a flag until 2026-11-26
@@ -225,18 +220,6 @@ def same_vocabulary(state, dataset, path):
     size = state["config"].get("vocab_size") or 0
     if size < dataset.vocab_size:
         raise UserError(f"{path} knows {size:,} tokens; {new['name']} has {dataset.vocab_size:,}")
-
-
-def allow_code(args, *paths):
-    """Add the mechanisms in files of one's own that the command line lets run, of --ckpt or of these paths.
-
-    args: what a parser with own_mechanism.add_arguments() made. Raises UserError.
-    """
-    if args.mechanism:
-        from nanoheads import own_mechanism
-        own_mechanism.add_named(args)
-    for path in (paths or args.ckpt) if args.trust_code else ():
-        read(path, trust_code=True)
 
 
 # ---- switches of a trained model ----

@@ -49,7 +49,7 @@ HELP_WIDE = 70  # characters of a key's description in a line of --help
 
 @dataclass
 class Presets:
-    """Keys of train.py that are no part of a run's config: two set others, and two say what is done."""
+    """Keys of train.py that are no part of a run's config: two set others, and one says what is done."""
     scale: Optional[Scale] = field(default=None, metadata=dict(
         help="start from config/<scale>.py; with another recipe: not its rates",
         section="presets: keys that set others, each of which may be set by itself as well and then wins"))
@@ -58,8 +58,6 @@ class Presets:
     check: bool = field(default=False, metadata=dict(
         help="try what the mechanisms named promise on a small model, and train nothing",
         section="what is done"))
-    trust_code: bool = field(default=False, metadata=dict(
-        help="run the files of mechanisms of one's own that lie beside the checkpoints that are read"))
 
 
 def load(classes, argv, more=None):

@@ -1,29 +1,24 @@
 """
-Mechanisms in files of one's own: read, checked, added to the flags, recorded. docs/add-a-mechanism.md
+Mechanisms in files of one's own: run, checked, added to the flags, kept with what they made.
+docs/add-a-mechanism.md
 
     python train.py --scale=tiny --mechanism=mine.py    python compare.py --mechanisms=mine.py,other.py:mode
-    python sample.py --ckpt out/a --mechanism=mine.py   python sample.py --ckpt out/a --trust_code
+    python sample.py --ckpt out/a --mechanism=out/a/mine.py
 
-A run keeps a copy of the file beside its checkpoints, which hold its name and digest. What is only read is
-not run: code runs where the command line names its file, or says --trust_code, which takes the copy in the
-checkpoint's own folder and says so.
-
-Such a file stands alone: it imports installed libraries, model.py and nanoheads/, and nothing else, so that
-its text is all that a run has to keep, and all that a digest has to cover. It is read once, as an OwnFile;
-what runs, what is copied and what is recorded is that text.
+A file runs where the command line names it, and nowhere else. What it imports from its own folder are its
+helpers. A run keeps a copy of all of these beside its checkpoints, which hold their names and a digest.
 """
 
-import ast
 import difflib
 import hashlib
 import importlib.util
+import os
 import re
+import shlex
 import sys
-import types
+import traceback
 import typing
-from collections import Counter
-from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -31,99 +26,161 @@ from typing import NamedTuple
 import torch
 
 import model
-from nanoheads import replaced
-from nanoheads.common import OWN_FILES, UserError, fault_of_own_file, read_whole, say, write_atomic
-from nanoheads.configurator import FILE, check, keys_of, near, type_name, where_it_failed
+from nanoheads.common import OWN_FILES, ROOT, UserError, fault_of_own_file, read_whole, write_atomic
+from nanoheads.configurator import FILE, check, keys_of, near, type_name
 from nanoheads.mechanism import Mechanism, choices
 
 ADDED = {}  # class -> its OwnFile
-OURS = {"model", "nanoheads", "lab"}  # the repository's own modules that a file may import, wherever it lies
-ALONE = "a mechanism's file stands alone, so put that code into it"
+# the repository's own modules, which are no helpers of a file that lies beside them
+OURS = {"nanoheads", "lab", "study", "data", "model", "train", "sample", "evaluate", "compare", "bench",
+        "plot_curves"}
 
 
 class OwnFile(NamedTuple):
-    """A file as it was when it was read: it may be edited while a run goes on."""
+    """A file and its helpers as they were when they were read: they may be edited while a run goes on."""
 
     path: Path
     text: bytes
+    helpers: dict = {}  # {path from the file's folder, such as "gates.py" or "project/gates.py": text}
+
+    @property
+    def texts(self):
+        """{path in a run's folder: text} of all of them."""
+        return {self.path.name: self.text, **self.helpers}
 
     @property
     def sha256(self):
-        return hashlib.sha256(self.text).hexdigest()
+        """{path in a run's folder: SHA-256 of the text} of all of them."""
+        return {name: hashlib.sha256(text).hexdigest() for name, text in self.texts.items()}
 
     @property
     def digest(self):
-        """The first 16 digits of its SHA-256."""
-        return self.sha256[:16]
+        """16 digits: the first of its SHA-256; of a file with helpers, of what all of theirs give."""
+        own, *others = self.sha256.values()
+        lines = [own, *map(" ".join, zip(self.helpers, others))]
+        return (hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() if others else own)[:16]
+
+    def __str__(self):
+        return " with ".join(filter(None, (str(self.path), ", ".join(self.helpers))))
 
 
-# ---- reading, which runs nothing ----
+# ---- running a file ----
 
-def opened(path):
-    """The OwnFile of a path. UserError: it is not there, no Python, or imports another file of one's own."""
+def opened(path, helpers=()):
+    """The OwnFile of a path, with those of these helpers that lie beside it. UserError: there is no file."""
     path = Path(path)
     try:
-        file = OwnFile(path, read_whole(path))
+        texts = {name: read_whole(path.parent / name) for name in helpers
+                 if name != path.name and (path.parent / name).is_file()}
+        return OwnFile(path, read_whole(path), texts)
     except OSError as e:
         raise UserError(f"no mechanism file {path} ({e.strerror}); it holds a class for each mechanism, see "
                         "docs/add-a-mechanism.md") from None
-    for name in sorted(imported(file) - OURS):
-        place = place_of(name)
-        if place and not {"site-packages", "dist-packages"} & {*place.parts}:
-            raise UserError(f"{path} imports {name}, which is {place}: {ALONE}")
-    return file
 
 
-def tree_of(file):
-    """The syntax tree of an OwnFile. UserError: it is no Python."""
-    try:
-        return ast.parse(file.text)
-    except (SyntaxError, ValueError) as e:
-        raise UserError(f"{file.path}, {where_it_failed(e, file.path)}") from None
+def run(path):
+    """(the module that a file makes, its OwnFile). UserError, in one line, where it fails.
 
-
-def imported(file):
-    """The first names of all that an OwnFile's import statements name, but for Python's own modules."""
-    names = set()
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.add(node.module.split(".")[0])
-    return names - sys.stdlib_module_names
-
-
-def place_of(name):
-    """The Path of the module of this name on Python's path, or of the package's folder; None: no such."""
-    with suppress(ValueError):  # of a module that says not where it is from, as __main__
-        spec = importlib.util.find_spec(name)
-        if spec and (places := [spec.origin] if spec.has_location else spec.submodule_search_locations):
-            return Path([*places][0]).resolve()
-
-
-# ---- adding, which runs the file ----
-
-def add(path):
-    """Add the mechanisms in a file, once; returns the names of all their modes. UserError.
-
-    path: of the file, or the OwnFile that was read from it.
+    While it runs its folder is the first on Python's path, as it is of a program. Its helpers then leave
+    sys.modules, as another file may have others of the same names.
     """
-    file = path if isinstance(path, OwnFile) else opened(path)
-    if not classes_of(file):
-        replaced.refuse()  # by a file that was added before
-        import_ahead(file)
-        replaced.remember()
-        module = run(file, f"own_mechanism_{file.digest}")
-        replaced.refuse(file.path)
-        for cls in checked_classes(module, file):
+    file, folder = opened(path), Path(path).resolve().parent
+    name = "own_mechanism_" + hashlib.sha256(str(file.path.resolve()).encode() + file.text).hexdigest()[:16]
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, file.path))
+    OWN_FILES.add(str(file.path))
+    writes_bytecode, before = sys.dont_write_bytecode, taken_out(folder)
+    sys.dont_write_bytecode = True  # Python would know a helper by its size and the second of its last change
+    sys.path.insert(0, str(folder))
+    sys.modules[name] = module
+    importlib.invalidate_caches()
+    try:
+        exec(compile(file.text, str(file.path), "exec"), vars(module))  # the text that is kept
+    except Exception as e:  # whatever a file of one's own may do
+        del sys.modules[name]
+        places = [frame.filename for frame in traceback.extract_tb(e.__traceback__)]
+        places += [e.filename] if isinstance(e, SyntaxError) else []
+        OWN_FILES.update(place for place in places if beside(place, folder))
+        raise UserError(str(fault_of_own_file(e) or e)) from None
+    finally:
+        sys.path.remove(str(folder))
+        sys.dont_write_bytecode = writes_bytecode
+        helpers = taken_out(folder)
+        sys.modules.update(before)
+    for helper, each in helpers.items():  # torch.compile finds a function's module by this name
+        each.__name__ = f"{name}_{helper.replace('.', '_')}"
+        sys.modules[each.__name__] = each
+    places = [place for each in helpers.values() if (place := getattr(each, "__file__", None))]
+    OWN_FILES.update(places)
+    return module, opened(path, filter(None, (beside(place, folder) for place in places)))
+
+
+def taken_out(folder):
+    """Take out of sys.modules what was imported from a folder, and return it: {name: module}."""
+    found = set()
+    for name, module in sys.modules.items():
+        if not name.startswith(("__", "own_mechanism_")) and "." not in name:
+            about = getattr(module, "__dict__", {})
+            places = [*(about.get("__path__") or ()), about.get("__file__")]
+            if places[0] and "/" not in (beside(places[0], folder) or "/"):
+                found.add(name)
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in found}
+
+
+def beside(place, folder):
+    """The path of a module's file, or of a package's folder, from the folder in which it is: "gates.py", or
+    "project/gates.py"; None: it is elsewhere, or there as a library, or one of the repository's own.
+    """
+    place = Path(place).parent.resolve() / Path(place).name
+    if place.is_relative_to(ROOT) and place.relative_to(ROOT).parts[0].removesuffix(".py") in OURS:
+        return None
+    if place.is_relative_to(folder):
+        name = place.relative_to(folder)
+        return name.as_posix() if all(part.isidentifier() for part in name.with_suffix("").parts) else None
+
+
+def copy(file, folder):
+    """A copy of an OwnFile and its helpers in a folder; the path of the first. UserError."""
+    for name, text in file.texts.items():
+        target = Path(folder) / name
+        if not target.is_file() or target.read_bytes() != text:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, lambda f, text=text: f.write(text))
+    return Path(folder) / file.path.name
+
+
+# ---- adding its mechanisms ----
+
+def add(path, keep=None):
+    """Run a file, unless it was, and add the mechanisms that it defines; the names of all their modes.
+
+    keep: a folder; what is added is then a copy that is made there, by digest. UserError.
+    """
+    if file := added(path):
+        return [name for cls in classes_of(file) for name in cls.modes]
+    module, file = run(path)
+    classes = mechanisms_in(module, path)
+    try:
+        for cls in classes:
+            if other := next((each for known, each in ADDED.items() if known.flag == cls.flag
+                              and known not in classes), None):
+                raise UserError(f"{path} and {other.path} are two texts of one mechanism, with the flag "
+                                f"{cls.flag}: one at a time")
+            refuse(path, cls, problems(cls))
             model.add_mechanism(cls)
             ADDED[cls] = file
-        choices.cache_clear()
-        for cls in classes_of(file):
-            if problem := next(problems_of_models(cls), None):
-                remove(classes_of(file))
-                raise UserError(f"{file.path}: {cls.__name__}: {problem}")
-    return [name for cls in classes_of(file) for name in cls.modes]
+            choices.cache_clear()
+            refuse(path, cls, problems_of_models(cls))
+    except UserError:
+        remove(classes_of(file))
+        raise
+    if keep:
+        ADDED.update(dict.fromkeys(classes, file._replace(path=copy(file, Path(keep, file.digest)))))
+    return [name for cls in classes for name in cls.modes]
+
+
+def added(path):
+    """The OwnFile that was added from a path, or from another with the same text and helpers; None."""
+    return next((file for file in ADDED.values() if opened(path, file.helpers).digest == file.digest), None)
 
 
 def remove(classes):
@@ -139,126 +196,76 @@ def classes_of(file):
     return [cls for cls, each in ADDED.items() if each.digest == file.digest]
 
 
-def import_ahead(file):
-    """Import what the import statements at the top of an OwnFile name; where that fails, run() says so.
-
-    What a library changes when it is imported is then not taken for what the file changes.
-    """
-    for node in tree_of(file).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            with suppress(Exception):
-                exec(compile(ast.Module([node], []), str(file.path), "exec"), {})
-
-
-def run(file, name):
-    """The module of this name that an OwnFile's text makes. UserError, in one line, where it fails."""
-    path = str(file.path)
-    OWN_FILES.add(path)
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__file__ = path
-    try:
-        exec(compile(file.text, path, "exec"), vars(module))
-    except Exception as e:  # whatever a file of one's own may do
-        del sys.modules[name]
-        alone = f"; {ALONE}" * isinstance(e, ImportError)
-        raise UserError(f"{fault_of_own_file(e) or e}{alone}") from None
-    return module
-
-
-def copy(file, folder):
-    """A copy of an OwnFile in a folder; its path. UserError."""
-    target = Path(folder) / file.path.name
-    if not target.is_file() or target.read_bytes() != file.text:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, lambda f: f.write(file.text))
-    return target
-
-
-# ---- what is wrong with a class as it is declared ----
-
-def checked_classes(module, file):
-    """The mechanisms that an OwnFile's module defines. UserError: one is declared wrongly, or is there."""
-    count = Counter(node.name for node in tree_of(file).body if isinstance(node, ast.ClassDef))
-    if twice := [name for name in count if count[name] > 1]:
-        raise UserError(f"{file.path} defines {twice[0]} twice, so that the first would be lost: rename one")
+def mechanisms_in(module, path):
+    """The classes of mechanisms that a file's module defines. UserError: it defines none."""
     classes = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
-             and cls.__module__ == module.__name__]
+               and cls.__module__ == module.__name__]
     # a class without a flag that others extend is what they share
     classes = [cls for cls in classes if cls.flag or not any(cls in other.__mro__[1:] for other in classes)]
     if not classes:
-        raise UserError(f"{file.path} must define a class that extends Mechanism; it defines none")
-    for i, cls in enumerate(classes):
-        if other := next((each for known, each in ADDED.items() if known.flag == cls.flag), None):
-            raise UserError(f"{file.path} and {other.path} are two texts of one mechanism, with the flag "
-                            f"{cls.flag}: one at a time")
-        if problem := next(problems(cls, classes[:i]), None):
-            raise UserError(f"{file.path}: {cls.__name__}: {problem}")
-    for other in ADDED.values():
-        if other.path.name == file.path.name:
-            raise UserError(f"{file.path} and {other.path} have one name, and a run keeps both in its "
-                            "folder: rename one of them")
+        raise UserError(f"{path} must define a class that extends Mechanism; it defines none")
     return classes
 
 
-def problems(cls, before=()):
-    """Yield what is wrong with a class, sentence by sentence.
+def refuse(path, cls, sentences):
+    """UserError with the first of these sentences about a class, if there is one."""
+    for sentence in sentences:
+        raise UserError(f"{path}: {cls.__name__}: {sentence}")
 
-    before: classes of the same file, whose names are taken.
-    """
-    if not hasattr(cls.Options, "__dataclass_fields__"):
-        yield "it needs a class Options inside, with its flags as annotated fields"
-        return
-    for key in ("name", "flag"):
-        if not isinstance(getattr(cls, key), str):
-            yield f"{key}={getattr(cls, key)!r} must be a text"
-            return
+
+# ---- what is wrong with a class ----
+
+def problems(cls):
+    """Yield what is wrong with a class as it is declared, sentence by sentence."""
     known = [name for name in vars(Mechanism) if not name.startswith("_")]
     for name in (name for name in vars(cls) if name not in known):
         for meant in difflib.get_close_matches(name, known, 1, 0.88):  # a letter of nine may be another
             yield (f"{name} is nothing that a mechanism is asked for; did you mean {meant}? If it is your "
                    "own, give it a name that is less like that one")
+    if not is_dataclass(cls.Options):
+        yield "it needs a class Options inside, with its flags as annotated fields"
+        return
     own = cls.fields()
     if not cls.flag or cls.flag not in own:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
         return
     if misnamed := [name for name in own if not name.startswith(cls.flag)]:
         yield f"Options: {misnamed[0]} must begin with {cls.flag}, as all its flags do"
-    if any(getattr(cls.Options, name, ...) is ... for name in own):
+    if any(f.default is MISSING and f.default_factory is MISSING for f in fields(cls.Options)):
         yield "Options: every flag needs a default, at which it does nothing"
     elif getattr(cls.Options, cls.flag) not in (None, False):
         yield f"Options: {cls.flag} must be off (None or False) where it is not set"
-    flags = {*model.GPTConfig.defaults(), "own", *(name for each in before for name in each.fields())}
-    if taken := set(own) & flags:
+    if taken := set(own) & {*model.GPTConfig.defaults(), "own"}:
         yield f"Options: there is a flag {min(taken)} already: choose another name"
-    taken = {other.name for other in [*model.MECHANISM_CLASSES, *before]} | {*dir(model.CausalSelfAttention)}
-    if not cls.name.isidentifier() or cls.name in taken:
+    taken = {other.name for other in model.MECHANISM_CLASSES} | {*dir(model.CausalSelfAttention)}
+    if not str(cls.name).isidentifier() or cls.name in taken:
         yield f"name={cls.name!r} must be a name of its own: it is the layer's attribute"
-    yield from problems_of_modes(cls, before)
+    for key, form in (("modes", f"{{name: {{{cls.flag!r}: ...}}}}"),
+                      ("neutral", "{mode: {flag or parameter: value}}")):
+        value = getattr(cls, key)
+        if not isinstance(value, dict) or not all(isinstance(each, dict) for each in value.values()):
+            yield f"{key}={value!r} must be a dict of dicts, {form}"
+            return
+    yield from problems_of_modes(cls)
 
 
-def problems_of_modes(cls, before):
+def problems_of_modes(cls):
     """Yield what is wrong with the types of a class's flags, and with its modes, sentence by sentence."""
     try:
         hints = typing.get_type_hints(cls.Options)
     except Exception as e:  # whatever an annotation may say
         yield f"Options: an annotation cannot be read: {type(e).__name__}: {e}"
         return
-    form = f"{{name: {{{cls.flag!r}: ...}}}}"
-    if not isinstance(cls.modes, dict) or not all(isinstance(flags, dict) for flags in cls.modes.values()):
-        yield f"modes={cls.modes!r} must be a dict of dicts, {form}"
-        return
-    if not isinstance(cls.neutral, dict) or not all(isinstance(each, dict) for each in cls.neutral.values()):
-        yield f"neutral={cls.neutral!r} must be a dict of dicts, {{mode: {{flag or parameter: value}}}}"
-        return
     if not cls.modes:
-        yield f"modes must name at least one mode, {form}"
-    for mode, flags in cls.modes.items():
-        if cls.flag not in flags:
-            yield f"modes: {mode!r} does not set {cls.flag}, the flag that turns the class on: {form}"
+        yield f"modes must name at least one mode, {{name: {{{cls.flag!r}: ...}}}}"
     types = {**{key: t for key, (t, _, _) in keys_of((model.GPTConfig,)).items()}, **hints}
     for mode, flags in cls.modes.items():
-        if not (isinstance(mode, str) and re.fullmatch(r"\w+", mode)):
+        if not re.fullmatch(r"\w+", str(mode)):
             yield f"modes: {mode!r} must be a name, of letters, digits and _"
+        if mode in model.MECHANISMS:
+            yield f"modes: there is a mode {mode} already: choose another name"
+        if cls.flag not in flags:
+            yield f"modes: {mode!r} does not set {cls.flag}, the flag that turns the class on"
         for key, value in flags.items():
             if key not in types:
                 yield f"modes: {mode} sets {key}, and there is no such flag{meant(key, types)}"
@@ -267,10 +274,14 @@ def problems_of_modes(cls, before):
                 check(value, types[key])
             except ValueError:
                 yield f"modes: {mode}: {key}={value!r} is not {type_name(types[key])}"
-    for name in set(cls.modes) & {*model.MECHANISMS, *(mode for each in before for mode in each.modes)}:
-        yield f"modes: there is a mode {name} already: choose another name"
     for name in set(cls.neutral) - set(cls.modes):
         yield f"neutral: there is no mode {name}{meant(name, cls.modes)}"
+
+
+def meant(name, known):
+    """Words behind a name that is none of the known ones; "": nothing is like it."""
+    nearest = near(str(name), known)
+    return f"; did you mean {nearest}?" if nearest else ""
 
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)
@@ -347,68 +358,13 @@ def lost_constants(cls, mode, gpt):
                        f"model would start with {start[0]:.3g}; give them in initial_values()")
 
 
-def meant(name, known):
-    """Words behind a name that is none of the known ones; "": nothing is like it."""
-    nearest = near(str(name), known)
-    return f"; did you mean {nearest}?" if nearest else ""
-
-
 # ---- the command line ----
 
 def add_arguments(parser):
-    """The arguments of every program that reads checkpoints, by which code of one's own may run."""
+    """The argument of every program that reads checkpoints, by which code of one's own is run."""
     parser.add_argument("--mechanism", action="append", default=[], metavar="FILE",
                         help="the file of a mechanism of one's own that a checkpoint was made with; several "
                              "with commas, or repeated")
-    parser.add_argument("--trust_code", action="store_true",
-                        help="run the file of such a mechanism that lies in the checkpoint's own folder, and "
-                             "say so; without this or --mechanism nothing that is read is run")
-
-
-def take(command, keep=None, every=True):
-    """Add the files that a configurator.Command names; in it they become the names of their modes.
-
-    Their paths are set with them, own_mechanism; keep: a folder where copies are made first, by digest.
-    every: a file stands for all its modes; without, UserError where it has several.
-    """
-    names, files = command.names(), []
-    named(filter(None, names.pop("own_mechanism", ())), files, keep)
-    for key, words in names.items():
-        if (modes := named(words, files, keep, every)) != words:
-            command.put(key, ",".join(modes))
-    if files:
-        command.put("own_mechanism", ",".join(dict.fromkeys(files)))
-
-
-def take_argument(args):
-    """take() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
-    files = []
-    named(filter(None, (args.own_mechanism or "").split(",")), files)
-    if args.mechanisms:
-        args.mechanisms = ",".join(named(args.mechanisms.split(","), files))
-    args.own_mechanism = ",".join(dict.fromkeys(files)) or None
-
-
-def named(words, files, keep=None, every=True):
-    """Names of mechanisms, in which a file is those of its modes; its path is put to `files`. UserError."""
-    names = []
-    for word in map(str.strip, map(str, words)):
-        if not (match := FILE.fullmatch(word)):
-            names.append(word)
-            continue
-        path, mode = match.groups()
-        if "," in path:
-            raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
-        file = opened(path)
-        file = file._replace(path=copy(file, Path(keep, file.digest))) if keep else file
-        modes = add(file)
-        if mode and mode not in modes:
-            raise UserError(f"{path} has no mode {mode}; it has {', '.join(modes)}")
-        if not (mode or every) and any(len(cls.modes) > 1 for cls in classes_of(file)):
-            raise UserError(f"{path} has the modes {', '.join(modes)}: name one, as in {path}:{modes[0]}")
-        files.append(str(file.path))
-        names += [mode] if mode else modes
-    return names
 
 
 def add_named(args):
@@ -417,31 +373,89 @@ def add_named(args):
     for word in words:
         if not FILE.fullmatch(word):
             raise UserError(f"--mechanism={word} must be a file here, mine.py: the checkpoint says the rest")
-    named(words, [])
+    named(words)
+
+
+def take(command, keep=None, every=True):
+    """Add the files that a configurator.Command names; in it they become the names of their modes.
+
+    Their paths are set with them, own_mechanism; keep: see add(). every: a file stands for all its modes;
+    without, UserError where it has several.
+    """
+    names = command.names()
+    _, files = named(filter(None, names.pop("own_mechanism", ())), keep)
+    for key, words in names.items():
+        modes, more = named(words, keep, every)
+        files += more
+        if modes != words:
+            command.put(key, ",".join(modes))
+    refuse_one_name(files)
+    if files:
+        command.put("own_mechanism", ",".join(dict.fromkeys(str(file.path) for file in files)))
+
+
+def take_argument(args):
+    """take() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
+    _, files = named(filter(None, (args.own_mechanism or "").split(",")))
+    if args.mechanisms:
+        modes, more = named(args.mechanisms.split(","))
+        args.mechanisms, files = ",".join(modes), files + more
+    args.own_mechanism = ",".join(dict.fromkeys(str(file.path) for file in files)) or None
+
+
+def named(words, keep=None, every=True):
+    """(names of mechanisms, in which a file is those of its modes; the OwnFiles added). UserError."""
+    names, files = [], []
+    for word in map(str.strip, map(str, words)):
+        if not (match := FILE.fullmatch(word)):
+            names.append(word)
+            continue
+        path, mode = match.groups()
+        if "," in path:
+            raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
+        modes, file = add(path, keep), added(path)
+        if mode and mode not in modes:
+            raise UserError(f"{path} has no mode {mode}; it has {', '.join(modes)}")
+        if not (mode or every) and any(len(cls.modes) > 1 for cls in classes_of(file)):
+            raise UserError(f"{path} has the modes {', '.join(modes)}: name one, as in {path}:{modes[0]}")
+        files.append(file)
+        names += [mode] if mode else modes
+    return names, files
+
+
+def refuse_one_name(files):
+    """UserError where two OwnFiles, or helpers of theirs, have one name and other texts: a run keeps both."""
+    found = {}
+    for file in files:
+        for name, text in file.texts.items():
+            other, its = found.setdefault(name, (file, text))
+            if its != text:
+                raise UserError(f"{file.path} and {other.path} come with two different {name}, and a run "
+                                "keeps both in its folder: rename one of them")
 
 
 # ---- checkpoints ----
 
 def files_for(config):
     """The OwnFiles of the mechanisms of one's own that a GPTConfig has on."""
-    return list(dict.fromkeys(file for cls, file in ADDED.items() if cls.is_on(config)))
+    found = {file.digest: file for cls, file in ADDED.items() if cls.is_on(config)}
+    return [*found.values()]
 
 
 def record(config):
-    """What a checkpoint holds of them: [{"file": name, "digest": ...}]."""
-    return [dict(file=file.path.name, digest=file.digest) for file in files_for(config)]
+    """What a checkpoint holds of them: [{"file": name, "digest": ...}], with "helpers" where it has some."""
+    return [dict(file=file.path.name, digest=file.digest)
+            | (dict(helpers=sorted(file.helpers)) if file.helpers else {}) for file in files_for(config)]
 
 
-def held(config, folder):
-    """What a new checkpoint in a folder holds of them: {} or {"own_mechanism": ...}; copies go there."""
+def keep(config, folder):
+    """Put copies of them into a run's folder. UserError."""
     for file in files_for(config):
         copy(file, folder)
-    records = record(config)
-    return dict(own_mechanism=records) if records else {}
 
 
 def lacking(state):
-    """The records in a read checkpoint, [{"file", "digest"}], whose code was not added."""
+    """The records in a read checkpoint, as record()'s, whose code was not added."""
     there = {file.digest for file in ADDED.values()}
     return [each for each in state.get("own_mechanism") or [] if each["digest"] not in there]
 
@@ -452,36 +466,48 @@ def flags_of(state, path):
     if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
         flags.update(own)
     if missing := lacking(state):
-        files = " and ".join(map(words_of, missing))
-        if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
-            raise UserError(f"{path} was made with {files}, and {other.path} is another text (sha256 "
-                            f"{other.digest}...): name the file that it was made with")
-        raise UserError(f"{path} was made with the mechanism in {files}, and what is only read is not run: "
-                        "name its file, --mechanism=FILE, or say --trust_code to run the one in its folder")
+        raise UserError(how_to_name(missing, flags, path))
     if unknown := sorted(set(flags) - set(model.GPTConfig.defaults())):
         raise UserError(f"{path} was written by another version: unknown flags {', '.join(unknown)}")
     return flags
 
 
-def words_of(record):
-    """A file's name and the digest of its text, in words."""
-    return f"{record['file']} (sha256 {record['digest']}...)"
+def how_to_name(missing, flags, path):
+    """What to say of a checkpoint whose code was not added: the line ends in the command that names it, where
+    the copies in its folder are what it was made with.
 
-
-def trust(state, path):
-    """Add what a read checkpoint's flags need from its own folder, and say what is run. UserError."""
+    missing: of lacking(); flags: the checkpoint's; path: of the checkpoint.
+    """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    for each in lacking(state):
-        place = Path(folder, each["file"])
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{path} was made with {words_of(each)}, a name that leads out of {folder}: such "
-                            "a file is never run")
-        if not place.is_file():
-            raise UserError(f"{path} was made with {words_of(each)}, which is not in {folder}: name it, "
-                            "--mechanism=FILE")
-        file = opened(place)
-        if file.digest != each["digest"]:
-            raise UserError(f"{path} was made with {words_of(each)}, and {place} is another text (sha256 "
-                            f"{file.digest}...): name the right one, --mechanism=FILE")
-        say(f"--trust_code runs {place}", file=sys.stderr, flush=True)
-        add(file)
+    copies = [folder / each["file"] for each in missing]
+    files = " and ".join(f"{each['file']} (sha256 {each['digest']}...)" for each in missing)
+    made = f"{path} was made with the mechanism in {files}"
+    if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
+        return f"{made}, and {other} is another text (sha256 {other.digest}...): name the right file"
+    for copy, each in zip(copies, missing):
+        if not copy.is_file():
+            return f"{made}, and there is no copy {copy}: name the right file, --mechanism=FILE"
+        if (there := opened(copy, each.get("helpers", ()))).digest != each["digest"]:
+            return (f"{made}, and {there} is another text (sha256 {there.digest}...): name the right file, "
+                    "--mechanism=FILE")
+    names = " and ".join(each["file"] for each in missing)
+    return (f"{path} was made with the mechanism in {names}, and what is only read is not run: "
+            f"{command_with(copies)}")
+
+
+def command_with(files):
+    """The command of this process, and with it the files of one's own to run; of other code, such as a
+    notebook, the call that adds them.
+    """
+    main = sys.modules["__main__"]
+    place = Path(getattr(main, "__file__", None) or "/").resolve()
+    if place.parent not in (ROOT, ROOT / "lab"):
+        return "; ".join(f"own_mechanism.add({str(file)!r})" for file in files)
+    # train.py would turn on what --mechanism names, and take the last --own_mechanism alone
+    key = "own_mechanism" if place.name == "train.py" else "mechanism"
+    every = dict.fromkeys(map(str, [*(file.path for file in ADDED.values()), *files]))
+    named = f"--{key}={','.join(every)}"
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"add {shlex.quote(named)} to the command of torchrun"
+    program = ["-m", main.__spec__.name] if main.__spec__ else [sys.argv[0]]
+    return shlex.join(["python", *program, *sys.argv[1:], named])

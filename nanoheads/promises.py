@@ -98,6 +98,18 @@ def cache(model, plain):
         return f"with a cache the hidden states are off by {off:.1e}"
 
 
+def note_on_cache(config, classes):
+    """A line where mechanisms of these classes, as a GPTConfig has them, differ with a cache; None."""
+    flags = {key: getattr(config, key) for cls in classes for key in cls.fields()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            wrong = cache(made(flags, config.recipe), None)
+    except Exception:  # they cannot be so small, or are wrong in another way, of which training will tell
+        return None
+    return wrong and (f"Note: {', '.join(cls.__name__ for cls in classes)}: {wrong}. Training and scores use "
+                      "none, but what is sampled will be wrong (promise 'cache' of train.py --check)")
+
+
 @torch.no_grad()
 def padding(model, plain):
     idx = tokens(1, 1, T)

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from nanoheads import checkpoint
-from nanoheads.common import OWN_FILES, UserError
+from nanoheads.common import UserError
 from nanoheads.configurator import typed
 from nanoheads.corpus import gpt2_is_here
 from nanoheads.dataset import Dataset
@@ -29,13 +29,6 @@ BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble 
 
 
 # ---- scoring ----
-
-def refuse_replaced():
-    """UserError where a mechanism of one's own replaced something of the programs that score it."""
-    if OWN_FILES:
-        from nanoheads import replaced  # only here: most runs have none
-        replaced.refuse()
-
 
 def windows(n, block_size, stride):
     """[(start, end, scored)]: read tokens [start, end), score the last `scored`; each of n is scored once."""
@@ -144,9 +137,8 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
     stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, and with
     one `longest` the same for each model, see windows_of(). Windows go to ranks in turn; the caller adds the
     ranks' sums up. rows: windows in a forward pass, None: by batch_tokens. into: a list that the nats of each
-    token are added to, in parts. UserError: a mechanism replaced something of these programs.
+    token are added to, in parts.
     """
-    refuse_replaced()
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens, longest)[rank::world]
     fitting, most = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
@@ -174,7 +166,6 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
                     bar.update(each.size)
     finally:
         model.train(was_training)
-    refuse_replaced()  # its code ran meanwhile
     return np.concatenate(parts) if per_token else (nats, count)
 
 

@@ -151,13 +151,12 @@ def default_folder(model_config, config):
     return str(folder), line
 
 
-def left_open(command, trusted):
+def left_open(command):
     """(where it comes from, {key: value}) of what a configurator.Command that goes on in a named folder need
     not repeat, or None.
 
     That is what the run there was asked for, of --resume all, of --eval_only what evaluating depends on.
-    trusted: the code of a mechanism of one's own that lies there may run. UserError: it is needed, and may
-    not.
+    UserError: it needs the code of a mechanism of one's own that was not named.
     """
     given = command.values("out_dir", "resume", "init_from", "eval_only")
     folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
@@ -177,7 +176,7 @@ def left_open(command, trusted):
     if asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
         last = Path(folder, "ckpt.pt")
-        own_mechanism.flags_of(checkpoint.read(last, trust_code=trusted), last)
+        own_mechanism.flags_of(checkpoint.read(last), last)
     return str(path), asked
 
 
@@ -327,9 +326,10 @@ def print_changes(config, before, step):
 
 def try_mechanisms(model, config):
     """UserError where a mechanism gives scores that cannot be, or loses the values that it starts from, looks
-    ahead or mixes rows. The last three are asked of mechanisms that no test of ours has tried.
+    ahead or mixes rows; a line where it differs with a cache. All but the first is asked of mechanisms that
+    no test of ours has tried.
     """
-    from nanoheads import causality, own_mechanism  # only here: a plain GPT does without
+    from nanoheads import causality, own_mechanism, promises  # only here: a plain GPT does without
     if OWN_FILES and model.changes_scores:
         try_scores(model)
     for cls in (untried := causality.untried(model.config)):
@@ -337,6 +337,8 @@ def try_mechanisms(model, config):
             raise UserError(f"{cls.__name__}: {problem}")
     if untried:
         causality.refuse(causality.grown(model), config, "before training", step=0)
+        if note := promises.note_on_cache(model.config, untried):
+            print_once(note)
 
 
 @torch.no_grad()

@@ -24,8 +24,11 @@ class Features:
         if not Path(path).is_file():
             raise UserError(f"teacher={path}: there is no such file")
         self.path, self.width = path, width
-        self.function = getattr(own_mechanism.run(own_mechanism.opened(path), "own_teacher"), "features",
-                                None)
+        module, file = own_mechanism.run(path)
+        if file.helpers:
+            raise UserError(f"teacher={path}: it imports {min(file.helpers)}, of which a study would not see "
+                            "a change: put that code into it")
+        self.function = getattr(module, "features", None)
         if not callable(self.function):
             raise UserError(f"teacher={path}: it must have a function features(ids)")
 

@@ -47,7 +47,8 @@ def digests_of(training, model, command=None):
     data = data_of(training, model.block_size)
     for split in () if training.task else data.splits:
         data.tokens(split)  # its file is compared with its sha256
-    own = {f"mechanism {file.path.name}": file.sha256 for file in own_mechanism.files_for(model)}
+    own = {f"mechanism {name}": sha256 for file in own_mechanism.files_for(model)
+           for name, sha256 in file.sha256.items()}
     if training.labels:
         own.update(digests_of_labels(data, training, model))
     for key in ("teacher", "policy_rules"):

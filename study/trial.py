@@ -179,18 +179,19 @@ class Changed(UserError):
 def add_mechanisms(spec, paths):
     """Add the mechanisms of one's own that a run needs, from the files that its command line names.
 
-    A file that spec.json alone names is never run. UserError: none is named; Changed: it has another text.
+    A file that spec.json alone names is never run. UserError: none is named; Changed: it, or a module beside
+    it that it imports, is another text, which then does not run.
     """
     planned = spec["train"].get("own_mechanism")
     if planned and not paths:
         raise UserError(f"this run is of a mechanism in {planned}, and what is only read is not run: "
                         f"name it, --mechanism={planned}")
-    opened = [own_mechanism.opened(path) for path in paths if planned]
-    for file in opened:
-        if file.sha256 not in spec["own"].values():
-            raise Changed(f"{file.path}, the mechanism's file,")
-    for file in opened:
-        own_mechanism.add(file)
+    names = [key.removeprefix("mechanism ") for key in spec["own"] if key.startswith("mechanism ")]
+    for path in paths if planned else ():
+        for name, sha256 in own_mechanism.opened(path, names).sha256.items():
+            if sha256 != spec["own"].get(f"mechanism {name}"):
+                raise Changed(f"{Path(path).parent / name}, the mechanism's file,")
+        own_mechanism.add(path)
 
 
 def check_unchanged(folder, spec):

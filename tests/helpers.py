@@ -21,7 +21,7 @@ import torch
 from hypothesis import assume, strategies as st
 
 from model import GPT, MECHANISM_CLASSES, MECHANISMS, RECIPES, GPTConfig
-from nanoheads import checkpoint, own_mechanism as own, prepare, replaced
+from nanoheads import checkpoint, own_mechanism as own, prepare
 from nanoheads.common import OWN_FILES
 from nanoheads.configurator import alternatives, headed_fields, is_choice
 from nanoheads.dataset import Writer
@@ -159,7 +159,6 @@ def forget_own_mechanisms(but=()):
     """As in a process that has added none, but for these classes."""
     own.remove({*own.ADDED} - {*but})
     OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
-    replaced.BEFORE.clear()
 
 
 def curve(steps=60, every=20, floor=1.0):

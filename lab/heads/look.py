@@ -42,7 +42,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads import checkpoint, task_scores
+from nanoheads import own_mechanism, task_scores
 from nanoheads.arguments import add_checkpoints
 from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural, read_whole,
                               say, table, writable, write_atomic, write_json)
@@ -537,7 +537,7 @@ def main(argv=None):
     p.add_argument("--json", help="write the mean of each series, and where the picture is, to this file")
     with last_words(PROGRAM):
         args = p.parse_args(argv)
-        checkpoint.allow_code(args)
+        own_mechanism.add_named(args)
         numbers, lines = run(args)
         if args.json:
             write_json(args.json, numbers)

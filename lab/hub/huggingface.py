@@ -567,6 +567,9 @@ def write_code(folder, config):
             text = text.replace("\n\n\nclass ", f"\n\n{added}\n\nclass ", 1)
         (folder / Path(name).name).write_text(text, encoding="utf-8")
     for i, file in enumerate(files):
+        if file.helpers:
+            raise UserError(f"{file.path}: a folder for transformers cannot hold {min(file.helpers)}, which "
+                            "it imports: put that code into it")
         own.copy(file, folder / "own")
         code = as_package(file.text.decode("utf-8-sig"))
         if left := imports_of_ours(code):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model import GPT
-from nanoheads import checkpoint
+from nanoheads import checkpoint, own_mechanism
 from nanoheads.arguments import add_scoring
 from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
 from nanoheads.scoring import at_context, load
@@ -119,8 +119,7 @@ def ask(word, probe, split, argv, more=add_seed, **options):
         for key in ("seed", "tokens"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
-        others = [*getattr(args, "plain", ()), getattr(args, "judge", None)]
-        checkpoint.allow_code(args, *args.ckpt, *filter(None, others))
+        own_mechanism.add_named(args)
         args.device = pick_device(args.device)
         out = writable(args.json) if args.json else None
         numbers, lines = probe(args)

@@ -27,7 +27,7 @@ from nanoheads import sampling
 from nanoheads.common import UserError, last_folders, table
 from nanoheads.logits import check_sampling
 from nanoheads.sampling import bfloat16_on_gpu, same_tokens, settings_of, stop_of, until_stop, write
-from nanoheads.scoring import (LOGITS_AT_ONCE, bits, nats_of_last, refuse_replaced, window_ids,
+from nanoheads.scoring import (LOGITS_AT_ONCE, bits, nats_of_last, window_ids,
                                windows)
 from nanoheads.timing import progress_bar
 from nanoheads.tokenizer import Tokenizer
@@ -121,7 +121,6 @@ def nats_after(model, separator, pairs):
             batch = group[first:first + rows]
             ids = torch.from_numpy(np.stack([piece[1] for piece in batch])).to(device)
             np.add.at(totals, [piece[0] for piece in batch], nats_of_last(model, ids, scored).sum(1))
-    refuse_replaced()
     return totals
 
 

@@ -113,7 +113,8 @@ def test_a_mechanism_of_ones_own_is_checked_and_trained(core):
     assert checked and all(line.startswith("forget ") and line.endswith(" kept") for line in checked)
     run = [*SMALL, f"--dataset={core.data}"]
     core("train.py", "--mechanism=mine.py", *run, "--out_dir=out/mine")
-    core("evaluate.py", "--ckpt=out/mine", "--device=cpu", "--trust_code")
+    core("evaluate.py", "--ckpt=out/mine", "--device=cpu",
+         "--mechanism=out/mine/mine.py")
     said = core("train.py", "--mechanism=tests/leaks.py:leak_rows", *run, "--out_dir=out/leak", fails=True)
     assert said.startswith("train: before training row ") and said.count("\n") == 1
     assert not (core.folder / "out/leak/best.pt").exists()

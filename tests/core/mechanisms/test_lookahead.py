@@ -37,8 +37,7 @@ def wrong(model, dtype="float32", batch_size=16):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, words", [
     ("leak_block", r"looks ahead: position 0 changes with the token at 1 \(in training, 16 rows"),
-    # each row takes the one two before it, in each of two blocks: row 0 changes with 14 and 12
-    ("leak_rows", r"row 0 of a batch changes with row 12 \(in training"),
+    ("leak_rows", r"row 0 of a batch changes with other rows \(in training"),
     ("leak_late", r"looks ahead: position 100 changes with the token at 101 \(in training"),
     ("leak_training", r"looks ahead: position 0 changes with the token at 1 \(in training"),
     ("leak_evaluation", r"looks ahead: position 0 changes with the token at 1 \(when evaluated, 32 rows"),

@@ -116,7 +116,8 @@ def test_two_ranks_learn_a_task_as_one_process_does(task_args, rows, tmp_path):
 
 def test_an_own_mechanism_is_trained_and_scored_on_a_task(task_args, mine, scored, tmp_path):
     train.main([*task_args(recipe="modern", n_layer=2), f"--mechanism={mine()}"])
-    found, _ = scored("--ckpt", tmp_path / "run", "--trust_code", "--rows", 3)
+    found, _ = scored("--ckpt", tmp_path / "run", f"--mechanism={tmp_path / 'run' / 'mine.py'}",
+                      "--rows", 3)
     assert set(found["runs"][0]["levels"]) == {"1", "3"}
 
 

@@ -383,12 +383,12 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
         done = run_here(*command, named)
         assert done.returncode == 0, done.stderr
     # a new checkpoint, with a copy of its own
-    done = run_here("evaluate.py", "--ckpt", tmp_path / "less", "--split=val", "--trust_code")
-    assert f"--trust_code runs {tmp_path / 'less' / 'mine.py'}\n" in done.stderr
+    done = run_here("evaluate.py", "--ckpt", tmp_path / "less", "--split=val",
+                    f"--mechanism={tmp_path / 'less' / 'mine.py'}")
     assert done.returncode == 0 and (tmp_path / "less" / "mine.py").read_text() == CODE, done.stderr
     (out / "mine.py").write_text(CODE + "\n# changed\n")
-    for allowed in ("--trust_code", named):
-        done = run_here("evaluate.py", "--ckpt", out, allowed)
+    for more in ([], [named]):
+        done = run_here("evaluate.py", "--ckpt", out, *more)
         assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
         assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
 
@@ -466,18 +466,18 @@ def test_it_is_timed(mine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine.py", "mechanism.py", "own_mechanism.py"])
-def test_an_export_is_read_as_text_and_runs_where_it_is_trusted(name, mine, tmp_path, capsys):
+def test_an_export_is_read_as_text_and_runs_where_it_is_named(name, mine, tmp_path):
     with without_own_mechanisms():
         own.add(mine(name=name))
         gpt, idx = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval(), torch.arange(9)[None]
         hf.export(gpt, None, tmp_path / "hf")
         want = gpt(idx).logits
     state = checkpoint.read(str(tmp_path / "hf"))
-    with pytest.raises(UserError, match="what is only read is not run: name its file"):
-        checkpoint.build(state, "hf")
-    trusted = checkpoint.read(str(tmp_path / "hf"), trust_code=True)
-    assert torch.equal(checkpoint.build(trusted, "hf")(idx).logits, want)
-    assert capsys.readouterr().err == f"--trust_code runs {tmp_path / 'hf' / 'own' / name}\n"
+    with pytest.raises(UserError, match="what is only read is not run: ") as e:
+        checkpoint.build(state, tmp_path / "hf")
+    assert str(e.value).endswith(f"own_mechanism.add('{tmp_path / 'hf' / 'own' / name}')")
+    own.add(tmp_path / "hf" / "own" / name)
+    assert torch.equal(checkpoint.build(state, tmp_path / "hf")(idx).logits, want)
 
 
 @pytest.mark.slow
