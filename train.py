@@ -738,8 +738,8 @@ def main(argv=None):
         if asked.get("check"):
             from nanoheads import promises
             return promises.main(command)
-        # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as X/config.json
-        # says
+        # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as
+        # X/config.json says
         of_run = start.left_open(command)
         (model_config, config), given = configurator.made(
             command, __doc__, flags_by_name(), base=of_run)
