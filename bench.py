@@ -37,9 +37,8 @@ import torch
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig
 from nanoheads import configurator, own_mechanism
-from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, explain, from_lab,
-                              keep_freed_memory, last_words, pick_device, plural, say, table, writable,
-                              write_json)
+from nanoheads.common import (ROOT, UserError, as_program, explain, from_lab, keep_freed_memory, last_words,
+                              pick_device, plural, say, table, writable, write_json)
 from nanoheads.config import TrainConfig
 from nanoheads.kernels import allow_graphs
 from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
@@ -60,8 +59,11 @@ LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no nu
 def ours(recipe, args, flags={}, off=0.0):
     """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
     def build():
-        model = GPT(GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size, n_layer=args.n_layer,
-                              n_head=args.n_head, n_embd=args.n_embd, recipe=recipe, **flags))
+        sizes = "vocab_size", "block_size", "n_layer", "n_head", "n_embd"
+        try:
+            model = GPT(GPTConfig(**{key: getattr(args, key) for key in sizes}, recipe=recipe, **flags))
+        except ValueError as e:  # sizes that make no model
+            raise UserError(str(e)) from None
         if off:
             prune_heads(model, {layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
         config = TrainConfig(dtype=args.dtype, compile=args.compile,
@@ -318,7 +320,7 @@ def memory_table(rows, reference):
 # ---- command line ----
 
 def arguments(argv):
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"],
                    help="default train,decode; with --mechanisms train")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")

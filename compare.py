@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads import answer_interrupts, configurator, own_mechanism
-from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, git_commit, json_safe,
-                              pick_device, plural, say, table, writable, writable_folder, write_json)
+from nanoheads import configurator, own_mechanism
+from nanoheads.common import (UserError, as_program, git_commit, json_safe, pick_device, plural, say, table,
+                              writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
 from nanoheads.files import LONGEST, find, joined
 from nanoheads.log import read_json
@@ -488,19 +488,11 @@ def run(argv):
 @as_program("compare")
 def main(argv=None):
     """The command line. Exit status: 0: all that was asked for is done; 130: it was stopped; else 1."""
-    answer_interrupts()
     try:
         run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         print("\ncompare: stopped; what is done is kept, and the same command goes on", file=sys.stderr)
         sys.exit(130)
-    except UserError as e:
-        sys.exit("\n".join(f"compare: {line}" for line in str(e).splitlines()))
-    except Exception as e:
-        problem = explain(e) if isinstance(e, OSError) else fault_of_own_file(e)
-        if problem is None:
-            raise
-        sys.exit(f"compare: {problem}")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from itertools import groupby
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names, own_mechanism, task_scores
 from nanoheads.arguments import add_pack, add_scoring, default_runs
-from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
-                              say, table, writable, write_json)
+from nanoheads.common import (UserError, as_program, last_folders, last_words, pick_device, say, table,
+                              writable, write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import evaluate, load
 
@@ -235,7 +235,7 @@ def evaluate_task(args, device):
 @as_program("evaluate")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")

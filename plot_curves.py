@@ -23,15 +23,15 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads import other_names
-from nanoheads.common import (ArgumentParser, as_program, from_lab, last_words, printable, say, writable,
-                              writable_folder, write_json)
+from nanoheads.common import (as_program, from_lab, last_words, printable, say, writable, writable_folder,
+                              write_json)
 from nanoheads.curves import AXES, plot_runs
 from nanoheads.files import cleaned, joined
 
 
 def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
                         help="run folders (default: all under out/, and folders out-...)")
     parser.add_argument("--out", type=Path, metavar="DIR",

@@ -27,8 +27,8 @@ from functools import partial
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names, own_mechanism, task_scores
 from nanoheads.arguments import add_checkpoints, add_pack, default_runs
-from nanoheads.common import (ArgumentParser, UserError, as_program, from_lab, last_words, pick_device, say,
-                              writable, write_json)
+from nanoheads.common import (UserError, as_program, from_lab, last_words, pick_device, say, writable,
+                              write_json)
 from nanoheads.sampling import (add_arguments, add_special, check, encode, generate, model_and_tokenizer,
                                 read_prompt, side_by_side, stop_of)
 from nanoheads.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ def print_samples(args, text, made, audits=None):
 
 @as_program("sample")
 def main(argv=None):
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_checkpoints(p, required=False)
     p.add_argument("--start",
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '

@@ -20,13 +20,13 @@ if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alon
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import ArgumentParser, as_program, last_words, say, writable, write_json
+from nanoheads.common import as_program, last_words, say, writable, write_json
 from lab.hub import huggingface as hf
 
 
 def arguments(argv):
-    parser = ArgumentParser(description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", required=True, help="a checkpoint or a run folder (its best.pt)")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
     parser.add_argument("--as", choices=list(hf.WRITERS), dest="family",

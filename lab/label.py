@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import ArgumentParser, UserError, last_words
+from nanoheads.common import UserError, last_words
 from nanoheads.dataset import Dataset
 from lab.labels.labellers import LABELLERS, NAME, Text
 from lab.labels.labels import label, report
@@ -25,8 +25,8 @@ FLAGS = {"weak": ("splits", "reach"), "synthetic": ("splits", "seed", "noise"),
 
 
 def arguments(argv):
-    parser = ArgumentParser(description=__doc__, allow_abbrev=False,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="data/<name>, or a folder of a prepare script")
     parser.add_argument("--by", required=True, choices=list(FLAGS), help="the way to label")
     parser.add_argument("--names", nargs="+", help="the names to label (default: all that there are)")

@@ -22,7 +22,7 @@ if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alon
     sys.exit(f"probe: type, in the repository's folder: {command}")
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import ArgumentParser, as_program
+from nanoheads.common import as_program
 from nanoheads.configurator import near
 
 # word -> (the module whose main() takes what follows, help); imported when asked for
@@ -39,7 +39,7 @@ PROBES = {
 def usage(argv):
     """--help, and what is wrong with a command line that names no probe."""
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
-    parser = ArgumentParser(prog="probe.py", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(prog="probe.py", description=__doc__, formatter_class=form)
     words = parser.add_subparsers(dest="what", required=True, metavar="|".join(PROBES))
     for word, (_, about) in PROBES.items():
         words.add_parser(word, help=about)

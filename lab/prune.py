@@ -47,8 +47,8 @@ import torch
 
 from model import GPT
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, pick_device, plural,
-                              say, table, writable, writable_folder, write_atomic, write_json)
+from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, plural, say, table,
+                              writable, writable_folder, write_atomic, write_json)
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import near, read_file
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
@@ -359,7 +359,7 @@ def draw_curves(rows):
 # ---- command line ----
 
 def arguments(argv):
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", action="append", required=True,
                    help="a checkpoint or a run folder (its best.pt); may be repeated, for seeds")
     p.add_argument("--to", type=float, nargs="+", required=True, help="share of the heads to keep")

@@ -1,11 +1,6 @@
-"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the
-commit.
-"""
+"""What every program needs once: errors in one line, whole files or none, a device, tables, numbers."""
 
-import argparse
 import ctypes
-import errno
-import functools
 import json
 import math
 import os
@@ -24,9 +19,7 @@ from nanoheads import answer_interrupts
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# paths of the files of one's own whose code runs in this process: what goes wrong there is no bug of ours
-OWN_FILES = set()
-
+# ---- errors, and how a program ends ----
 
 class UserError(ValueError):
     """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a
@@ -34,43 +27,44 @@ class UserError(ValueError):
     """
 
 
+# paths of the files of one's own whose code runs in this process: what goes wrong there is no bug of ours
+OWN_FILES = set()
 LESS = ("lower batch_size (and raise grad_accum to keep the batch) or block_size, "
         "or set checkpoint_activations=True")
 
 
-# what torch.compile says where it finds no compiler of its own -> what it lacks, and what to do
-CXX = "a working C++ compiler: install one, such as g++, and let CXX name it if it has another name"
-COMPILERS = {"No working C++ compiler found": CXX, "InvalidCxxCompiler": CXX,
-             "Cannot find a working triton": "a working Triton, its compiler for GPUs: pip install triton",
-             "Failed to find C compiler": "a C compiler, which Triton calls: install one, such as gcc, and "
-                                          "let CC name it if it has another name"}
+@contextmanager
+def as_program(name, less="ask for less at once: shorter texts, a smaller batch, fewer samples"):
+    """Decorate a program's main(): where it cannot go on, it ends in one line; a bug keeps its traceback.
 
-
-def ran_out_of_memory(e):
-    """Whether an exception says that memory ran out, on a CPU or a GPU."""
-    signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
-    return isinstance(e, MemoryError) or any(sign in str(e) for sign in signs)
-
-
-def from_lab(name, what):
-    """A module of lab/ or study/, imported where it is asked for: nothing else here needs it.
-
-    name: "lab.heads.controller", say. what: the flag or the program that asks. UserError: no such folder.
+    It ends quietly where the reader of what it prints has seen enough, as head has. less: what to lower where
+    memory ran out.
     """
+    answer_interrupts()
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # "?" for what it cannot show, as in a pipe on Windows
     try:
-        return import_module(name)
-    except ModuleNotFoundError as e:
-        raise UserError(without_lab(e, what)) from None
+        yield
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        pass
+    except Exception as e:
+        words = explain(e, less)
+        if words is None:
+            raise
+        close_bars()
+        sys.exit("\n".join(f"{name}: {line}" for line in printable(words).splitlines()))
+    finally:
+        try:
+            print(end="", flush=True)
+        except OSError:  # Python would try it once more, and print a traceback
+            drop(sys.stdout.fileno())
 
 
-def without_lab(e, what):
-    """What to say where importing something of lab/ or study/ failed, in one line. Raises e where it was not
-    that folder that was missing.
-    """
-    folder = (e.name or "").partition(".")[0]
-    if folder not in ("lab", "study"):
-        raise e
-    return f"{what} is work of {folder}/, which is not there beside nanoheads/: bring it back, or do without"
+last_words = as_program
 
 
 def explain(e, less=LESS):
@@ -87,14 +81,18 @@ def explain(e, less=LESS):
         return problem
     if isinstance(e, OSError):
         return f"{e.filename or 'input or output'}: {e.strerror or e}"
+    words = " ".join(str(e).split())[:150]
     if "out of resource: shared memory" in str(e):  # --compile=False would meet the same kernel
-        return (f"a kernel needs more shared memory than this GPU has ({' '.join(str(e).split())[:200]}); "
-                "smaller heads (more n_head) or dtype=bfloat16 need less")
+        return (f"a kernel needs more shared memory than this GPU has ({words}); smaller heads (more n_head) "
+                "or dtype=bfloat16 need less")
     if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        for sign, lacks in COMPILERS.items():
-            if sign in str(e):
-                return f"torch.compile lacks {lacks}, or do without: --compile=False"
-        return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+        return f"torch.compile failed ({words}); --compile=False does without"
+
+
+def ran_out_of_memory(e):
+    """Whether an exception says that memory ran out, on a CPU or a GPU."""
+    signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+    return isinstance(e, MemoryError) or any(sign in str(e) for sign in signs)
 
 
 def fault_of_own_file(e):
@@ -102,192 +100,14 @@ def fault_of_own_file(e):
     """
     if isinstance(e, UserError):
         return None
+    if OWN_FILES.intersection(getattr(e, "files", ())):  # an attention.ScoreError
+        return str(e)
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(e.__traceback__)]
     if isinstance(e, SyntaxError):
         frames.append((e.filename, e.lineno))
     places = [f"{path}, line {line}" for path, line in frames if path in OWN_FILES]
-    if OWN_FILES.intersection(getattr(e, "files", ())):  # an attention.ScoreError
-        return str(e)
     words = " ".join(str(getattr(e, "msg", e)).split())[:300]
     return f"{places[-1]}: {type(e).__name__}: {words}" if places else None
-
-
-# paths that the program at work has yet to write, by writable() and writable_folder(): it goes on without a
-# reader of what it prints
-PROMISED = set()
-# {file of --json: where the one that an earlier program wrote is now}
-ASIDE = {}
-
-
-def as_program(name):
-    """Decorate a program's main(argv=None): output_written(), and what an earlier one wrote into the file of
-    --json is never there to be taken for what this one found, however it ends.
-    """
-    def decorated(main):
-        @functools.wraps(main)
-        def run(argv=None):
-            PROMISED.clear()
-            ASIDE.clear()
-            with output_written(name):
-                for path in json_files(sys.argv[1:] if argv is None else argv):
-                    set_aside(path)
-                try:
-                    return main(argv)
-                finally:
-                    report_aside(name)
-        return run
-    return decorated
-
-
-def json_files(argv):
-    """The files that --json=FILE and --json FILE name in a command line."""
-    argv = [str(arg) for arg in argv]
-    joined = [arg.partition("=")[2] for arg in argv if arg.startswith("--json=")]
-    return joined + [after for arg, after in zip(argv, argv[1:]) if arg == "--json"]
-
-
-def set_aside(path):
-    """Rename the file of an earlier program's result to FILE.old. What holds no JSON is no result, and stays:
-    it may be a text that was named by mistake.
-    """
-    with suppress(OSError, ValueError, RuntimeError):  # no JSON; or not to be moved, and writable() says so
-        path = Path(path).resolve()
-        old = path.with_name(f"{path.name}.old")
-        if path.is_file() and isinstance(json.loads(path.read_bytes()), (dict, list)):
-            os.replace(path, old)
-            ASIDE[path] = old
-
-
-def report_aside(name):
-    """Remove what was set aside of a file that was written anew; a line for each that was not."""
-    for path, old in ASIDE.items():
-        with suppress(OSError, ValueError):
-            if path.exists():
-                old.unlink()
-            else:
-                print(f"{name}: --json: no result was written; the one that was in {path} is in {old}",
-                      file=sys.stderr)
-
-
-class Output:
-    """sys.stdout of a program. Where its reader goes away, as head does, and files are still to be written,
-    what is printed goes nowhere from then on, and the program goes on.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        return self.attempt(self.stream.write, text)
-
-    def flush(self):
-        return self.attempt(self.stream.flush)
-
-    def attempt(self, action, *args):
-        try:
-            return action(*args)
-        except BrokenPipeError:
-            if not PROMISED:
-                raise
-            drop(self.stream.fileno())
-
-
-def drop(number):
-    """Have what is written to a file of this number, such as 1 or 2, go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
-# what moves a terminal's cursor, colours it, or is half a character
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-
-
-def printable(text):
-    """Text without what no page, no font and no terminal should get, such as the escapes in a file's name."""
-    return UNPRINTABLE.sub("�", str(text))
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, whose own lines about a wrong argument show it without what a terminal would obey."""
-
-    def error(self, message):
-        super().error(printable(message))
-
-
-def say(*lines, **how):
-    """Print lines in which names stand, or paths: printable()."""
-    print(*map(printable, lines), sep="\n", **how)
-
-
-@contextmanager
-def output_written(program):
-    """End a program in one line where what it printed cannot be written, such as to a full disk, and quietly
-    where its reader has seen enough and no file is to be written, see Output. What it cannot show is printed
-    as "?". Everything else passes through.
-    """
-    show_the_rest_as_question_marks()
-    stdout = sys.stdout
-    if stdout:  # None where it was closed before the program began
-        sys.stdout = Output(stdout)
-    try:
-        try:
-            yield
-        except SystemExit as e:
-            if isinstance(e.code, str):
-                e.code = printable(e.code)
-            if not e.code:  # behind --help
-                flush_output()
-            raise
-        flush_output()
-    except BrokenPipeError:  # such as head
-        pass
-    except OSError as e:
-        sys.exit(printable(f"{program}: {explain(e)}"))
-    finally:
-        try:
-            flush_output()
-        except (OSError, ValueError):  # Python would try it once more, and print a traceback
-            with suppress(OSError, ValueError):
-                drop(sys.stdout.fileno())
-        sys.stdout = stdout
-
-
-def show_the_rest_as_question_marks():
-    """From here on a character that standard output cannot show is printed as "?", and ends no program: an
-    encoding such as ASCII or Latin-1, and the code page of a file or a pipe on Windows, lack some of ours.
-    """
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
-        sys.stdout.reconfigure(errors="replace")
-
-
-def flush_output():
-    if sys.stdout:
-        sys.stdout.flush()
-
-
-@contextmanager
-def last_words(program, less="ask for less at once: shorter texts, a smaller batch, fewer samples"):
-    """End a program in one line where it cannot go on, and quietly where its reader has seen enough.
-
-    less: what to lower where memory ran out. A bug keeps its traceback.
-    """
-    answer_interrupts()
-    with output_written(program):
-        try:
-            yield
-        except KeyboardInterrupt:
-            print(f"\n{program}: interrupted", file=sys.stderr)
-            sys.exit(130)
-        except BrokenPipeError:  # such as head, see output_written()
-            raise
-        except Exception as e:
-            words = fault_of_own_file(e) or (str(e) if isinstance(e, ValueError) else explain(e, less))
-            if words is None:
-                raise
-            close_bars()
-            sys.exit(f"{program}: {words}")
 
 
 def close_bars():
@@ -297,105 +117,71 @@ def close_bars():
             bar.close()
 
 
-def writable(path, flag="--json"):
-    """The Path to write, checked before hours of work, and promised. Raises UserError.
+def drop(number):
+    """Have what is written to a file of this number, such as 1 or 2, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
-    Of --json it no longer holds what an earlier program wrote: see as_program().
+
+def from_lab(name, what):
+    """A module of lab/ or study/, imported where it is asked for: nothing else here needs it.
+
+    name: "lab.heads.controller", say. what: the flag or the program that asks. UserError: no such folder.
     """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        folder = (e.name or "").partition(".")[0]
+        if folder not in ("lab", "study"):
+            raise
+        raise UserError(f"{what} is work of {folder}/, which is not there beside nanoheads/: bring it back, "
+                        "or do without") from None
+
+
+def of_an_older_version(path):
+    """What is said of a file that this program wrote before 2026-11-27, and reads no more."""
+    return f"{path} is of an older version of this program; commit 7a2abeb is the last one that reads it"
+
+
+# ---- files ----
+
+def writable(path, flag="--json"):
+    """The Path of a file to write, checked before hours of work. UserError."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise UserError(f"{flag}: {path} is not a file")
-    if not (path.parent.is_dir() and takes_files(path.parent)):
-        raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
-    if flag == "--json":
-        set_aside(path)
-    PROMISED.add(path)
+    try_folder(path.parent, flag)
     return path
 
 
-def takes_files(folder):
-    """Whether a file can be made in a folder that is there. Only trying tells: root may write everywhere, and
-    yet some file systems take no files.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
 def writable_folder(path, flag="--out"):
-    """The Path of a folder to write into, which may not be there yet; checked before hours of work, promised.
-
-    Raises UserError.
-    """
+    """The Path of a folder to write into, which may not be there yet; checked like a file. UserError."""
     path = Path(path)
     there = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
     if not there.is_dir():
         raise UserError(f"{flag}: {there} is a file, not a folder; name another one")
-    if not takes_files(there):
-        raise UserError(f"{flag}: cannot write into {there}; name another folder")
-    PROMISED.add(path)
+    try_folder(there, flag)
     return path
 
 
-def no_link(path):
-    """The path. UserError where a link stands there: what is written would land wherever it leads.
-
-    A run's folder may be a link, as out -> /scratch/out is. What stands in it may come from somebody else.
+def try_folder(folder, flag):
+    """UserError unless files can be made in a folder. Only trying tells: root may write everywhere, and yet
+    some file systems take no files.
     """
-    if os.path.islink(path):
-        raise UserError(f"{path} is a link to {os.readlink(path)!r}: remove it; nothing in a run's folder is "
-                        "written through a link")
-    return path
-
-
-def in_place(path, flags):
-    """The opener, see open(), of a file that keeps what it holds. UserError: it is a link."""
-    return os.open(no_link(path), flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has no such flag
-
-
-def opened_anew(path):
-    """A new file, open for bytes, in the place of what is there: a killed process left it, or it is a link.
-    """
-    while True:
-        try:
-            return open(path, "xb")  # which follows no link
-        except FileExistsError:
-            Path(path).unlink(missing_ok=True)
-
-
-MOST_READ = 1 << 28  # bytes of a file that is read as a whole: 256 MiB
-
-
-def read_whole(path, opener=open):
-    """The bytes of a file that a person named; opener: gzip.open for what is compressed.
-
-    Raises OSError, also where it holds more than MOST_READ, as /dev/zero does.
-    """
-    with opener(path, "rb") as file:
-        data = file.read(MOST_READ + 1)
-    if len(data) > MOST_READ:
-        raise OSError(errno.EFBIG, f"more than {MOST_READ >> 20} MiB, the most that is read at once",
-                      str(path))
-    return data
-
-
-def text_of(path):
-    """read_whole() of UTF-8 text, whose lines end with a newline alone. Raises UnicodeDecodeError too."""
-    return read_whole(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise UserError(f"{flag}: cannot write into {folder} ({e.strerror}); name another place") from None
 
 
 def write_atomic(path, write):
     """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
 
-    A link at `path` is replaced, and not followed. Raises UserError when the disk is full or refuses, and
-    then leaves the old file as it was.
+    Raises UserError when the disk is full or refuses, and then leaves the old file as it was.
     """
     path = Path(path)
     part = path.with_name(path.name + ".part")
     try:
-        with opened_anew(part) as f:
+        with open(part, "wb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
@@ -417,92 +203,6 @@ def write_atomic(path, write):
         raise UserError(f"could not write {path} ({cause.strerror or cause}); {before}") from None
 
 
-def pick_device(name):
-    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError.
-
-    On a GPU every program then takes TF32 for products in float32: scoring takes the same. On a CPU the
-    process keeps the memory that it frees.
-    """
-    import torch  # late: plot_curves.py does without
-    device = checked_device(name)
-    if device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")
-    elif device == "cpu":
-        keep_freed_memory()
-    return device
-
-
-def keep_freed_memory():
-    """Have glibc keep freed memory for the next allocation; no more where the C library is another.
-
-    A step frees and takes the same tensors as the one before; given back to the system, each page of them
-    would be cleared once more. 32 MiB is the largest mmap threshold that glibc takes.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
-    with suppress(AttributeError, OSError, TypeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(trim_threshold, 1 << 30)
-        libc.mallopt(mmap_threshold, 1 << 25)
-
-
-def checked_device(name):
-    """pick_device() without a change of precision."""
-    import torch
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda" and torch.cuda.is_available():
-        return name  # without touching it: under torchrun each process has a GPU of its own
-    try:
-        device = torch.device(name)
-        if device.type == "meta":
-            raise RuntimeError("it holds shapes and no numbers")
-        count = torch.cuda.device_count() if device.type == "cuda" else 0
-        if count and (device.index or 0) >= count:
-            raise RuntimeError(f"GPUs here: {count}, and the last one is cuda:{count - 1}")
-        torch.empty(1, device=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # seeds, streams and statistics are those of the current device
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
-    return name
-
-
-def number(value):
-    """A float; NaN for whatever is missing, not a number, or infinite."""
-    try:
-        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
-    except OverflowError:  # an int beyond all floats
-        return math.nan
-
-
-def of_an_older_version(path):
-    """What is said of a file that this program wrote before 2026-11-27, and reads no more."""
-    return f"{path} is of an older version of this program; commit 7a2abeb is the last one that reads it"
-
-
-MOST_LEVELS = 100  # lists and dicts in each other; what is written here has ten
-
-
-def from_json(text, **how):
-    """The value that a JSON text, str or bytes, stands for; how: see json.loads().
-
-    ValueError: it is no JSON, no UTF-8, or nested in more than MOST_LEVELS, which no reader of it expects and
-    which ends Python's recursion.
-    """
-    try:
-        value = json.loads(text, **how)
-    except RecursionError:
-        raise ValueError(f"nested in more than {MOST_LEVELS} levels") from None
-    level = [value] if len(text) > MOST_LEVELS else []
-    for _ in range(MOST_LEVELS):
-        inner = (each.values() if isinstance(each, dict) else each
-                 for each in level if isinstance(each, (dict, list)))
-        level = [item for items in inner for item in items]
-        if not level:
-            return value
-    raise ValueError(f"nested in more than {MOST_LEVELS} levels")
-
-
 def json_safe(value):
     """The same with NaN, infinities and numpy numbers made plain: JSON has none of them."""
     if isinstance(value, dict):
@@ -519,14 +219,49 @@ def write_json(path, value, indent=1):
     write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=indent).encode() + b"\n"))
 
 
-def unescaped(text):
-    """A text from the command line: \\n and \\t are a newline and a tab, with two backslashes what they look
-    like with one.
+def git_commit():
+    """The commit of this tree, with "-dirty" where it has changed; None without git."""
+    with suppress(OSError):
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
+
+
+# ---- the machine ----
+
+def pick_device(name):
+    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError.
+
+    On a GPU every program then takes TF32 for products in float32: scoring takes the same. On a CPU the
+    process keeps the memory that it frees.
     """
-    def meant(match):
-        twice, letter = match.groups()
-        return "\\" + letter if twice else dict(n="\n", t="\t")[letter]
-    return re.sub(r"\\(\\?)([nt])", meant, text)
+    import torch  # late: plot_curves.py does without
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        if name != "cuda" or not torch.cuda.is_available():  # torchrun gives each process a GPU of its own
+            torch.empty(1, device=name)
+        if name.startswith("cuda:"):
+            torch.cuda.set_device(name)  # seeds, streams and statistics are those of the current device
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
+    if name.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+    elif name == "cpu":
+        keep_freed_memory()
+    return name
+
+
+def keep_freed_memory():
+    """Have glibc keep freed memory for the next allocation; no more where the C library is another.
+
+    A step frees and takes the same tensors as the one before; given back to the system, each page of them
+    would be cleared once more. 32 MiB is the largest mmap threshold that glibc takes.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
+    with suppress(AttributeError, OSError, TypeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 1 << 30)
+        libc.mallopt(mmap_threshold, 1 << 25)
 
 
 def memory_of_machine():
@@ -539,6 +274,37 @@ def memory_of_machine():
 
 def gib(size):
     return f"{size / 2**30:,.1f} GiB" if size < 2**60 else f"{size / 2**30:.1e} GiB"
+
+
+# ---- text and numbers ----
+
+# what moves a terminal's cursor, colours it, or is half a character
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text):
+    """Text without what no page, no font and no terminal should get: a byte model may write escapes."""
+    return UNPRINTABLE.sub("�", str(text))
+
+
+def say(*lines, **how):
+    """Print lines that may hold what a model wrote, or a name: printable()."""
+    print(*map(printable, lines), sep="\n", **how)
+
+
+def number(value):
+    """A float; NaN for whatever is missing, not a number, or infinite."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+
+
+def unescaped(text):
+    """A text from the command line: \\n and \\t are a newline and a tab, with two backslashes what they look
+    like with one.
+    """
+    def meant(match):
+        twice, letter = match.groups()
+        return "\\" + letter if twice else dict(n="\n", t="\t")[letter]
+    return re.sub(r"\\(\\?)([nt])", meant, text)
 
 
 def plural(n, noun, spec=","):
@@ -584,10 +350,3 @@ def table(head, rows, left=1, width=None, cut=cut_short):
                  for i, (c, w) in enumerate(zip([cut(first, wide[0]), *rest], wide))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def git_commit():
-    """The commit of this tree, with "-dirty" where it has changed; None without git."""
-    with suppress(OSError):
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None

@@ -2,6 +2,7 @@
 The curves of runs, log.jsonl as arrays and as figures: losses, bits per byte, the schedule, the gap; of one
 run, or of several. Of runs on a task: losses, the share of answers that are right, the schedule.
 """
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.common import from_json, no_link, number, printable
+from nanoheads.common import number, printable
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
 from nanoheads.log import read_rows, warn
 
@@ -248,7 +249,7 @@ def draw(runs, stem, title=""):
 def dataset_name(run_dir):
     """The dataset or the task that a run's config.json names, '?' where it names none."""
     try:
-        config = from_json((Path(run_dir) / "config.json").read_bytes())
+        config = json.loads((Path(run_dir) / "config.json").read_bytes())
         if config["train"].get("task"):
             return printable(f"task {config['train']['task']}")
         return printable(Path(config["train"]["dataset"]).name)
@@ -270,7 +271,7 @@ def plot_runs(given, names, together, x="step", called=""):
             colour = COLOURS[i % len(COLOURS)]
             shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
             runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
-            written += draw([(name, c, colour, "-")], no_link(run / "figures") / "curves", title=name)
+            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
     if len(runs) > 1:
         written += draw(runs, together / f"comparison{called}")
     return written

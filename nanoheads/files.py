@@ -1,18 +1,11 @@
 """
-Folders and files of runs and texts: what a run's folder is called, who may write into it, and whether a large
-file is what its checksum says. Whole files or none is write_atomic() of common.py.
+Folders and files of runs and texts: what a folder is called, who may write into it, and whether a large file
+is what its checksum says. Whole files or none is write_atomic() of common.py.
 
 Default folders are out/<name>: a run is called after its scale and mechanisms, and its config.json says all
 the rest. A name that is taken gets a number behind it: out/tiny-forget, then out/tiny-forget-2. It is taken
 where the folder holds a run, or a study, of another configuration, as the folder itself says. The same
 command finds its own folder again.
-
-A lock is the system's own on an open file (flock): it ends with the process, however that ends. There is one
-writer for a run's folder, one reader at a time for a large file, and files under temporary names are known by
-their lock to be in use. Where there are no locks, as on Windows and some network file systems, everything
-goes on without.
-
-Each large file is read once for its checksum, and the result is kept beside it.
 """
 
 import hashlib
@@ -20,14 +13,11 @@ import json
 import os
 import re
 import socket
-import sys
-import time
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from nanoheads.common import UserError, from_json, in_place, opened_anew
-
+from nanoheads.common import UserError, write_json
 
 LONGEST = 60  # characters of a name, its number aside
 
@@ -51,18 +41,10 @@ def setting_in_name(key, value):
 
 
 def joined(words, base="", longest=LONGEST):
-    """base-word+word; where that is too long, the first words and how many more: tiny-moh+agency+3_more."""
+    """base-word+word, cut where it is too long: tiny-moh+agency. A long base leaves room for the words."""
     base = cleaned(base)[:2 * longest // 3].lstrip("-.")
-    words = [cleaned(word) or "x" for word in words]
-    start = base + "-" * bool(base and words)
-    for kept in range(len(words), 0, -1):
-        more = [f"{len(words) - kept}_more"] * (kept < len(words))
-        if len(name := start + "+".join((*words[:kept], *more))) <= longest:
-            return name
-    if not words:
-        return start
-    more = f"+{len(words) - 1}_more" * (len(words) > 1)
-    return start + words[0][:longest - len(start + more)] + more
+    words = "+".join(cleaned(word) or "x" for word in words)
+    return "-".join(filter(None, (base, words)))[:longest].rstrip("-+.")
 
 
 # ---- which of several ----
@@ -72,30 +54,27 @@ def find(name, asked, files, asked_in, goes_on=False, free=()):
 
     It is that of out/name, out/name-2, ... which holds what is asked for, the newest of several, and else the
     first that is free. asked: {key: value}. files: names of files; a folder without any of them is free.
-    asked_in(folder): what was asked for there; None: it does not say, and then out/name itself is taken for
-    what is asked for, since that is all that there was before folders had numbers. goes_on: the command
-    begins nothing new, so where no folder holds what is asked for it means the newest that has the name.
-    free: keys in which a folder may differ from what is asked for, where none holds exactly that.
+    asked_in(folder): what was asked for there, or None. goes_on: the command begins nothing new, so where no
+    folder holds what is asked for it means the newest that has the name. free: keys in which a folder may
+    differ from what is asked for, where none holds exactly that.
     """
     def but_for(values, keys):
         return values and {key: value for key, value in values.items() if key not in keys}
 
-    first, numbered = Path("out", name), re.compile(rf"{re.escape(name)}-([2-9]|[1-9]\d+)")
-    several = {1: first, **{int(match[1]): path for path in first.parent.glob("*")
-                            if (match := numbered.fullmatch(path.name))}}
-    held = {number: path for number, path in several.items() if written(path, files)}
-    there = {number: asked_in(path) for number, path in held.items()}
+    first = Path("out", name)
+    numbered = [path for path in first.parent.glob(f"{name}-*") if path.name[len(name) + 1:].isdecimal()]
+    held = sorted((path for path in (first, *numbered) if written(path, files)),
+                  key=lambda path: written(path, files), reverse=True)
     for keys in ((), free):
-        own = [path for number, path in held.items() if but_for(there[number], keys) == but_for(asked, keys)]
-        if own:
-            return max(own, key=lambda path: written(path, files)), None
+        for path in held:
+            if but_for(asked_in(path), keys) == but_for(asked, keys):
+                return path, None
     if goes_on and held:
-        return max(held.values(), key=lambda path: written(path, files)), None
-    if 1 not in held or there[1] is None:
+        return held[0], None
+    if first not in held:
         return first, None
-    new = first.with_name(f"{name}-{next(number for number in count(2) if number not in held)}")
-    return new, (f"{first} holds another configuration ({differences(there[1], asked)}): this one goes into "
-                 f"{new}")
+    new = next(path for n in count(2) if (path := first.with_name(f"{name}-{n}")) not in held)
+    return new, f"{first} holds another run: this one goes into {new}"
 
 
 def written(folder, files):
@@ -103,21 +82,57 @@ def written(folder, files):
     return max([(folder / file).stat().st_mtime for file in files if (folder / file).is_file()], default=0)
 
 
-def differences(there, here, most=3):
-    """What differs of two {key: value}, in words; a key that one lacks has its default there."""
-    def said(values, key):
-        text = repr(values[key]) if key in values else "its default"
-        return text if len(text) <= 60 else f"{text[:59]}…"
+# ---- one writer ----
 
-    keys = [key for key in {**there, **here} if there.get(key, ...) != here.get(key, ...)]
-    more = [f"{len(keys) - most} more"] if len(keys) > most else []
-    return "; ".join([f"{key} is {said(there, key)} there and {said(here, key)} here"
-                      for key in keys[:most]] + more)
+@contextmanager
+def only_writer(folder, wait=False):
+    """Be the one process that writes into a run's folder, which is made where it is not there.
+
+    The lock is on the folder's file `lock`, which names the process, and ends with the process, however that
+    ends. Inside, this process may ask for the same folder again, and a process that it starts may too. wait:
+    until another process has let it go; else UserError. A folder that was made here and stays empty is
+    removed.
+    """
+    folder = Path(folder)
+    made_here = not folder.is_dir()
+    file = hold(folder, wait)
+    if file is None:
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            if made_here and os.listdir(folder) == ["lock"]:
+                (folder / "lock").unlink()
+                folder.rmdir()
+        file.close()
 
 
-# ---- locks between processes ----
-
-HELD = set()  # the folders, resolved, that this process is the writer of
+def hold(folder, wait):
+    """The open and locked file `lock` of a folder; None: this process has it, or the one that started it."""
+    this, parent = (f"{number} on {socket.gethostname()}" for number in (os.getpid(), os.getppid()))
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "a+", encoding="utf-8")
+        if not lock(file, wait=False):
+            file.seek(0)
+            owner = file.read()
+            if owner in (this, parent):
+                file.close()
+                return None
+            if not wait:
+                file.close()
+                raise UserError(f"{folder} is being written by process {owner}; wait for it, stop it, or "
+                                "choose another --out_dir")
+            lock(file)
+        if os.fstat(file.fileno()).st_nlink:  # else its process has just removed it with an empty folder
+            break
+        file.close()
+    file.truncate(0)
+    file.write(this)
+    file.flush()
+    return file
 
 
 def lock(file, wait=True):
@@ -132,182 +147,60 @@ def lock(file, wait=True):
     return True
 
 
-@contextmanager
-def only_writer(folder, wait=False):
-    """Be the one process that writes into a run's folder, which is made where it is not there.
-
-    The lock is on the folder's file `lock`, which names the process. Inside, this process may ask for the
-    same folder again, and a process that it starts may too. wait: until another process has let it go;
-    else UserError, which names that process. A folder that was made here and stays empty is removed.
-    """
-    folder = Path(folder)
-    key = folder.resolve()
-    if key in HELD:
-        yield
-        return
-    made_here = not folder.is_dir()
-    file = hold(folder, wait)
-    if file is None:  # by the process that started this one
-        yield
-        return
-    HELD.add(key)
-    try:
-        yield
-    finally:
-        HELD.discard(key)
-        if sys.platform == "win32":  # where no open file can be removed
-            file.close()
-        if made_here and os.listdir(folder) == ["lock"]:
-            (folder / "lock").unlink()
-            folder.rmdir()
-        file.close()
-
-
-def hold(folder, wait):
-    """The open and locked file `lock` of a folder; None where the parent of this process holds it. UserError.
-    """
-    path = folder / "lock"
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8", opener=in_place)
-        if not lock(file, wait):
-            file.seek(0)
-            number, host, since = (file.read().split(" ", 2) + ["?"] * 3)[:3]
-            file.close()
-            if number == str(os.getppid()) and host == socket.gethostname():
-                return None
-            where = "" if host in ("?", socket.gethostname()) else f" on {host}"
-            raise UserError(f"{folder} is being written by process {number}{where} (since {since}); wait for "
-                            "it, stop it, or choose another --out_dir")
-        # between opening and locking, the process before may have removed its empty folder; on Windows an
-        # open file cannot be removed
-        if sys.platform == "win32" or same_file(path, file):
-            break
-        file.close()
-    file.truncate(0)
-    file.write(f"{os.getpid()} {socket.gethostname()} {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    file.flush()
-    return file
-
-
 def temporary(path):
-    """A new file <name>.<process>.tmp beside a path, open for bytes and locked until it is closed."""
-    path = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    while True:
-        path.unlink(missing_ok=True)
-        file = open(path, "xb")  # a new one, never what a link of this name leads to
-        lock(file)
-        if sys.platform == "win32" or same_file(path, file):  # else remove_abandoned() came in between
-            return file
-        file.close()
-
-
-def remove_abandoned(folder, pattern):
-    """Remove the temporary() files of a folder, of names like `pattern`, whose process ended before its time.
+    """A new file, open for bytes, under the name that it has until it is whole. The next run overwrites what
+    a killed one left.
     """
-    for path in folder.glob(f"{pattern}.*.tmp"):
-        with suppress(OSError):
-            if sys.platform == "win32":  # which has no such locks, and removes no file that is open
-                path.unlink()
-                continue
-            with open(path, "rb") as file:
-                if lock(file, wait=False):
-                    path.unlink()
-
-
-def same_file(path, file):
-    """Whether the open file is the one that stands at the path."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+    return open(path.with_name(f"{path.name}.part"), "wb")
 
 
 # ---- checksums ----
 
-KNOWN = {}  # {path: (its stamp, its sha256)}, of this process
-SETTLED = 2e9  # nanoseconds: file systems give changes that follow each other as fast one and the same time
+CHECKED = {}  # {path: what check() found}, of this process: a folder may be read-only
 
 
 def sha256(path):
     """The sha256 of a file, in hex."""
-    with open(path, "rb") as file:
-        return sha256_of(file)
-
-
-def sha256_of(file, seen=None):
-    """The sha256 of an open file, in hex; seen: a function that is given each block of it, 1 MiB at most."""
-    if hasattr(os, "posix_fadvise"):
-        # else Linux caches the file in pieces of up to 2 MiB, and a training that maps it later and reads
-        # 4 KiB somewhere in a piece has all of the piece in its resident memory
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
     found = hashlib.sha256()
-    while block := file.read(1 << 20):
-        found.update(block)
-        if seen:
-            seen(block)
+    with open(path, "rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            # else Linux caches the file in pieces of up to 2 MiB, and a training that maps it later and reads
+            # 4 KiB somewhere in a piece has all of the piece in its resident memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        while block := file.read(1 << 20):
+            found.update(block)
     return found.hexdigest()
 
 
-def stamp(path):
-    """[size, time of the last change of the content, of the file]: what a change of a file changes; ns."""
-    now = os.stat(path)
-    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
-
-
-def check(path, expected, source, advice, kept=None):
+def check(path, expected, source, advice, folder=None):
     """UserError unless a file has the sha256 that `source` names; advice: what to do where it has not.
 
-    The file is read when its stamp() is not the one of the last reading, which is kept in this process and,
-    where the folder can be written, in <name>.checked beside it, or in the file `kept`. A change that leaves
-    the size and both times as they were is not seen: that takes a changed clock or a direct write to the
-    disk. On Windows there is no time of the file's change, so that there it takes no more than setting the
-    time of the content.
+    It is read where its size or its times are not those of the last reading, which is noted in
+    <name>.checked beside it, or in a folder: once after it was prepared or copied, and when it has changed.
     """
-    named, path = path, Path(path).absolute()
-    kept = kept or memory(path)
-    found = confirmed(path, expected, kept)
-    if not found:
-        with open(path, "rb") as file:
-            if os.access(kept.parent, os.W_OK):
-                lock(file)  # of several ranks or runs that start together one reads it, for all of them
-                found = confirmed(path, expected, kept)
-            found = found or read_anew(path, file, kept)
-    if found != expected:
-        raise UserError(f"{named} is not the file that {source} describes: its sha256 is {found[:16]}... and "
+    note, now = note_of(path, folder), os.stat(path)
+    good = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, expected]
+    if good in (CHECKED.get(path), noted(note)):
+        return
+    if (found := sha256(path)) != expected:
+        raise UserError(f"{path} is not the file that {source} describes: its sha256 is {found[:16]}... and "
                         f"should be {str(expected)[:16]}...; {advice}")
+    CHECKED[path] = good
+    with suppress(UserError):  # a folder that is read-only, or full
+        write_json(note, good, indent=None)
 
 
-def confirmed(path, expected, kept=None):
-    """`expected` where an earlier reading found it and the file has not changed since; else None."""
-    now = stamp(path)
-    if KNOWN.get(path) == (now, expected):
-        return expected
-    with suppress(OSError, ValueError, KeyError, TypeError):  # none there, or damaged
-        last = from_json((kept or memory(path)).read_text(encoding="utf-8"))
-        if (last["stamp"], last["sha256"]) == (now, expected):
-            KNOWN[path] = now, expected
-            return expected
+def noted(note):
+    with suppress(OSError, ValueError):
+        return json.loads(note.read_bytes())
 
 
-def read_anew(path, file, kept, seen=None):
-    """The sha256 of an open file, kept for the next time in the file `kept` unless it was changed a moment
-    ago; seen: see sha256_of().
-    """
-    before, began = stamp(path), time.time_ns()
-    found = sha256_of(file, seen)
-    if min(abs(began - changed) for changed in before[1:]) > SETTLED:  # also a time that lies in the future
-        KNOWN[path] = before, found
-        with suppress(OSError):  # a folder that is read-only, or full
-            own = kept.with_name(f"{path.name}.{os.getpid()}.tmp")
-            try:
-                with opened_anew(own) as out:
-                    out.write(json.dumps(dict(stamp=before, sha256=found)).encode())
-                os.replace(own, kept)
-            finally:
-                own.unlink(missing_ok=True)
-    return found
+def note_of(path, folder=None):
+    return Path(folder or path.parent, f"{path.name}.checked")
 
 
-def memory(path):
-    return path.with_name(f"{path.name}.checked")
+def forget(path, folder=None):
+    """Have the next check() of a file read it, whatever was noted."""
+    CHECKED.pop(path, None)
+    with suppress(OSError):
+        note_of(path, folder).unlink()

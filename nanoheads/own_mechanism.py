@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 import model
-from nanoheads.common import OWN_FILES, ROOT, UserError, fault_of_own_file, read_whole, write_atomic
+from nanoheads.common import OWN_FILES, ROOT, UserError, fault_of_own_file, write_atomic
 from nanoheads.configurator import FILE, check, keys_of, near, type_name
 from nanoheads.mechanism import Mechanism, choices
 
@@ -70,9 +70,9 @@ def opened(path, helpers=()):
     """The OwnFile of a path, with those of these helpers that lie beside it. UserError: there is no file."""
     path = Path(path)
     try:
-        texts = {name: read_whole(path.parent / name) for name in helpers
+        texts = {name: (path.parent / name).read_bytes() for name in helpers
                  if name != path.name and (path.parent / name).is_file()}
-        return OwnFile(path, read_whole(path), texts)
+        return OwnFile(path, path.read_bytes(), texts)
     except OSError as e:
         raise UserError(f"no mechanism file {path} ({e.strerror}); it holds a class for each mechanism, see "
                         "docs/add-a-mechanism.md") from None

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from nanoheads.common import UserError, last_words, say
+from nanoheads.common import UserError, as_program, say
 from nanoheads.corpus import HOME, blocks, check, located, read_text
 from nanoheads.dataset import SPLITS, Dataset, Writer
 from nanoheads.shards import identity
@@ -114,5 +114,5 @@ def report(out, meta, head=""):
 
 def run(main):
     """Run a script: what goes wrong outside the code is one line on stderr and exit code 1."""
-    with last_words("error"):
+    with as_program("error"):
         main()

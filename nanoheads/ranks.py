@@ -30,8 +30,8 @@ class Process:
     def print0(self, text):
         """Print on the first rank alone: above the bar, and line by line into a file or a pipe.
 
-        Where the pipe's reader is gone while steps are made, such as `| head`, or `| tee` after Ctrl-C, a run
-        without --json is saved before it ends; one with it goes on.
+        Where the pipe's reader is gone while steps are made, such as `| head`, or `| tee` after Ctrl-C, the
+        run is saved before it ends.
         """
         if self.rank:
             return

@@ -8,13 +8,14 @@ import time
 import unicodedata
 from contextlib import nullcontext
 from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanoheads import checkpoint
-from nanoheads.common import UserError, printable, read_whole, unescaped
+from nanoheads.common import UserError, printable, unescaped
 from nanoheads.logits import NotNumbers, check_sampling
 from nanoheads.pruning import pack_in_place
 from nanoheads.scoring import dataset_of
@@ -77,31 +78,39 @@ def add_special(parser):
 
 
 def check(args):
-    """Raise ValueError for the first setting that makes no sense."""
+    """Raise UserError for the first setting that makes no sense."""
     for name in ("num_samples", "max_new_tokens"):
         if getattr(args, name) < 1:
-            raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
+            raise UserError(f"{name}={getattr(args, name)} must be at least 1")
     if args.num_samples * args.max_new_tokens > MOST_TOKENS:
-        raise ValueError(f"num_samples={args.num_samples} of max_new_tokens={args.max_new_tokens} are too "
-                         f"many to be made at once: at most {MOST_TOKENS:,} tokens; another "
-                         "--seed makes others")
+        raise UserError(f"num_samples={args.num_samples} of max_new_tokens={args.max_new_tokens} are too "
+                        f"many to be made at once: at most {MOST_TOKENS:,} tokens; another "
+                        "--seed makes others")
     for name in ("temperature", "top_p", "repetition_penalty"):
         if not math.isfinite(getattr(args, name) or 0):
-            raise ValueError(f"{name}={getattr(args, name)} must be a finite number")
+            raise UserError(f"{name}={getattr(args, name)} must be a finite number")
     if not 0 <= args.seed < 1 << 63:
-        raise ValueError(f"seed={args.seed} must be from 0 to 2^63 - 1")
-    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+        raise UserError(f"seed={args.seed} must be from 0 to 2^63 - 1")
+    check_settings(args)
+
+
+def check_settings(args):
+    """Raise UserError for a temperature, top_k, top_p or penalty that means nothing."""
+    try:
+        check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    except ValueError as e:
+        raise UserError(str(e)) from None
 
 
 def stop_of(args, tokenizer):
-    """The token that ends a text, None without --stop. ValueError: the vocabulary has none."""
+    """The token that ends a text, None without --stop. UserError: the vocabulary has none."""
     if args.stop and tokenizer.end is None:
-        raise ValueError("--stop: this vocabulary has neither a newline nor an end-of-text token to stop at")
+        raise UserError("--stop: this vocabulary has neither a newline nor an end-of-text token to stop at")
     return tokenizer.end if args.stop else None
 
 
 def settings_of(args, tokenizer):
-    """The settings as GPT.stream() takes them. ValueError: see stop_of()."""
+    """The settings as GPT.stream() takes them. UserError: see stop_of()."""
     return dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                 repetition_penalty=args.repetition_penalty,
                 stop_token=stop_of(args, tokenizer))
@@ -112,11 +121,11 @@ def read_prompt(text):
     if not text.startswith("FILE:"):
         return unescaped(text)
     try:
-        return read_whole(text[5:]).decode()
+        return Path(text[5:]).read_bytes().decode()
     except OSError as e:
-        raise ValueError(f"--start: {text[5:]} cannot be read: {e.strerror}")
+        raise UserError(f"--start: {text[5:]} cannot be read: {e.strerror}")
     except UnicodeDecodeError as e:
-        raise ValueError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
+        raise UserError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
 
 
 def encode(tokenizer, text, path, special="token"):
@@ -127,7 +136,7 @@ def encode(tokenizer, text, path, special="token"):
     try:
         return torch.tensor([tokenizer.encode(text, special == "token").tolist() or [tokenizer.separator]])
     except ValueError as e:
-        raise ValueError(f"--start, for {path}: {e}")
+        raise UserError(f"--start, for {path}: {e}")
 
 
 # ---- generation ----

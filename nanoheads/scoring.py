@@ -36,9 +36,9 @@ def windows(n, block_size, stride):
 
 
 def n_windows(n, block_size, stride):
-    """How many windows() there are. ValueError: windows that leave tokens out."""
+    """How many windows() there are. UserError: windows that leave tokens out."""
     if not 1 <= stride <= block_size:
-        raise ValueError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
+        raise UserError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
     return 1 + max(0, -(-(n - block_size) // stride))
 
 

@@ -83,11 +83,6 @@ def check_whole(path, shard, dtype):
         raise UserError(f"{path} holds {tokens_of(path):,} tokens where meta.json says {tokens:,}; {ADVICE}")
 
 
-def memory(folder, path):
-    """Where a data folder keeps that a shard has its checksum: the shard's own folder may be another's."""
-    return folder / f"{path.name}.checked"
-
-
 def opened(dataset, split):
     """The Shards of a split of a Dataset. UserError where one of them is not what meta.json says."""
     shards, paths = dataset.shards[split], dataset.files(split)
@@ -96,8 +91,8 @@ def opened(dataset, split):
                         "its prepare script again, with --force")
     for path, shard in zip(paths, shards):  # before the first is read, which may take long
         check_whole(path, shard, dataset.dtype)
-    for path, shard in zip(paths, shards):
-        files.check(path, shard["sha256"], "meta.json", ADVICE, memory(dataset.dir, path))
+    for path, shard in zip(paths, shards):  # noted in the data folder: a shard's own may be another's
+        files.check(path, shard["sha256"], "meta.json", ADVICE, dataset.dir)
     return Shards(paths, shards, dataset.dtype)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import OWN_FILES, UserError, from_json, json_safe, of_an_older_version, plural
+from nanoheads.common import OWN_FILES, UserError, json_safe, of_an_older_version, plural
 from nanoheads.config import TrainConfig, check_data, check_model, data_of
 from nanoheads.configurator import print_once
 from nanoheads.dataset import Dataset, digests_of
@@ -128,7 +128,7 @@ def asked_for(model_config, config):
 def asked_in(folder):
     """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
     try:
-        asked = from_json((Path(folder) / "config.json").read_bytes())["asked"]
+        asked = json.loads((Path(folder) / "config.json").read_bytes())["asked"]
         return asked if isinstance(asked, dict) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

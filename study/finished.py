@@ -3,10 +3,11 @@ Finished runs that are in out/trials already: those that other code made, which 
 that --fresh trains once more, to compare the scores.
 """
 
+import json
 import shutil
 from contextlib import suppress
 
-from nanoheads.common import from_json, plural
+from nanoheads.common import plural
 from study import trial
 from study.digest import whatever_code
 from study.records import Result, hash_of
@@ -22,7 +23,7 @@ def of_other_code(runs):
     for path in trial.TRIALS.glob("*/result.json"):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone
             folder, written = path.parent, path.stat().st_mtime
-            spec = from_json((folder / "spec.json").read_bytes())
+            spec = json.loads((folder / "spec.json").read_bytes())
             name = wanted.get(whatever_code(spec))
             if name and name != folder.name == hash_of(spec) and written >= times.get(name, 0):
                 if result := trial.result_in(folder):
@@ -44,7 +45,7 @@ def left_out(runs):
             like.setdefault(but_for_the_seed(run.spec), {})[added] = run.variant
     for path in trial.TRIALS.glob("*/result.json"):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no run, or gone
-            spec = from_json((path.parent / "spec.json").read_bytes())
+            spec = json.loads((path.parent / "spec.json").read_bytes())
             variants, seed = like.get(but_for_the_seed(spec), {}), spec["model"]["seed"]
             added = max((each for each in variants if each <= seed), default=None)
             if added is not None and path.parent.name == hash_of(spec) and path.parent.name not in judged:

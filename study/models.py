@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from model import GPT, GPTConfig
-from nanoheads import configurator, own_mechanism
+from nanoheads import configurator, files, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig, data_of, training_problems
 from nanoheads.optim import block_matrices, of_mechanisms
@@ -142,9 +142,12 @@ class Models:
         return not accepted(flags) and accepted({**flags, "attn_dropout": 0.0})
 
     def data_on(self, text, training, block_size):
-        """The Dataset of a text or the TaskData of a task, opened once."""
+        """The Dataset of a text or the TaskData of a task, opened once; a text's checksums are taken anew."""
         if text not in self.data:
-            self.data[text] = data_of(training, block_size)
+            self.data[text] = data = data_of(training, block_size)
+            for split in () if training.task else data.splits:
+                for path in data.files(split):
+                    files.forget(path, data.dir)
         return self.data[text]
 
     # ---- models ----

@@ -6,6 +6,7 @@ What stops the study, be it Ctrl-C, SIGTERM, a closed terminal or an error, has 
 it ends. The same command goes on from there.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from nanoheads import files
-from nanoheads.common import ROOT, UserError, from_json, in_place, pick_device, plural, printable
+from nanoheads.common import ROOT, UserError, pick_device, plural, printable
 from nanoheads.config import TrainConfig
 from study import trial
 from study.records import Result
@@ -148,7 +149,7 @@ def start(run, here, gpu):
         env.update({"CUDA_VISIBLE_DEVICES": gpu, trial.RUNS_ON_GPU: str(here.per_gpu)})
     # a session of its own, so that Ctrl-C reaches this program alone, which then asks each run to save. And a
     # pipe that this program holds: when it is killed, the run finds the pipe closed, and saves too
-    with open(folder / "trial.log", "ab", opener=in_place) as log:
+    with open(folder / "trial.log", "ab") as log:
         return subprocess.Popen(command_of(run), env=env, start_new_session=True, stdin=subprocess.PIPE,
                                 stdout=log, stderr=log)
 
@@ -240,7 +241,7 @@ def last_row(run):
         lines = file.read().decode(errors="replace").splitlines()
     for line in reversed(lines):
         try:
-            row = from_json(line)
+            row = json.loads(line)
             return row["step"], row["loss"], row["tokens_per_s"]
         except (ValueError, KeyError, TypeError):  # half a line, or an evaluation
             continue

@@ -15,8 +15,9 @@ import math
 import zlib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 
-from nanoheads.common import UserError, from_json, json_safe, read_whole, write_atomic
+from nanoheads.common import UserError, json_safe, write_atomic
 
 PLAIN = "plain"  # the name of the variant that the others are compared with
 VERSION = 2      # of results files; those of the first kind are read by commit 86da9e9
@@ -242,8 +243,8 @@ def read(path):
     wrong.
     """
     try:
-        data = read_whole(path)
-        found = from_json(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        data = Path(path).read_bytes()
+        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'it is damaged'}") from None
     except (ValueError, EOFError, zlib.error):

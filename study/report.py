@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from nanoheads import drawing
-from nanoheads.common import json_safe, no_link, printable, say, table, write_atomic
+from nanoheads.common import json_safe, printable, say, table, write_atomic
 from study import pictures, tables
 from study.notices import next_study, notices, remarks
 from study.records import PLAIN
@@ -205,7 +205,7 @@ def write(study, comparisons, folder, beyond=()):
     """Write report.html, report.md, forest.svg and forest.png into a folder -> their paths. UserError: the
     disk refuses.
     """
-    folder = Path(no_link(folder))
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     found = study, comparisons
     drawn = {draw.__name__: drawing.drawn(draw, found)

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from nanoheads.common import UserError, printable, read_whole
+from nanoheads.common import UserError, printable
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
 
 NEEDED = ("variant", "seed", "score")
@@ -118,7 +118,7 @@ def mean(values):
 def read_csv(path):
     """The Rows of a CSV file. UserError: it cannot be read, or names each line that cannot be used."""
     try:
-        text = read_whole(path).decode("utf-8-sig")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from None
     except UnicodeDecodeError:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from nanoheads import checkpoint, threads
-from nanoheads.common import ROOT, ArgumentParser, UserError, say, writable, write_json
+from nanoheads.common import ROOT, UserError, say, writable, write_json
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score
 from lab.bench import nanogpt
@@ -101,8 +101,8 @@ def run_timed(command, folder):
 
 
 def arguments(argv):
-    p = ArgumentParser(prog="bench.py --race", description=__doc__,
-                       formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(prog="bench.py --race", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--nanogpt", required=True, help="a nanoGPT checkout")
     p.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     p.add_argument("--iters", type=int, default=175, help="our training steps (default: 175)")

@@ -44,8 +44,8 @@ from tqdm import tqdm
 
 from nanoheads import own_mechanism, task_scores
 from nanoheads.arguments import add_checkpoints
-from nanoheads.common import (ArgumentParser, UserError, last_words, no_link, pick_device, plural, read_whole,
-                              say, table, writable, write_atomic, write_json)
+from nanoheads.common import (UserError, last_words, pick_device, plural, say, table, writable, write_atomic,
+                              write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 from nanoheads.tokenizer import Tokenizer, char_sizes
 from nanoheads.traces import GATE, declared_axes, explain, head_numbers
@@ -90,7 +90,7 @@ def printable(name):
 def read_ids(path, tokenizer):
     """Token ids of a file. UserError: it is missing, empty, or holds what the vocabulary lacks."""
     try:
-        raw = read_whole(path)
+        raw = Path(path).read_bytes()
         ids = tokenizer.encode(raw if tokenizer.encoding == "byte" else raw.decode("utf-8"))
     except OSError as e:
         raise UserError(f"--text: {path} cannot be read: {e.strerror}")
@@ -368,7 +368,7 @@ def paths(out, flag):
         raise UserError(f"{flag}: {out} is the name of the picture; the JSON lines need another, such as "
                         f"{out.with_suffix('.jsonl')}")
     lines = writable(out, flag)
-    return lines, writable(no_link(out.with_suffix(".png")), flag)  # a name that nobody typed
+    return lines, writable(out.with_suffix(".png"), flag)  # a name that nobody typed
 
 
 UNTRAINED = "No label has trained these heads: their scores, about 0.5, mean nothing."
@@ -522,8 +522,8 @@ def run(args):
 
 
 def main(argv=None):
-    p = ArgumentParser(prog=PROGRAM, description=__doc__,
-                       formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     add_checkpoints(p)
     text = p.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", metavar="FILE", help="the text to read")

@@ -20,7 +20,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
-from nanoheads.common import no_link, number, say, table
+from nanoheads.common import number, say, table
 from nanoheads.curves import curves_of
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
 from nanoheads.log import read_rows, warn
@@ -278,7 +278,7 @@ def plot_heads(given, names, together, called="", kinds=("png", "svg")):
             if figure is None:
                 warn(run, f"{missing[picture]}: no {picture}.png")
             else:
-                written += save(figure, no_link(Path(run) / "figures") / picture, kinds)
+                written += save(figure, Path(run) / "figures" / picture, kinds)
     if runs:
         say(in_numbers([(name, h) for name, h, *_ in runs]))
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):

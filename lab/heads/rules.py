@@ -1,9 +1,10 @@
 """Rules of who may change which heads during training, read from a JSON file."""
 
 import json
+from pathlib import Path
 
 from model import Agency
-from nanoheads.common import UserError, from_json, read_whole
+from nanoheads.common import UserError
 
 
 class Rules:
@@ -22,7 +23,7 @@ class Rules:
     def read(cls, path):
         """UserError: not such a file."""
         try:
-            rules = from_json(read_whole(path))
+            rules = json.loads(Path(path).read_bytes())
         except OSError as e:
             raise UserError(f"policy_rules: cannot read {path}: {e.strerror}") from None
         except ValueError as e:

@@ -27,7 +27,7 @@ import torch
 
 from model import MECHANISM_CLASSES, RECIPES, PlainConfig
 from nanoheads import own_mechanism as own
-from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
+from nanoheads.common import ROOT, UserError, write_atomic, write_json
 from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, gpt2_file
 from nanoheads.tokenizer import Tokenizer, byte_symbols
 
@@ -57,7 +57,7 @@ def config_of(folder):
     """The dict in config.json. UserError."""
     path = Path(folder) / "config.json"
     try:
-        found = from_json(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json: fetch it too") from None
     except OSError as e:
@@ -311,7 +311,7 @@ def tokenizer_of(folder, config):
         return None
     try:
         text = whole.read_text(encoding="utf-8") if whole.is_file() else ""
-        ids = vocabulary(from_json(text)) if text else from_json(vocab.read_text(encoding="utf-8"))
+        ids = vocabulary(json.loads(text)) if text else json.loads(vocab.read_text(encoding="utf-8"))
         if not all(isinstance(i, int) and i >= 0 for i in ids.values()):
             raise ValueError("an id is no number")
         digest, size = fingerprint(ids), max(ids.values()) + 1
@@ -344,7 +344,7 @@ def keep_gpt2(folder, ids, text):
     pairs = merges.read_text(encoding="utf-8") if merges.is_file() else ""
     if not pairs:
         lines = (each if isinstance(each, str) else " ".join(each)
-                 for each in from_json(text)["model"]["merges"])
+                 for each in json.loads(text)["model"]["merges"])
         pairs = "\n".join(("#version: 0.2", *lines)) + "\n"
     ordered = dict(sorted(ids.items(), key=lambda item: item[1]))
     for file, content in ((GPT2_ENCODER, json.dumps(ordered)), (GPT2_MERGES, pairs)):

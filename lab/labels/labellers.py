@@ -7,15 +7,15 @@ piece's tokens}, as targets.py has them. The label of a token depends on the pie
 characters before them, never on where pieces are cut.
 """
 
+import json
 import re
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from nanoheads.common import MOST_READ, UserError, from_json
+from nanoheads.common import UserError
 from nanoheads.mechanism import CONSTRAINTS
 from nanoheads.tokenizer import char_sizes, token_sizes
 from lab.labels import weak
@@ -199,7 +199,7 @@ SHAPES = {frozenset(("name", "start", "end", "value")): "characters",
 def read_line(line):
     """A line of JSON -> (name, "characters" or "tokens", start, codes, length). ValueError: what is wrong."""
     try:
-        row = from_json(line)
+        row = json.loads(line)
     except ValueError as e:
         raise ValueError(f"is not JSON: {e}") from None
     unit = SHAPES.get(frozenset(row)) if isinstance(row, dict) else None
@@ -228,12 +228,10 @@ def read_spans(path, lengths):
     """
     found, units = {}, {}
     with open(path, "rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, MOST_READ), b""), 1):
+        for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                if len(line) == MOST_READ:  # as the one line of /dev/zero is
-                    raise ValueError(f"is longer than {MOST_READ >> 20} MiB")
                 name, unit, start, codes, length = read_line(line)
                 if start + length > lengths[unit]:
                     raise ValueError(f"ends at {start + length:,}; the split has {lengths[unit]:,} {unit}")

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads.common import UserError, say, table
-from nanoheads.files import remove_abandoned, temporary
+from nanoheads.files import temporary
 from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 
@@ -22,7 +22,6 @@ from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 def label(folder, text, labeller, splits, force=False):
     """Label splits into a folder, beside those labelled in the same way before. False: all were there."""
     folder.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder, "*.u8")
     found, missing = finished(folder, text.dataset, labeller.note, force), False
     if found:
         splits = list(dict.fromkeys((*found.splits, *splits)))

@@ -11,6 +11,7 @@ of its .bin, and for each name the sha256 of its file, how many tokens are label
 lab/label.py writes such folders.
 """
 
+import json
 import math
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from nanoheads import files
-from nanoheads.common import UserError, from_json, number, write_json
+from nanoheads.common import UserError, number, write_json
 from nanoheads.dataset import folders_of
 from nanoheads.files import sha256
 
@@ -120,7 +121,7 @@ class Targets:
             raise UserError(f"no labels {labels!r} for {dataset.dir}; there are "
                             f"{', '.join(there) or 'none'}: {command_for(dataset, labels)} makes them")
         try:
-            self.meta = from_json((self.dir / "labels.json").read_text(encoding="utf-8"))
+            self.meta = json.loads((self.dir / "labels.json").read_text(encoding="utf-8"))
             check_meta(self.meta)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{self.dir / 'labels.json'} is not what lab/label.py writes "

@@ -14,7 +14,7 @@ import numpy as np
 from model import GPT
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.arguments import add_scoring
-from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
+from nanoheads.common import UserError, last_words, pick_device, say, writable, write_json
 from nanoheads.scoring import at_context, load
 
 
@@ -94,7 +94,7 @@ CONTEXT = (positive, None, "tokens in a window (default: the shortest training l
 def parser_of(word, about):
     """The parser of `probe.py WORD`."""
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
-    return ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
 
 
 def add_seed(parser):
@@ -118,7 +118,7 @@ def ask(word, probe, split, argv, more=add_seed, **options):
     with last_words(f"probe.py {words[0]}"):
         for key in ("seed", "tokens"):
             if vars(args).get(key, 0) < 0:
-                raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
+                raise UserError(f"--{key}={vars(args)[key]} must not be negative")
         own_mechanism.add_named(args)
         args.device = pick_device(args.device)
         out = writable(args.json) if args.json else None

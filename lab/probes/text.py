@@ -25,7 +25,6 @@ import torch
 from model import GPT
 from nanoheads import sampling
 from nanoheads.common import UserError, last_folders, table
-from nanoheads.logits import check_sampling
 from nanoheads.sampling import bfloat16_on_gpu, same_tokens, settings_of, stop_of, until_stop, write
 from nanoheads.scoring import (LOGITS_AT_ONCE, bits, nats_of_last, window_ids,
                                windows)
@@ -48,12 +47,12 @@ class Judge(NamedTuple):
 
 
 def check(args):
-    """UserError, ValueError: settings of which nothing can be sampled."""
+    """UserError: settings of which nothing can be sampled."""
     if args.num_prompts < 2:
         raise UserError(f"--num_prompts={args.num_prompts} must be at least 2, for an interval")
     if args.seed >= 1 << 62:
         raise UserError(f"--seed={args.seed} must be at most 2^62 - 1")
-    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    sampling.check_settings(args)
 
 
 def open_judge(args, tokenizer):

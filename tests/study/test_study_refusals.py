@@ -15,7 +15,6 @@ NO_RESULTS = {  # files that are no results of a study, and what is said of them
     "damaged": (gzip.compress(b"{}" * 50, mtime=0)[:12] + bytes(40),
                 "cannot read damaged.json.gz: it is damaged"),
     "binary": (bytes(range(256)), "is no results file, or it is damaged"),
-    "deep": (b"[" * 100_000, "is no results file, or it is damaged"),
     "list": (b"[3]", "is no results file of this version"),
     "before": (json.dumps(dict(name="all", runs={}, comparisons=[])).encode(),
                "is no results file of this version; files from before it are read at commit 86da9e9"),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nanoheads import checkpoint
-from nanoheads.common import UserError, no_link, write_atomic
+from nanoheads.common import UserError, write_atomic
 from nanoheads.files import sha256
 from nanoheads.timing import progress_bar
 from lab.probes.constraints.setup import (HEADS, branch_size, labels_of, layers_of, names_of, outputs,
@@ -131,7 +131,7 @@ def kept_probe(ckpt, fitted, chosen, width, seed):
     probe = fit_probe(fitted, chosen, width, seed)
     if place:
         with suppress(UserError, OSError):  # a folder that takes no file
-            no_link(place.parent).mkdir(exist_ok=True)
+            place.parent.mkdir(exist_ok=True)
             write_atomic(place, lambda file: torch.save(probe.state_dict(), file))
     return probe
 

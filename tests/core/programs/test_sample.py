@@ -14,6 +14,7 @@ import torch
 import sample
 from model import GPT, GPTConfig
 from nanoheads import dataset
+from nanoheads.common import UserError
 from nanoheads.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
 from helpers import ROOT
 from helpers import VOCAB, make_checkpoint, meta_of
@@ -240,7 +241,7 @@ def test_side_by_side_has_the_write_ups_defaults(ckpt, monkeypatch):
 
     def check(args):
         asked.append((args.num_samples, args.max_new_tokens, args.top_k))
-        raise ValueError("enough")
+        raise UserError("enough")
     monkeypatch.setattr(sample, "check", check)
     for argv in (["--ckpt", ckpt], ["--ckpt", ckpt] * 2, [*["--ckpt", ckpt] * 2, "--top_k", "5"],
                  [*["--ckpt", ckpt] * 2, "--max_new_tokens", "9"]):

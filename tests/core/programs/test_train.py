@@ -1,10 +1,9 @@
 """The training loop: exact resumes, nothing lost to a kill or a full disk, ranks that agree, clear errors."""
-import errno
-import fcntl
 import io
 import json
 import os
 import pty
+import re
 import resource
 import shutil
 import signal
@@ -21,7 +20,7 @@ import torch
 import model as model_py
 import train
 from model import GPT, GPTConfig
-from nanoheads import causality, checkpoint, files, scoring
+from nanoheads import causality, checkpoint, scoring
 from nanoheads.common import UserError
 from nanoheads.batches import Batches
 from nanoheads.dataset import Dataset
@@ -592,72 +591,6 @@ def test_portions_of_the_loss_need_divide_nothing(args, flags, rows, tmp_path):
     main(args("other", init_from=tmp_path / "run", loss_chunks=5))  # it is how one trains, not a model
 
 
-# ---- one writer ----
-
-@pytest.fixture
-def writer(tmp_path):
-    """writer(folder) -> a living process that writes into a run's folder."""
-    started = []
-
-    def start(folder):
-        code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.files import only_writer\n"
-                f"with only_writer({str(folder)!r}): print('has it', flush=True); sys.stdin.read()")
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE)
-        started.append(process)
-        assert process.stdout.readline() == b"has it\n"
-        return process
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-def test_a_second_writer_of_a_folder_is_refused_by_name(args, fails, tmp_path, writer):
-    other = writer(tmp_path / "run")
-    for argv in (args(), [*args(), "--resume"], [*args(), "--overwrite"]):
-        said, = fails(argv)
-        assert said.startswith(f"{tmp_path}/run is being written by process {other.pid} (since 2")
-        assert said.endswith("; wait for it, stop it, or choose another --out_dir")
-    assert os.listdir(tmp_path / "run") == ["lock"]
-
-
-@pytest.mark.slow
-def test_a_killed_writer_leaves_no_lock(args, tmp_path, writer):
-    other = writer(tmp_path / "run")
-    other.kill()
-    other.wait()
-    main(args())
-    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
-
-
-@pytest.mark.slow
-def test_an_evaluation_beside_a_living_run_goes_on(args, tmp_path, writer):
-    main(args())
-    writer(tmp_path / "run")
-    main([*args(), "--eval_only"])
-
-
-@pytest.mark.slow
-def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_path):
-    """A trial does, and prune.py starts train.py in the folder that it holds."""
-    with files.only_writer(tmp_path / "run"):
-        main(args())
-        assert subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=8), "--resume"],
-                              stdout=subprocess.DEVNULL).returncode == 0
-    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
-
-
-@pytest.mark.slow
-def test_without_locks_a_run_goes_on(args, tmp_path, monkeypatch):
-    def unsupported(file, how):
-        raise OSError(errno.ENOLCK, "no locks available")
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    main(args())
-    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
-
-
 # ---- what no run can be ----
 
 
@@ -831,27 +764,6 @@ def downloaded(bytes_data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
-@pytest.mark.parametrize("name", [
-    "lock", "config.json", "config.json.part", "ckpt.pt.part", "best.pt.part", "log.jsonl", "log.jsonl.part"])
-def test_no_link_in_a_runs_folder_is_written_through(name, there, downloaded, args, tmp_path):
-    shutil.copytree(downloaded, tmp_path / "run")
-    path, victim = tmp_path / "run" / name, tmp_path / "victim"
-    if there:
-        victim.write_text("mine")
-    path.unlink(missing_ok=True)
-    path.symlink_to(victim)
-    argv = [*args(max_iters=8), "--resume"]
-    if name == "lock":
-        with pytest.raises(SystemExit) as e:
-            main(argv)
-        assert e.value.code.startswith(f"train: {path} is a link to '{victim}': remove it")
-    else:
-        main(argv)
-        assert not path.is_symlink() and checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
-    assert victim.read_text() == "mine" if there else not victim.exists()
-
-
 def test_a_checkpoint_that_is_a_link_is_read_and_then_replaced(downloaded, args, tmp_path):
     shutil.copytree(downloaded, tmp_path / "run")
     before = (tmp_path / "run/ckpt.pt").rename(tmp_path / "kept.pt").read_bytes()
@@ -911,22 +823,22 @@ def test_a_missing_compiler_is_one_line_that_says_what_to_do(args, fails):
         said = fails(args(compile=True))
     cpp_builder.cpp_compiler_search.cache_clear()
     torch._dynamo.reset()
-    assert said == ["torch.compile lacks a working C++ compiler: install one, such as g++, and let CXX name "
-                    "it if it has another name, or do without: --compile=False"]
+    assert re.fullmatch(r"torch.compile failed \(.*No working C\+\+ compiler found.*\); --compile=False does "
+                        "without", *said)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error, words", [
-    (lambda: inductor_errors().TritonMissing(None), "a working Triton"),
+    (lambda: inductor_errors().TritonMissing(None), "a working triton"),
     (lambda: inductor_errors().InductorError(RuntimeError("Failed to find C compiler. Set CC"), None),
-     "a C compiler"),
+     "Failed to find C compiler"),
     (lambda: inductor_errors().InductorError(RuntimeError("another fault"), None), "another fault")])
 def test_what_a_gpu_lacks_to_compile_is_one_line_too(args, fails, at_step, error, words):
     def fail(out):
         raise error()
     at_step(2, fail)
     said, = fails(args())
-    assert words in said and "--compile=False" in said and ("install" in said) != ("another" in words)
+    assert words in said and "--compile=False" in said
 
 
 def test_an_interrupt_before_the_first_step_is_one_line(args, fails, monkeypatch):

@@ -41,8 +41,8 @@ from nanoheads import threads  # noqa: F401  before torch, whose threads it has 
 
 import torch
 
-from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, pick_device, say,
-                              table, writable_folder, write_json)
+from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, say, table,
+                              writable_folder, write_json)
 from nanoheads.timing import time_table
 from lab.bench import nanogpt
 
@@ -287,7 +287,7 @@ def summary(results):
 # ---- command line ----
 
 def arguments(argv):
-    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default {', '.join(QUICK)}")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
     p.add_argument("--minutes", type=float,

@@ -825,9 +825,6 @@ def test_tokens_of_sentencepiece_spell_the_texts_bytes(prepends, tmp_path):
 
 # ---- nonsense in a folder ----
 
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["256", [256], {"a": 1}, None, -1, 0, 1.5, True, 10**400, [[]]])
 @pytest.mark.parametrize("tokenizer", [False, True])
@@ -841,7 +838,7 @@ def test_a_vocab_size_that_is_no_number_is_one_line(size, tokenizer, gpt2_folder
     assert "\n" not in str(e.value) and ("vocab_size" in str(e.value) or isinstance(size, int))
 
 
-NO_JSON = (DEEP, '{"a":' * 100_000 + "1" + "}" * 100_000, "", "3", "null", "\0")
+NO_JSON = ("{", "", "3", "null", "\0")
 FILES = ("config.json", "tokenizer.json", "vocab.json")
 
 
@@ -849,7 +846,7 @@ FILES = ("config.json", "tokenizer.json", "vocab.json")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, text", [(name, text) for name in FILES for text in NO_JSON
                                         if text or name != "tokenizer.json"])
-def test_json_that_is_too_deep_or_none_is_one_line(name, text, gpt2_folder, tmp_path):
+def test_a_file_that_holds_no_json_is_one_line(name, text, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
     (folder / name).write_text(text)
     refused(folder, "tokenizer" if name != "config.json" else name)

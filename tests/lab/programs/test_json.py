@@ -2,18 +2,16 @@
 
 import json
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 
-import evaluate
 from lab import export_hf
 import plot_curves
 from lab import probe
 import sample
 import train
 from helpers import TINY
-from helpers import ROOT, make_checkpoint, unread
+from helpers import ROOT
 from lab_helpers import OF_LAB
 
 PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model"),
@@ -63,80 +61,6 @@ def test_a_run_that_did_not_do_what_was_asked_writes_none(args, fails, tmp_path)
     assert "n_head=3" in line and not (tmp_path / "run.json").exists()
     line, = fails([*args(), f"--json={tmp_path / 'nowhere/run.json'}"])
     assert "--json: cannot write into" in line and not (tmp_path / "run").exists()
-
-
-# ---- what an earlier command wrote ----
-
-@pytest.fixture
-def yesterday(tmp_path):
-    """A file with the result of another command; yesterday.gone(): whether it cannot be taken for today's."""
-    path = tmp_path / "result.json"
-    path.write_text('{"verdict": "better"}')
-    old = path.with_name("result.json.old")
-    return SimpleNamespace(path=path, old=old, gone=lambda: not path.exists() and "better" in old.read_text())
-
-
-@pytest.mark.parametrize("form", ["--json={}", "--json {}"], ids=["joined", "spaced"])
-@pytest.mark.parametrize("command", [*PROGRAMS, *(f"lab.probe {word}" for word in probe.PROBES)])
-def test_a_command_that_fails_leaves_no_earlier_result_in_its_file(command, form, yesterday, capsys):
-    program, *words = command.replace("constraints", "constraints score").split()
-    with pytest.raises(SystemExit) as e:
-        import_module(program).main([*words, "--no_such_key=1", *form.format(yesterday.path).split()])
-    assert e.value.code and yesterday.gone()
-    assert f"the one that was in {yesterday.path} is in {yesterday.old}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("e", [KeyboardInterrupt, RuntimeError("a bug")], ids=["Ctrl-C", "a bug"])
-def test_a_run_that_is_stopped_leaves_no_earlier_result(e, args, yesterday, monkeypatch, tmp_path):
-    def stopped(*args):
-        raise e
-    config = tmp_path / "run.py"  # which no command line names
-    config.write_text(f"json = {str(yesterday.path)!r}\n")
-    monkeypatch.setattr(train, "training_step", stopped)
-    with pytest.raises((SystemExit, RuntimeError)):
-        train.main([str(config), *args()])
-    assert yesterday.gone()
-
-
-def test_a_command_that_does_what_is_asked_leaves_its_own_result_alone(args, yesterday, capsys):
-    train.main([*args(), f"--json={yesterday.path}"])
-    assert "val_bpb" in yesterday.path.read_text() and not yesterday.old.exists()
-    assert "no result was written" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["a text", '"a word"', "[" * 100_000], ids=["text", "word", "deep"])
-def test_a_file_that_holds_no_result_stays(text, yesterday):
-    """It may have been named by mistake."""
-    yesterday.path.write_text(text)
-    with pytest.raises(SystemExit):
-        import_module("evaluate").main(["--ckpt=none", f"--json={yesterday.path}"])
-    assert yesterday.path.read_text() == text and not yesterday.old.exists()
-
-
-# ---- a reader that goes away ----
-
-def test_what_is_asked_for_is_written_without_a_reader(args, read, tmp_path):
-    out, run = [f"--json={tmp_path / f'{i}.json'}" for i in range(5)], ["--ckpt", str(tmp_path / "run")]
-    commands = [(train, args()), (sample, [*run, "--max_new_tokens=3"]), (plot_curves, run[1:]),
-                (export_hf, [*run, "--out", str(tmp_path / "hf")]), (evaluate, [*run, "--device=cpu"])]
-    for (program, argv), option in zip(commands, out):
-        with unread():
-            program.main([*argv, option])
-    trained, samples, pictures, exported, scores = (read(f"{i}.json") for i in range(5))
-    assert trained["step"] == TINY["max_iters"] and len(samples[0]["texts"]) == 1 and len(pictures) == 2
-    assert exported["family"] == "gpt2" and len(scores["runs"]) == 1
-
-
-def test_a_command_without_a_file_to_write_ends_with_its_reader(monkeypatch, tmp_path):
-    made = []
-    monkeypatch.setattr(sample, "print_samples", lambda *args: (print("a sample"), made.append("more")))
-    argv = ["--ckpt", make_checkpoint(tmp_path / "a.pt"), "--num_samples=2", "--max_new_tokens=3"]
-    with unread():
-        sample.main(argv)
-    assert made == []
-    with unread():
-        sample.main([*argv, f"--json={tmp_path / 'a.json'}"])
-    assert made == ["more"]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ an encoding cannot show is a question mark, and names do not steer the terminal.
 """
 import io
 import re
-import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -15,16 +14,8 @@ from helpers import TINY
 from helpers import ROOT
 from lab_helpers import OF_LAB
 
-import bench
 import compare
-import evaluate
-from lab import export_hf
-import plot_curves
-from lab import probe, prune
-import sample
 import train
-from data import prepare_text
-from nanoheads.prepare import run
 
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 PROGRAMS = [*sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model"),
@@ -131,50 +122,3 @@ def test_tables_lose_no_more_than_a_character(encoding, args, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     compare.main(["scores", str(tmp_path / "scores.csv")])
     assert "2.00 times plain's tokens" in shown()
-
-
-# ---- names ----
-
-@pytest.fixture
-def printed(capsys):
-    """printed(main, argv...) -> what a program says on both streams; it may end with an error."""
-    def call(main, *argv):
-        try:
-            main([str(arg) for arg in argv])
-        except SystemExit as e:
-            print(e.code or "")
-        shown = capsys.readouterr()
-        return shown.out + shown.err
-    return call
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no file has such a name there")
-def test_escapes_in_names_are_shown_by_every_program(bytes_data, tmp_path, monkeypatch, printed, plain):
-    """Names of datasets, runs, variants, files: from one's own command line, or from somebody's archive."""
-    red = "\x1b[31mred"
-    data, out = tmp_path / f"{red}-data", tmp_path / f"{red}-run"
-    shutil.copytree(bytes_data, data)
-    keys = [*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={data}"]
-    csv = tmp_path / f"{red}.csv"
-    csv.write_text(f"variant,seed,score\n{red},1,1\n{red},2,2\nb,1,3\nb,2,4\n")
-    ckpt = ["--ckpt", out, "--ckpt", out / "ckpt.pt", "--device=cpu"]
-    for main, *argv in (
-            (train.main, *keys, f"--out_dir={out}"), (train.main, *keys, f"--out_dir={out}"),
-            (train.main, *keys, f"--out_dir={out}", "--resume"), (train.main, f"--dataset={red}"),
-            (train.main, f"--{red}=1"), (train.main, f"{red}.py"), (sample.main, f"--{red}"),
-            (prune.main, "--ckpt", out, f"--to={red}"), (plot_curves.main, f"--x={red}"),
-            (probe.main, "heads", "--ckpt", out, f"--{red}"), (probe.main, "constraints", red),
-            (probe.main, "look", f"--{red}", "--ckpt", out, "--start=a"), (bench.main, f"--what={red}"),
-            (lambda argv: run(lambda: prepare_text.main(argv)), f"--encoding={red}"),
-            (sample.main, *ckpt, "--max_new_tokens=3"), (sample.main, "--ckpt", out, f"--set={red}=1"),
-            (evaluate.main, *ckpt, f"--json={out}.json"), (evaluate.main, "--ckpt", red),
-            (prune.main, *ckpt[2:], "--to=0.5", "--by=random", "--rounds=0", f"--out_dir={out}-half"),
-            (export_hf.main, "--ckpt", out, "--out", f"{out}-hf"), (plot_curves.main, red),
-            (plot_curves.main, out), (probe.main, "heads", *ckpt, f"--json={out}.json"), (probe.main, red),
-            (compare.main, "scores", csv, f"--out_dir={out}-report"), (compare.main, "recheck", csv),
-            (compare.main, "plan", "--base", plain, "--device=cpu",
-             f"--variants={{{red!r}: {{'n_head': 1}}}}"),
-            (lambda argv: run(lambda: prepare_text.main(argv)), f"--source={csv}", f"--out={data}-2"),
-            (lambda argv: run(lambda: prepare_text.main(argv)), f"--source={red}", f"--out={data}-3")):
-        said = printed(main, *argv)
-        assert "\x1b" not in said and ("�[31mred" in said or r"\x1b[31mred" in said), argv

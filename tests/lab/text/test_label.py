@@ -323,7 +323,7 @@ def test_several_files_each_for_its_split(mixed, tmp_path):
     (dict(name="truth", token=10**9, value=1), "ends at 1,000,000,001; the split has [0-9,]+ tokens"),
     (span(5, 5), "the span from 5 to 5 holds nothing"), (span(6, 5), "holds nothing"),
     (span(-1, 5), "must be whole numbers"), (span(1.0, 5), "must be whole numbers"),
-    (span(0, 5, 10**400), "too large"), ("[" * 99999, "is not JSON"), (span(0, 5, np.inf), "must be in"),
+    (span(0, 5, 10**400), "too large"), (span(0, 5, np.inf), "must be in"),
     (span(0, 5, 1.01), r"1.01 must be in \[0, 1\]"), (span(0, 5, "1"), "numbers from 0 to 1, or null"),
     (span(0, 5, True), "must be numbers from 0 to 1"),
     (dict(span(0, 5), label="x"), "has the keys name, start, end, value, label where it needs"),
@@ -421,10 +421,11 @@ def test_what_is_half_done_otherwise_is_not_gone_on_with(mixed, tmp_path, monkey
     assert files_of(tmp_path / "other") == files_of(tmp_path / "whole")
 
 
-def test_what_a_killed_run_left_is_removed(mixed, tmp_path):
+def test_what_a_killed_run_left_is_written_over(mixed, tmp_path):
     folder = tmp_path / "weak"
     run(mixed, "--by=weak", f"--out={folder}")
-    there = sorted(folder.iterdir())
-    (folder / "negation.train.u8.1.tmp").write_bytes(b"x" * 1000)
+    whole = files_of(folder)
+    for path in [*folder.iterdir()]:
+        path.rename(f"{path}.part")
     run(mixed, "--by=weak", f"--out={folder}")
-    assert sorted(folder.iterdir()) == there
+    assert files_of(folder) == whole and not list(folder.glob("*.part"))

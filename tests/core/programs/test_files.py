@@ -1,0 +1,365 @@
+"""Whole files or none, one writer for a folder, names of folders, checksums of data."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+import train
+from helpers import ROOT, TINY, torchrun, write_shards
+from nanoheads import checkpoint, files
+from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
+from nanoheads.batches import Batches
+from nanoheads.dataset import Dataset
+from nanoheads.files import LONGEST, find, joined, only_writer, setting_in_name
+from nanoheads.start import RUN_FILES, asked_in
+
+# ---- whole files or none ----
+
+PIECES = st.lists(st.binary(max_size=300), max_size=5)
+
+
+@given(PIECES, PIECES, st.integers(0, 5))
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path, before, after, at):
+    """Also where writing it fails after some pieces, and where a killed process left half of one."""
+    path = tmp_path / "file"
+    path.unlink(missing_ok=True)
+    (tmp_path / "file.part").write_bytes(b"half of")
+    write_atomic(path, lambda file: file.writelines(before))
+
+    def write(file):
+        file.writelines(after[:at])
+        if at < len(after):
+            raise OSError(28, "No space left on device")
+        file.writelines(after[at:])
+    try:
+        write_atomic(path, write)
+    except UserError as e:
+        assert str(e) == f"could not write {path} (No space left on device); the previous one is intact"
+        after = before
+    assert path.read_bytes() == b"".join(after) and [*tmp_path.iterdir()] == [path]
+
+
+def limited(command, size=20_000, **how):
+    """A process of this command, which can write no file of more bytes, as on a full disk."""
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True,
+                          preexec_fn=limit, **how)
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_is_full_says_so_in_a_line_and_goes_on_later(args, tmp_path):
+    train.main(args())
+    done = limited(["train.py", *args(max_iters=9), "--resume"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    path = tmp_path / "run/ckpt.pt"
+    last = done.stderr.splitlines()[-1]
+    assert last == f"train: could not write {path} (File too large); the previous one is intact"
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
+    assert not list((tmp_path / "run").glob("*.part"))
+    train.main([*args(max_iters=9), "--resume"])
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 9
+
+
+def test_json_has_no_nan(tmp_path):
+    write_json(tmp_path / "a.json", {1: float("nan"), "b": (torch.tensor(2.5).numpy(), float("inf"))})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"1": None, "b": [2.5, None]}
+
+
+def test_places_that_take_no_files_are_named_before_the_work(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for bad, words in ((file, "is a file, not a folder"), (file / "x" / "y", f"{file} is a file"),
+                       ("/proc/x", "cannot write into /proc")):
+        with pytest.raises(UserError, match=words):
+            writable_folder(bad)
+    for bad, words in (("/proc/x", "cannot write into /proc"), (tmp_path / "no/x", "No such file"),
+                       (tmp_path, "is not a file")):
+        with pytest.raises(UserError, match=f"^--json: .*{words}"):
+            writable(bad)
+    assert writable_folder(tmp_path / "new/one") == tmp_path / "new/one" and writable(file) == file
+    assert [*tmp_path.iterdir()] == [file], "a check leaves nothing behind"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can be another user")
+def test_a_folder_that_may_not_be_written_is_one_line(args, tmp_path, unreadable, fails, bytes_data):
+    folder = unreadable(bytes_data, "test.bin")
+    line, = fails(args(dataset=folder, out_dir=folder / "run"))
+    assert line == f"{folder}/run: Permission denied"
+
+
+# ---- one writer ----
+
+@pytest.fixture
+def writer():
+    """writer(folder) -> a living process that writes into a folder."""
+    started = []
+
+    def start(folder):
+        code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.files import only_writer\n"
+                f"with only_writer({str(folder)!r}): print('has it', flush=True); sys.stdin.read()")
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"has it\n"
+        return process
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_writer_is_refused_by_the_number_of_the_first(args, fails, tmp_path, writer):
+    other = writer(tmp_path / "run")
+    for argv in (args(), [*args(), "--resume"], [*args(), "--overwrite"]):
+        said, = fails(argv)
+        assert said.startswith(f"{tmp_path}/run is being written by process {other.pid} on ")
+        assert said.endswith("; wait for it, stop it, or choose another --out_dir")
+    assert os.listdir(tmp_path / "run") == ["lock"]
+
+
+def test_a_killed_writer_leaves_no_lock(tmp_path, writer):
+    writer(tmp_path / "run").kill()
+    with only_writer(tmp_path / "run", wait=True):
+        pass
+    assert not (tmp_path / "run").exists() or os.listdir(tmp_path / "run") == ["lock"]
+
+
+def test_who_waits_writes_when_the_other_has_ended(tmp_path, writer):
+    first = writer(tmp_path / "run")
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.files import only_writer\n"
+            f"print('waits', flush=True)\n"
+            f"with only_writer({str(tmp_path / 'run')!r}, wait=True): print('has it', flush=True)")
+    second = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert second.stdout.readline() == "waits\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(0.5)
+    first.kill()
+    assert second.communicate(timeout=60)[0] == "has it\n"
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_a_living_run_goes_on(args, tmp_path, writer):
+    train.main(args())
+    writer(tmp_path / "run")
+    train.main([*args(), "--eval_only"])
+
+
+@pytest.mark.slow
+def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_path):
+    """A trial does, and prune.py starts train.py in the folder that it holds."""
+    with only_writer(tmp_path / "run"):
+        train.main(args())
+        assert subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=8), "--resume"],
+                              stdout=subprocess.DEVNULL).returncode == 0
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
+
+
+def test_a_refused_command_leaves_no_empty_folder(args, fails, tmp_path):
+    fails(args("new", init_from=tmp_path / "nowhere"))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    fails(args("there", init_from=tmp_path / "nowhere"))
+    assert (tmp_path / "there").is_dir(), "a folder of the user's stays"
+
+
+# ---- names ----
+
+@pytest.mark.parametrize("key, value, name", [
+    ("seed", 2, "seed=2"), ("lr", 1e-05, "lr=1e-05"), ("agency_threshold", -0.5, "agency_threshold=-0.5"),
+    ("head_ids", [[0, 1], [2]], "head_ids=0_1_2"), ("tied", False, "tied=False"),
+    ("init_from", "out/x", "init_from=x"), ("init_from", "out/x/ckpt.pt", "init_from=x"),
+    ("dataset", "..", "dataset"), ("labels", r"C:\my texts\weak", "labels=weak")])
+def test_a_setting_in_a_name_has_no_path_and_no_odd_character(key, value, name):
+    assert setting_in_name(key, value) == name
+
+
+@given(st.lists(st.text(max_size=80), max_size=30), st.text(max_size=80))
+def test_whatever_a_run_is_called_after_its_folder_has_a_name_that_can_be_typed(words, base):
+    name = joined(words, base)
+    assert len(name) <= LONGEST and not set(name) - set(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
+    assert not name.endswith((".", "-"))
+
+
+@given(st.lists(st.from_regex(r"[a-z_]{1,20}", fullmatch=True), min_size=1), st.from_regex(
+    r"[a-z]{1,99}", fullmatch=True))
+def test_a_name_keeps_its_scale_and_its_first_mechanism(words, base):
+    words = [word.strip("_") or "x" for word in words]
+    name = joined(words, base)
+    scale, _, mechanisms = name.partition("-")
+    assert base.startswith(scale) and "+".join(words).startswith(mechanisms)
+    assert scale == base[:40] and mechanisms.startswith(words[0][:LONGEST - len(scale) - 1])
+
+
+# ---- which of several ----
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """runs(name, asked, age=0): a folder in out/ with a run that was asked for so."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name, asked, age=0, file="config.json"):
+        path = Path("out", name, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"asked": asked}))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    return make
+
+
+def found(asked, **how):
+    folder, line = find("a", asked, RUN_FILES, asked_in, **how)
+    assert line in (None, f"out/a holds another run: this one goes into {folder}")
+    return folder.as_posix(), bool(line)
+
+
+def test_a_name_that_is_free_is_taken_and_another_configuration_gets_the_next_number(runs):
+    assert found({"lr": 1}) == ("out/a", False)
+    runs("a", {"lr": 1})
+    assert found({"lr": 1}) == ("out/a", False) and found({"lr": 2}) == ("out/a-2", True)
+    runs("a-2", {"lr": 2})
+    runs("a-4", {"lr": 4})
+    for other in ("a-b", "a-4.5", "ab-2"):
+        runs(other, {"lr": 9})
+    assert [found({"lr": n}) for n in (1, 2, 4)] == [("out/a", False), ("out/a-2", False), ("out/a-4", False)]
+    assert found({"lr": 9}) == found({}) == ("out/a-3", True)
+    runs("a-3", None, file="lock")  # no run was ever there
+    assert found({"lr": 9}) == ("out/a-3", True)
+
+
+def test_of_several_the_newest_is_found_and_gone_on_with(runs):
+    runs("a", {"lr": 1, "max_iters": 5}, age=30)
+    runs("a-2", {"lr": 1}, age=10)
+    runs("a-3", {"lr": 1}, age=20)
+    assert found({"lr": 1}) == ("out/a-2", False)
+    assert found({"lr": 9}, goes_on=True) == ("out/a-2", False)
+    assert found({"lr": 1, "max_iters": 9}, free={"max_iters"}) == ("out/a-2", False)
+    assert found({"lr": 1, "max_iters": 5}, free={"max_iters"}) == ("out/a", False), "exactly that"
+    runs("a", None, age=5, file="ckpt.pt")  # it was trained on since
+    assert found({"lr": 9}, goes_on=True) == ("out/a", False)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"asked": 3}', "{", "\0"])
+def test_a_folder_that_does_not_say_what_it_holds_is_another_run(runs, text):
+    runs("a", {})
+    Path("out/a/config.json").write_text(text)
+    assert found({"lr": 1}) == ("out/a-2", True) and found({"lr": 1}, goes_on=True) == ("out/a", False)
+
+
+def steps():
+    """{folder: steps done} of the runs in out/."""
+    return {path.parent.name: checkpoint.read(path)["step"] for path in sorted(Path("out").glob("*/ckpt.pt"))}
+
+
+@pytest.mark.slow
+def test_each_command_finds_its_own_run(tmp_path, monkeypatch, bytes_data, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def trained(*argv, lr=1e-3, **keys):
+        Path("small.py").write_text("".join(f"{key} = {value!r}\n" for key, value
+                                            in {**TINY, "adamw_lr": lr}.items()))
+        train.main(["small.py", *argv, f"--dataset={bytes_data}",
+                    *(f"--{key}={value}" for key, value in keys.items())])
+        return capsys.readouterr().out
+    assert "in out/small\n" in trained()
+    with pytest.raises(SystemExit, match="out/small already holds a run; go on with --resume"):
+        trained()
+    assert trained(lr=2e-3).startswith("out/small holds another run: this one goes into out/small-2\n")
+    assert "going on at step 6 of 8" in trained("--resume", lr=2e-3, max_iters=8, eval_interval=2)
+    assert steps() == {"small": 6, "small-2": 8}
+    trained("--resume", max_iters=7)
+    assert steps() == {"small": 7, "small-2": 8}
+    assert "step       8 " in trained("--eval_only", lr=2e-3)
+    trained("--resume", lr=3e-3, max_iters=9)  # of which there is none: the newest goes on
+    assert steps() == {"small": 9, "small-2": 8}
+    trained("--overwrite", lr=2e-3)
+    assert steps() == {"small": 9, "small-2": 6}
+    done = torchrun(["small.py", f"--dataset={bytes_data}", "--batch_size=4", "--seed=7"], 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("holds another run: this one goes into out/small-3") == 1, "one rank speaks"
+
+
+# ---- checksums ----
+
+@pytest.fixture
+def copied(bytes_data, tmp_path):
+    return Path(shutil.copytree(bytes_data, tmp_path / "copied", ignore=shutil.ignore_patterns("*.checked")))
+
+
+def is_noted(path):
+    """Whether a file's checksum is noted beside it, with its size and times."""
+    now, note = path.stat(), path.with_name(f"{path.name}.checked")
+    return json.loads(note.read_text()) == [now.st_size, now.st_mtime_ns, now.st_ctime_ns, files.sha256(path)]
+
+
+def opened(folder, split="train"):
+    """Open a split as another process does, which knows only what is noted."""
+    files.CHECKED.clear()
+    Dataset(folder).tokens(split)
+
+
+def test_a_text_is_hashed_once_and_again_where_it_was_touched_or_copied(copied, tmp_path):
+    path = copied / "train.bin"
+    opened(copied)
+    assert is_noted(path)
+    note = (copied / "train.bin.checked").read_bytes()
+    path.write_bytes(path.read_bytes())  # touched
+    opened(copied)
+    assert (copied / "train.bin.checked").read_bytes() != note and is_noted(path)
+    again = Path(shutil.copytree(copied, tmp_path / "again"))  # with its times, and the note
+    (again / "train.bin").write_bytes(b" " * 20000)
+    os.utime(again / "train.bin", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    with pytest.raises(UserError, match=f"^{again}/train.bin is not the file that meta.json describes"):
+        opened(again)
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(copied, monkeypatch):
+    monkeypatch.setattr("nanoheads.dataset.REOPEN_AFTER", 1)
+    batches = Batches(Dataset(copied), "train", 16, 4, 0)
+    (copied / "train.bin").write_bytes(b" " * 20000)
+    with pytest.raises(UserError, match="train.bin is not the file"):
+        batches(0)
+
+
+@given(st.binary(max_size=50))
+def test_a_damaged_note_is_made_anew(copied, data):
+    opened(copied)
+    note = copied / "train.bin.checked"
+    good = note.read_bytes()
+    note.write_bytes(data)
+    opened(copied)
+    assert note.read_bytes() == good
+
+
+def test_a_note_is_not_relied_on_where_another_checksum_is_expected(copied):
+    opened(copied)
+    meta = json.loads((copied / "meta.json").read_text())
+    meta["splits"]["train"]["sha256"] = "0" * 64
+    (copied / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="train.bin is not the file.* should be 0000000000000000..."):
+        opened(copied)
+
+
+def test_notes_of_shards_lie_in_the_data_folder(tmp_path):
+    splits = dict(train=[[1, 2], [3, 4]], val=[[5]])
+    folder = write_shards(tmp_path / "mine", splits, files=tmp_path / "theirs")
+    opened(folder)
+    assert {path.name for path in folder.glob("*.checked")} == {"train_0.bin.checked", "train_1.bin.checked"}
+    assert not list((tmp_path / "theirs").glob("*.checked"))
+
+
+def test_of_ranks_that_start_together_each_reads_its_text(copied):
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.dataset import Dataset\n"
+            f"Dataset({str(copied)!r}).tokens('train')")
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    assert [process.wait() for process in started] == [0] * 4
+    assert is_noted(copied / "train.bin")
