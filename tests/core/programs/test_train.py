@@ -343,7 +343,7 @@ def test_a_rate_that_goes_on_as_planned_is_not_mentioned(args, rows, tmp_path, c
 
 def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
     main(args(resume=True))
-    assert "no checkpoint is yet: starting anew" in capsys.readouterr().out
+    assert "ckpt.pt is not there yet: the run starts anew" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
     capsys.readouterr()
     for max_iters in (6, 4):
         main([*args(max_iters=max_iters), "--resume"])
-        assert f"run is finished: 6 of {max_iters} steps, best val loss " in capsys.readouterr().out
+        assert f"run has ended at step 6 by max_iters={max_iters}, best val loss " in capsys.readouterr().out
     assert files() == before
 
 
