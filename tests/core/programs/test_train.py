@@ -24,6 +24,7 @@ from nanoheads import causality, checkpoint, scoring
 from nanoheads.common import UserError
 from nanoheads.batches import Batches
 from nanoheads.dataset import Dataset
+from nanoheads.ranks import Process
 from helpers import ROOT, TINY
 from helpers import same, torchrun, untimed, weights
 from train import main
@@ -238,15 +239,21 @@ def test_ranks_that_begin_apart_are_refused(args, key):
     gpt = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=2, n_embd=16))
     norm = float(torch.nn.utils.get_total_norm([p.detach() for p in gpt.parameters()]))
 
-    def two(others):  # what the other rank gives, and then whether it, too, sees a difference
-        answers = iter([others, [0.0]])
-        return SimpleNamespace(
-            world=2, all_reduce_sum=lambda own: [a + b for a, b in zip(own, next(answers))])
-    run = SimpleNamespace(process=two([3.0, norm]), model=gpt, step=3, out_dir="out/a")
-    train.check_ranks_agree(run)
-    run.process = two([0.0, norm] if key == "step" else [3.0, norm * 1.01])
+    class OfTwo(Process):
+        """One of two processes, with what the other one says, and then whether that sees a difference too."""
+
+        def __init__(self, *others):
+            super().__init__(world=2)
+            self.answers = iter([others, [0.0]])
+
+        def all_reduce_sum(self, own):
+            return [a + b for a, b in zip(own, next(self.answers))]
+
+    run = SimpleNamespace(model=gpt, step=3, out_dir="out/a")
+    OfTwo(3.0, norm).check_agreement(run)
+    other = OfTwo(0.0, norm) if key == "step" else OfTwo(3.0, norm * 1.01)
     with pytest.raises(UserError, match="different weights or at different steps: out/a"):
-        train.check_ranks_agree(run)
+        other.check_agreement(run)
 
 
 @pytest.mark.slow
@@ -522,8 +529,8 @@ def test_evaluations_without_a_lower_loss_end_the_run(args, rows, tmp_path, monk
     keys = dict(eval_interval=2, max_iters=18, json=tmp_path / "a.json")
     main(args(patience=3, **keys))
     said = capsys.readouterr().out
-    assert "patience=3: no lower val loss in the last 3 evaluations, so the run ends at step 16 of 18" in said
-    assert "best val loss 2.9000" in said and rows(tmp_path / "run")[1][-1]["step"] == 16
+    assert "ended at step 16 by patience=3, best val loss 2.9000 nats" in said
+    assert rows(tmp_path / "run")[1][-1]["step"] == 16
     assert json.loads((tmp_path / "a.json").read_text())["step"] == 16
     saved = [checkpoint.read(tmp_path / "run" / name)["step"] for name in ("best.pt", "ckpt.pt")]
     assert saved == [10, 16]
@@ -562,7 +569,7 @@ def test_all_ranks_end_in_the_same_step_by_patience(args, rows, tmp_path):
     done = torchrun(args(patience=2, eval_interval=1, max_iters=30, adamw_lr=30.0, min_lr=30.0,
                          warmup_iters=0, grad_clip=0.0), 2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("patience=2: no lower val loss in the last 2 evaluations") == 1
+    assert done.stdout.count(" by patience=2, best val loss") == 1
     assert rows(tmp_path / "run")[1][-1]["step"] < 30
 
 
@@ -572,12 +579,6 @@ def test_overwriting_what_a_run_starts_from_is_refused(args, fails, tmp_path):
     assert "--overwrite removes the checkpoints of" in line and "init_from names one of them" in line
     assert (tmp_path / "run/best.pt").is_file()
     main(args("other", init_from=tmp_path / "run/best.pt", overwrite=True))  # control
-
-
-def test_a_finished_run_with_fewer_steps_asked_for_says_so(args, capsys, tmp_path):
-    main(args())
-    main([*args(max_iters=3), "--resume"])
-    assert f"{tmp_path}/run is finished: 6 of 3 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [dict(loss_chunks=3), dict(loss_chunks=3, mechanism="a2c_temperature")],
@@ -844,7 +845,7 @@ def test_what_a_gpu_lacks_to_compile_is_one_line_too(args, fails, at_step, error
 def test_an_interrupt_before_the_first_step_is_one_line(args, fails, monkeypatch):
     def interrupt(*a):
         raise KeyboardInterrupt
-    monkeypatch.setattr(train, "data_of", interrupt)
+    monkeypatch.setattr(train.start, "begin", interrupt)
     assert fails(args()) == ["interrupted before the first step"]
 
 
