@@ -111,7 +111,7 @@ def run(path):
         sys.modules[each.__name__] = each
     places = [place for each in helpers.values() if (place := getattr(each, "__file__", None))]
     OWN_FILES.update(places)
-    return module, opened(path, filter(None, (beside(place, folder) for place in places)))
+    return module, opened(path, sorted(filter(None, (beside(place, folder) for place in places))))
 
 
 def taken_out(folder):
@@ -445,7 +445,7 @@ def files_for(config):
 def record(config):
     """What a checkpoint holds of them: [{"file": name, "digest": ...}], with "helpers" where it has some."""
     return [dict(file=file.path.name, digest=file.digest)
-            | (dict(helpers=sorted(file.helpers)) if file.helpers else {}) for file in files_for(config)]
+            | (dict(helpers=[*file.helpers]) if file.helpers else {}) for file in files_for(config)]
 
 
 def keep(config, folder):
