@@ -111,7 +111,8 @@ def run(path):
         sys.modules[each.__name__] = each
     places = [place for each in helpers.values() if (place := getattr(each, "__file__", None))]
     OWN_FILES.update(places)
-    return module, opened(path, sorted(filter(None, (beside(place, folder) for place in places))))
+    names = sorted(filter(None, (beside(place, folder) for place in places)))
+    return module, file._replace(helpers=opened(path, names).helpers)
 
 
 def taken_out(folder):
@@ -131,9 +132,9 @@ def beside(place, folder):
     "project/gates.py"; None: it is elsewhere, or there as a library, or one of the repository's own.
     """
     place = Path(place).parent.resolve() / Path(place).name
-    if place.is_relative_to(ROOT) and place.relative_to(ROOT).parts[0].removesuffix(".py") in OURS:
-        return None
-    if place.is_relative_to(folder):
+    ours = any(place == ROOT / name or ROOT / name in place.parents or place == ROOT / f"{name}.py"
+               for name in OURS)
+    if not ours and folder in place.parents:
         name = place.relative_to(folder)
         return name.as_posix() if all(part.isidentifier() for part in name.with_suffix("").parts) else None
 

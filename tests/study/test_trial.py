@@ -268,6 +268,30 @@ def test_a_mechanisms_file_runs_only_where_the_command_line_names_it(bytes_data,
     assert isinstance(perform(run, f"--mechanism={file}"), Result)
 
 
+def test_a_helper_that_changed_after_a_run_was_planned_is_refused(bytes_data, tmp_path, own_mechanisms_go):
+    """The study's own copies are looked at: what they were made of may be edited meanwhile."""
+    helper = tmp_path / "gates.py"
+    helper.write_text("def rate(slope):\n    return slope.exp()\n")
+    mine = tmp_path / "mine.py"
+    mine.write_text(CODE.replace("import torch\n", "import torch\nfrom gates import rate\n", 1).replace(
+        "rate = F.softplus(self.slope)", "rate_of = rate(self.slope)").replace("rate[h]", "rate_of[h]"))
+    own_mechanism.add(mine, keep=tmp_path / "kept")
+    file, = own_mechanism.ADDED.values()
+    run = run_of(bytes_data, flags=dict(forget=True), variant="forget", own_mechanism=str(file.path))
+    assert {"mechanism mine.py", "mechanism gates.py"} <= run.spec["own"].keys()
+    for cls in list(own_mechanism.ADDED):
+        own_mechanism.remove([cls])
+    helper.write_text("1 / 0\n")
+    kept = file.path.parent / "gates.py"
+    text = kept.read_text()
+    kept.write_text(f"{text}# edited\n")
+    said = refused(run, f"--mechanism={file.path}")
+    assert said.startswith(f"{kept}, the mechanism's file, changed after ")
+    assert not own_mechanism.ADDED
+    kept.write_text(text)
+    assert isinstance(perform(run, f"--mechanism={file.path}"), Result)
+
+
 @pytest.mark.parametrize("argv", [[], ["nowhere"], ["--mechanism=a.py"]])
 def test_what_is_no_run_is_one_line(argv):
     with pytest.raises(SystemExit, match="^trial: give one folder that holds a spec.json"):
