@@ -466,24 +466,24 @@ def flags_of(state, path):
     flags = {name: value for name, value in state["config"].items() if name != "own"}
     if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
         flags.update(own)
-    if missing := lacking(state):
-        raise UserError(how_to_name(missing, flags, path))
+    if lacking(state):
+        raise UserError(how_to_name(state, flags, path))
     if unknown := sorted(set(flags) - set(model.GPTConfig.defaults())):
         raise UserError(f"{path} was written by another version: unknown flags {', '.join(unknown)}")
     return flags
 
 
-def how_to_name(missing, flags, path):
-    """What to say of a checkpoint whose code was not added: the line ends in the command that names it, where
-    the copies in its folder are what it was made with.
-
-    missing: of lacking(); flags: the checkpoint's; path: of the checkpoint.
+def how_to_name(state, flags, path):
+    """What to say of a read checkpoint whose code was not added: the line ends in the command that names it,
+    where the copies in its folder are what it was made with. flags: see flags_of().
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    missing, folder = lacking(state), Path(path) if Path(path).is_dir() else Path(path).parent
+    right = [each["digest"] for each in state["own_mechanism"]]
     copies = [folder / each["file"] for each in missing]
     files = " and ".join(f"{each['file']} (sha256 {each['digest']}...)" for each in missing)
     made = f"{path} was made with the mechanism in {files}"
-    if other := next((file for cls, file in ADDED.items() if cls.flag in flags), None):
+    if other := next((file for cls, file in ADDED.items() if cls.flag in flags and file.digest not in right),
+                     None):
         return f"{made}, and {other} is another text (sha256 {other.digest}...): name the right file"
     for copy, each in zip(copies, missing):
         if not copy.is_file():

@@ -13,8 +13,8 @@ neutral   where it says so, the logits of the plain GPT    documents a document 
 
 --check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
 scale, as nanoheads/causality.py does. compare.py tries all of them before a study of a mechanism of one's
-own, and refuses one that does not run, does not act or is not causal; each run of a study tries causal and
-rows at its own size.
+own, and refuses one that does not run, does not act or is not causal. A run tries causal and rows at its own
+size before it trains a new mechanism, and prints a line where cache is broken; a study does with each run.
 """
 
 import math

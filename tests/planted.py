@@ -97,6 +97,9 @@ FAULTS = (
           "if key not in OF_A_COMMAND and (key not in defaults or value != defaults[key])}",
           "if key not in OF_A_COMMAND and value and (key not in defaults or value != defaults[key])}",
           ("test_configurator.py::test_what_is_off_or_0_is_kept_of_what_was_asked_for",)),
+    Fault("a mechanism whose helper was edited is the same one", "own_mechanism.py",
+          "if others else own)[:16]", "if False else own)[:16]",
+          ("test_own_mechanism.py::test_an_edited_helper_is_another_mechanism",)),
     # ---- text ----
     Fault("bytes in the place of characters", "tokenizer.py",
           "count_chars(a) - count_chars(b))", "len(a) - len(b))",

@@ -136,6 +136,15 @@ def test_another_text_and_a_copy_that_is_gone_are_told(args, mine, tmp_path):
     assert f"there is no copy {run / 'mine.py'}: name the right file" in line_of(sample, "--ckpt", run)
 
 
+def test_of_two_files_the_one_that_was_not_named_is_asked_for(args, mine, project, tmp_path):
+    run = tmp_path / "run"
+    train.main([*args(max_iters=1), f"--mechanism={mine()},{project('gate')}"])
+    said = line_of(sample, "--ckpt", run, f"--mechanism={run / 'gate.py'}")
+    assert "was made with the mechanism in mine.py, and what is only read is not run" in said
+    anew(sample, "--ckpt", run, "--start=1", "--max_new_tokens=2",
+         f"--mechanism={run / 'gate.py'},{run / 'mine.py'}")
+
+
 def test_programs_that_read_checkpoints_take_files_alone(tmp_path):
     for word, said in (("xsa", "--mechanism=xsa must be a file"), ("no.py", "no mechanism file no.py")):
         assert said in line_of(sample, "--ckpt", tmp_path, f"--mechanism={word}")
