@@ -461,9 +461,9 @@ def check_places(config):
 def run(argv):
     """Do what a command line asks for. UserError."""
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
-    if {"--help", "-h"} & {*argv} and (command != "run" or len(argv) == 1):
+    if {"--help", "-h"} & {*argv}:
         print(help_of(command))
-        raise SystemExit(0)
+        sys.exit(0)
     if command == "recheck":
         return recheck(one_file(command, argv)[0])
     if command == "scores":
@@ -474,7 +474,7 @@ def run(argv):
         return report_once_more(*one_file(command, argv))
     asked = configurator.read((StudyConfig,), argv)
     own_mechanism.take(asked, keep="out/mechanisms")
-    (config,), _ = configurator.made(asked, __doc__)
+    (config,), _ = configurator.made(asked)
     configurator.checked((config,))
     if command == "plan":
         try:

@@ -731,18 +731,19 @@ def main(argv=None):
         # what config files and arguments set. The files of one's own that --mechanism names are read: their
         # mechanisms join those of model.py
         command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)
-        asked = command.values("check")
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
-            own_mechanism.take(command, every=asked.get("check", False))
-        if asked.get("check"):
+            own_mechanism.take(command, every="check" in command.arguments)
+        if command.wants_help:
+            print(configurator.help_text(command.classes, __doc__, flags_by_name()))
+            sys.exit(0)
+        if command.values("check").get("check"):
             from nanoheads import promises
             return promises.main(command)
         # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as
         # X/config.json says
         of_run = start.left_open(command)
-        (model_config, config), given = configurator.made(
-            command, __doc__, flags_by_name(), base=of_run)
+        (model_config, config), given = configurator.made(command, flags_by_name(), base=of_run)
         check_configs(model_config, config)
         # a scale's file names a text, too; who names one beside a task expects something of it
         for key, text in command.arguments.items():

@@ -37,7 +37,7 @@ from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, say
 from nanoheads.files import joined, setting_in_name
 
-COMMAND_LINE = "command line"
+COMMAND_LINE, HELP = "command line", ("--help", "-h")
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 NAMING = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
 FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # a mechanism of one's own: mine.py, or mine.py:mode
@@ -80,7 +80,7 @@ class Command(NamedTuple):
     files: list        # paths of config files, in their order
     sources: list      # [(where it is set, {key: value})], of the files and of the calling program
     arguments: dict    # {key: text, None where there is none}: these win
-    wants_help: bool = False
+    wants_help: bool = False  # the program prints help_text() and ends
 
     @property
     def set_by_hand(self):
@@ -92,8 +92,10 @@ class Command(NamedTuple):
         return next((where for where, values in reversed(self.set_by_hand) if key in values), None)
 
     def values(self, *keys):
-        """{key: value} of what is set, of these keys; made() refuses values of another type."""
-        values, _ = with_types(self.set_by_hand, with_theirs(keys_of(self.classes)))
+        """{key: value} of what is set, of these keys. UserError: anything that is set is unknown, or of
+        another type.
+        """
+        values = typed_values(self.set_by_hand, with_theirs(keys_of(self.classes)))
         return {key: value for key, value in values.items() if key in keys}
 
     def names(self):
@@ -124,13 +126,11 @@ def read(classes, argv, more=None):
     the arguments win over it.
     """
     keys, sources = keys_of(classes), []
-    files, arguments = split(argv, keys)
+    files, arguments = split([arg for arg in argv if arg not in HELP], keys)
     for path in files:
         scale = Presets in classes and scale_of(path)
         sources.append((path, {"scale": scale} if scale else read_file(path, keys)))
-    wants_help = bool({"help", "-h"} & {*arguments})
-    arguments = {key: text for key, text in arguments.items() if key not in ("help", "-h")}
-    return Command(classes, files, [*sources, *(more or {}).items()], arguments, wants_help)
+    return Command(classes, files, [*sources, *(more or {}).items()], arguments, bool({*HELP} & {*argv}))
 
 
 def split(argv, keys):
@@ -142,13 +142,13 @@ def split(argv, keys):
     files, arguments, rest = [], {}, list(argv)
     while rest:
         arg = rest.pop(0)
-        if not arg.startswith("--") and arg != "-h":
+        if not arg.startswith("--"):
             files.append(arg)
             continue
-        key, equals, text = arg.removeprefix("--").partition("=")
-        key = key.replace("-", "_") if arg != "-h" else arg
+        key, equals, text = arg[2:].partition("=")
+        key = key.replace("-", "_")
         if not equals:
-            takes = bool(rest) and not rest[0].startswith("--") and key not in ("help", "-h")
+            takes = bool(rest) and not rest[0].startswith("--")
             if key not in keys:
                 takes = takes and not rest[0].endswith(".py")
             elif bool in alternatives(keys[key].type):
@@ -209,48 +209,46 @@ def names_in(value):
 
 # ---- from what is set to the dataclasses ----
 
-def made(command, doc="", mechanisms=None, base=None):
+def made(command, mechanisms=None, base=None):
     """([one instance per dataclass], {key: value} that was set) of a Command; none of Presets, which is no
     config. UserError: unknown keys and wrong types, line by line.
 
     mechanisms: {name: flags} that `mechanism` chooses from. base: (where it is from, {key: value}) of a run
     that goes on: what the command leaves open, and no part of what was set. With Presets an out_dir that is
-    not set becomes out/<scale>-<mechanisms>. `--help` prints every key and ends the program.
+    not set becomes out/<scale>-<mechanisms>.
     """
-    if command.wants_help:
-        print(help_text(command.classes, doc, mechanisms or ()))
-        raise SystemExit(0)
-    keys, trains_by_name = keys_of(command.classes), Presets in command.classes
-    by_hand = typed_or_refused(command.set_by_hand, with_theirs(keys))
-    of_run = typed_or_refused([base] if base else [], keys)
+    keys, mechanisms = keys_of(command.classes), mechanisms or {}
+    by_hand = typed_values(command.set_by_hand, with_theirs(keys))
+    of_run = typed_values([base] if base else [], keys)
 
-    # beneath what is set by hand is what names mean: of a scale, of mechanisms, and of a task its scale. The
-    # latter's sizes are no contradiction to those of a checkpoint, so they are no part of what was set
-    scale, names, task, of_task = None, [], by_hand.get("task"), {}
-    if trains_by_name:
+    # scale and mechanism set other keys, beneath all that is set by hand
+    has_presets, preset = Presets in command.classes, {}
+    if has_presets:
         preset = {key: by_hand.pop(key) for key in keys_of((Presets,)) if key in by_hand}
-        scale, names = preset.get("scale"), names_in(preset.get("mechanism"))
-        if task and not (scale or command.files):
-            of_task = typed_or_refused([of_scale("task", by_hand.get("recipe"))], keys)
-    presets = [of_scale(scale, by_hand.get("recipe"))] if scale else []
-    presets += of_mechanisms(names, mechanisms or {}, command.where("mechanism"))
-    beneath, notes = typed_or_refused(presets, keys), []
+    scale, task, recipe = preset.get("scale"), by_hand.get("task"), by_hand.get("recipe")
+    names = names_in(preset.get("mechanism"))
+    beneath = [of_scale(scale, recipe)] if scale else []
+    beneath = typed_values([*beneath, *of_mechanisms(names, mechanisms, command.where("mechanism"))], keys)
+    # a task alone is at its own scale, which is nothing that was set: a checkpoint may have other sizes
+    at_task = has_presets and task and not (scale or command.files)
+    of_task = typed_values([of_scale("task", recipe)] if at_task else [], keys)
+    lines = []
     if not scale and (file := written_for_nanogpt(command, keys)):
         defaults = other_names.nanogpt_defaults(later(of_run, by_hand))
-        notes = [f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
-                 + ", ".join(f"{key}={value}" for key, value in defaults.items())]
+        lines.append(f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
+                     + ", ".join(f"{key}={value}" for key, value in defaults.items()))
         beneath = later(defaults, beneath)
 
     # all of it, in our names
     given, defaults = later(beneath, by_hand), {key: each.default for key, each in keys.items()}
-    given, lines = other_names.in_our_names(given, {**defaults, **of_task, **of_run, **given})
+    given, said = other_names.in_our_names(given, {**defaults, **of_task, **of_run, **given})
     values = {**of_task, **of_run, **given}
-    if trains_by_name and values.get("out_dir") is None:
-        turn_on = {next(iter(flags)) for flags in (mechanisms or {}).values() if flags}
+    if has_presets and values.get("out_dir") is None:
+        turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
         flags = {key: given[key] for key in map(other_names.our_name, command.arguments) if key in turn_on
                  and given[key] not in (None, False, beneath.get(key))}
         values["out_dir"] = folder_name(command, scale, task, names, flags)
-    for line in [*notes, *lines, *left_open(of_run, given, base)]:
+    for line in [*lines, *said, *left_open(of_run, given, base)]:
         print_once(line)
     return [cls(**{key: value for key, value in values.items() if key in keys_of((cls,))})
             for cls in command.classes if cls is not Presets], given
@@ -262,9 +260,9 @@ def with_theirs(keys):
     return {**theirs, **keys} if "adamw_lr" in keys else keys
 
 
-def with_types(sources, keys):
-    """({key: value} of [(where it is set, {key: value or text})], the later wins and comes later;
-    [what is wrong]).
+def typed_values(sources, keys):
+    """{key: value} of [(where it is set, {key: value or text})]: the later wins, and comes later. UserError:
+    unknown keys and wrong types, line by line.
     """
     values, problems = {}, []
     for where, found in sources:
@@ -274,12 +272,6 @@ def with_types(sources, keys):
                 values = later(values, {key: value})
             except ValueError as e:
                 problems.append(f"{where}: {e}")
-    return values, problems
-
-
-def typed_or_refused(sources, keys):
-    """The first of with_types(). UserError: the second, line by line."""
-    values, problems = with_types(sources, keys)
     if problems:
         raise UserError("\n".join(problems))
     return values

@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import pytest
 
+import train
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names
 from nanoheads.config import TrainConfig
@@ -267,7 +268,8 @@ def read_arguments(words, monkeypatch):
         return stop
     if words[0] == "-m":
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
-    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "made")):
+    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "checked"),
+                        (train, "check_configs")):
         monkeypatch.setattr(place, name, until_read(getattr(place, name)))
     with pytest.raises(Read):
         importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])
