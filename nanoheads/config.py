@@ -282,25 +282,16 @@ def check_configs(model_config, config):
 
 
 def check_data(model_config, config, data):
-    """UserError: what a run's configs ask of its data, a Dataset or TaskData, and it has not, as lines.
-
-    model_config: of a run that begins from nothing; a checkpoint brings its own.
-    """
-    bad, from_checkpoint = [], config.init_from or config.eval_only
+    """UserError: what a new model is to learn from its data, a Dataset or TaskData, and cannot, as lines."""
+    bad = []
     if (model_config.vocab_size or data.vocab_size) < data.vocab_size:
         bad.append(f"vocab_size={model_config.vocab_size} is smaller than {data.meta['name']}'s "
                    f"{data.vocab_size:,}")
-    if config.task and not config.init_from and data.length > model_config.block_size:
+    if config.task and data.length > model_config.block_size:
         bad.append(f"task_length={data.length} must be at most block_size={model_config.block_size}")
-    for split, pieces in () if config.task or from_checkpoint else (("train", 2), ("val", 1)):
+    for split, pieces in () if config.task else (("train", 2), ("val", 1)):
         try:
             data.need(split, pieces * model_config.block_size, model_config.block_size)
-        except UserError as e:
-            bad.append(str(e))
-    if config.labels and model_config.constraint_names:
-        try:
-            targets = from_lab("lab.labels.targets", f"labels={config.labels}")
-            targets.Targets(data, config.labels, model_config.constraint_names)
         except UserError as e:
             bad.append(str(e))
     refuse(bad)
