@@ -76,6 +76,9 @@ def read(path, device="cpu"):
         if not (from_hub or hf.is_folder(path)):
             raise UserError(f"no checkpoint {file_of(path)}")
         state = hf.read(hf.fetch(path) if from_hub else path)
+    meta = state["meta"]
+    if meta is not None and not (has_names(meta) and {"name", "encoding", "vocab_size"} <= meta.keys()):
+        raise UserError(f"{path} is damaged: its meta does not say what its tokens mean")
     flags = state["config"].items()
     state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
     return state

@@ -218,7 +218,7 @@ def test_wikitext103_is_read_from_its_zip_or_the_folder_that_it_unpacks_to(tmp_p
     assert "already prepared, verified" in capsys.readouterr().out  # without its source
     (tmp_path / "wikitext-103/wiki.valid.tokens").write_text("cut\n")
     said = refused("wikitext103/prepare", f"--source={tmp_path / 'wikitext-103'}",
-                   f"--out={tmp_path / 'new'}")
+                   f"--out={tmp_path / 'x'}")
     assert "wiki.valid.tokens: holds 1 lines where 3,760 are expected; replace it with a whole copy" in said
     assert not (tmp_path / "x").exists()
 
