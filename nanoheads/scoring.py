@@ -19,7 +19,6 @@ from tqdm import tqdm
 from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.configurator import typed
-from nanoheads.corpus import gpt2_is_here
 from nanoheads.dataset import Dataset
 from nanoheads.tasks import TaskConfig, TaskData, check_split
 from nanoheads.tokenizer import count_chars
@@ -248,6 +247,7 @@ def count_words(dataset, split, piece=1 << 20):
     Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
     pairs, where their spelling is not at hand.
     """
+    from nanoheads.corpus import gpt2_is_here  # not part of a run
     if dataset.tokenizer.encoding == "gpt2" and not gpt2_is_here():
         return None
     tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")

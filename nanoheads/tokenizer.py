@@ -16,8 +16,6 @@ from itertools import islice
 
 import numpy as np
 
-from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, gpt2_file
-
 END_OF_TEXT = 50256
 # how vocabularies call the token behind a text: of those that one has, the first here
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
@@ -263,6 +261,7 @@ def gpt2():
     """tiktoken's GPT-2 encoding, built from local files, so that nothing here needs the network twice."""
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, gpt2_file  # only here: most runs need no files
     merges, encoder = gpt2_file(GPT2_MERGES), gpt2_file(GPT2_ENCODER)
     ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder),
                                             GPT2_MERGES.sha256, GPT2_ENCODER.sha256)
