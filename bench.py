@@ -37,8 +37,8 @@ import torch
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig
 from nanoheads import configurator, own_mechanism
-from nanoheads.common import (ROOT, UserError, as_program, explain, from_lab, keep_freed_memory, last_words,
-                              pick_device, plural, say, table, writable, write_json)
+from nanoheads.common import (ROOT, UserError, as_program, explain, from_lab, keep_freed_memory, pick_device,
+                              plural, say, table, writable, write_json)
 from nanoheads.config import TrainConfig
 from nanoheads.kernels import allow_graphs
 from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
@@ -435,16 +435,15 @@ def write(args, rows, rate, finished):
                                    measured_matmul_tflops=rate, rows=rows))
 
 
-@as_program("bench")
+@as_program("bench", "smaller sizes need less")
 def main(argv=None):
-    with last_words("bench", "smaller sizes need less"):
-        argv = sys.argv[1:] if argv is None else list(argv)
-        if "--race" in argv:  # which has flags of its own
-            return from_lab("lab.bench.race", "--race").main([arg for arg in argv if arg != "--race"])
-        args = arguments(argv)
-        own_mechanism.take_argument(args)
-        check(args)
-        run(args)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "--race" in argv:  # which has flags of its own
+        return from_lab("lab.bench.race", "--race").main([arg for arg in argv if arg != "--race"])
+    args = arguments(argv)
+    own_mechanism.take_argument(args)
+    check(args)
+    run(args)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from itertools import groupby
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names, own_mechanism, task_scores
 from nanoheads.arguments import add_pack, add_scoring, default_runs
-from nanoheads.common import (UserError, as_program, last_folders, last_words, pick_device, say, table,
-                              writable, write_json)
+from nanoheads.common import (UserError, as_program, last_folders, pick_device, say, table, writable,
+                              write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.scoring import evaluate, load
 
@@ -232,7 +232,7 @@ def evaluate_task(args, device):
     return found, task_table(reports, guesses, about)
 
 
-@as_program("evaluate")
+@as_program("evaluate", "lower --batch_size or --tokens")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,33 +246,32 @@ def main(argv=None):
     p.add_argument("--rows", type=int, help=f"of a task: rows of each level (default: {task_scores.ROWS})")
     add_pack(p)
     args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
-    with last_words("evaluate", "lower --batch_size or --tokens"):
-        try:
-            args.ckpt = args.ckpt or default_runs("evaluate")
-            device = pick_device(args.device)
-            out = writable(args.json) if args.json else None
-            for flag in ("tokens", "batch_size", "rows"):
-                if getattr(args, flag) is not None and getattr(args, flag) < 1:
-                    raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
-            own_mechanism.add_named(args)
-            if task_scores.are_of_tasks(args.ckpt):
-                task_scores.refuse_given(args, p, OF_TEXT_ALONE,
-                                         f"is of a text, and {args.ckpt[0]} was trained on a task")
-                found, text = evaluate_task(args, device)
-                if out:
-                    write_json(out, found)
-                return say(text, *([args.json] if out else []))
-            task_scores.refuse_given(args, p, OF_TASKS_ALONE,
-                                     f"is of a task, and {args.ckpt[0]} was trained on a text")
-            for report in scored_runs(args, device, sys.stderr.isatty()):
-                reports.append(report)
+    try:
+        args.ckpt = args.ckpt or default_runs("evaluate")
+        device = pick_device(args.device)
+        out = writable(args.json) if args.json else None
+        for flag in ("tokens", "batch_size", "rows"):
+            if getattr(args, flag) is not None and getattr(args, flag) < 1:
+                raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
+        own_mechanism.add_named(args)
+        if task_scores.are_of_tasks(args.ckpt):
+            task_scores.refuse_given(args, p, OF_TEXT_ALONE,
+                                     f"is of a text, and {args.ckpt[0]} was trained on a task")
+            found, text = evaluate_task(args, device)
             if out:
-                write_json(out, as_json(reports))
-            say(score_table(reports), *([args.json] if out else []))
-        except KeyboardInterrupt:
-            if reports:
-                say(score_table(reports))
-            raise
+                write_json(out, found)
+            return say(text, *([args.json] if out else []))
+        task_scores.refuse_given(args, p, OF_TASKS_ALONE,
+                                 f"is of a task, and {args.ckpt[0]} was trained on a text")
+        for report in scored_runs(args, device, sys.stderr.isatty()):
+            reports.append(report)
+        if out:
+            write_json(out, as_json(reports))
+        say(score_table(reports), *([args.json] if out else []))
+    except KeyboardInterrupt:
+        if reports:
+            say(score_table(reports))
+        raise
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads import other_names
-from nanoheads.common import (as_program, from_lab, last_words, printable, say, writable, writable_folder,
-                              write_json)
+from nanoheads.common import as_program, from_lab, printable, say, writable, writable_folder, write_json
 from nanoheads.curves import AXES, plot_runs
 from nanoheads.files import cleaned, joined
 
@@ -49,8 +48,7 @@ def arguments(argv):
 @as_program("plot_curves")
 def main(argv=None):
     args = arguments(other_names.in_our_arguments("plot_curves", sys.argv[1:] if argv is None else argv))
-    with last_words("plot_curves"):
-        return run(args)
+    return run(args)
 
 
 def name_of(names, x):

@@ -27,8 +27,7 @@ from functools import partial
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names, own_mechanism, task_scores
 from nanoheads.arguments import add_checkpoints, add_pack, default_runs
-from nanoheads.common import (UserError, as_program, from_lab, last_words, pick_device, say, writable,
-                              write_json)
+from nanoheads.common import UserError, as_program, from_lab, pick_device, say, writable, write_json
 from nanoheads.sampling import (add_arguments, add_special, check, encode, generate, model_and_tokenizer,
                                 read_prompt, side_by_side, stop_of)
 from nanoheads.tokenizer import Tokenizer
@@ -188,7 +187,7 @@ def print_samples(args, text, made, audits=None):
             print(audits[i], end="\n\n")
 
 
-@as_program("sample")
+@as_program("sample", "lower --num_samples or --max_new_tokens")
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_checkpoints(p, required=False)
@@ -212,17 +211,16 @@ def main(argv=None):
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
-    with last_words("sample", "lower --num_samples or --max_new_tokens"):
-        args.ckpt = args.ckpt or default_runs("sample")
-        own_mechanism.add_named(args)
-        if task_scores.are_of_tasks(args.ckpt):
-            task_scores.refuse_given(args, p, OF_TEXT_ALONE,
-                                     f"is of a text, and {args.ckpt[0]} was trained on a task")
-            args.split = "test"
-            return run_task(args)
-        task_scores.refuse_given(args, p, ["levels"],
-                                 f"is of a task, and {args.ckpt[0]} was trained on a text")
-        run(args)
+    args.ckpt = args.ckpt or default_runs("sample")
+    own_mechanism.add_named(args)
+    if task_scores.are_of_tasks(args.ckpt):
+        task_scores.refuse_given(args, p, OF_TEXT_ALONE,
+                                 f"is of a text, and {args.ckpt[0]} was trained on a task")
+        args.split = "test"
+        return run_task(args)
+    task_scores.refuse_given(args, p, ["levels"],
+                             f"is of a task, and {args.ckpt[0]} was trained on a text")
+    run(args)
 
 
 if __name__ == "__main__":

@@ -762,7 +762,7 @@ def main(argv=None):
         return
     except (Exception, KeyboardInterrupt) as e:
         problem = explain(e, what_to_lower(config))
-        if problem is None:
+        if problem is None or isinstance(e, BrokenPipeError):  # a bug, or head has seen enough
             raise
     finally:
         if dist.is_available() and dist.is_initialized():

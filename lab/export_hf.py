@@ -20,7 +20,7 @@ if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alon
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import as_program, last_words, say, writable, write_json
+from nanoheads.common import as_program, say, writable, write_json
 from lab.hub import huggingface as hf
 
 
@@ -40,19 +40,18 @@ def arguments(argv):
 @as_program("export_hf")
 def main(argv=None):
     args = arguments(argv)
-    with last_words("export_hf"):
-        out = writable(args.json) if args.json else None
-        own_mechanism.add_named(args)
-        state = checkpoint.read(args.ckpt)
-        model = checkpoint.build(state, args.ckpt)
-        family, why = hf.export(model, state["meta"], args.out, args.family, args.force)
-        say(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
-            f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
-        code = ", trust_remote_code=True" if family == "nanoheads" else ""
-        say(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
-        if out:
-            write_json(out, dict(folder=str(args.out), family=family, parameters=model.num_params(),
-                                 trust_remote_code=family == "nanoheads"))
+    out = writable(args.json) if args.json else None
+    own_mechanism.add_named(args)
+    state = checkpoint.read(args.ckpt)
+    model = checkpoint.build(state, args.ckpt)
+    family, why = hf.export(model, state["meta"], args.out, args.family, args.force)
+    say(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
+        f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
+    code = ", trust_remote_code=True" if family == "nanoheads" else ""
+    say(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
+    if out:
+        write_json(out, dict(folder=str(args.out), family=family, parameters=model.num_params(),
+                             trust_remote_code=family == "nanoheads"))
 
 
 if __name__ == "__main__":

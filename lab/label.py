@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import UserError, last_words
+from nanoheads.common import UserError, as_program
 from nanoheads.dataset import Dataset
 from lab.labels.labellers import LABELLERS, NAME, Text
 from lab.labels.labels import label, report
@@ -51,9 +51,9 @@ def arguments(argv):
     return args
 
 
+@as_program("label", "take a smaller text")
 def main(argv=None):
-    with last_words("label", "take a smaller text"):
-        run(arguments(argv))
+    run(arguments(argv))
 
 
 def run(args):

@@ -47,8 +47,8 @@ import torch
 
 from model import GPT
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, plural, say, table,
-                              writable, writable_folder, write_atomic, write_json)
+from nanoheads.common import (ROOT, UserError, as_program, pick_device, plural, say, table, writable,
+                              writable_folder, write_atomic, write_json)
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import near, read_file
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
@@ -502,11 +502,10 @@ def run(args):
 @as_program("prune")
 def main(argv=None):
     args = arguments(argv)
-    with last_words("prune"):
-        check(args)
-        with only_writer(args.out_dir) if args.out_dir else nullcontext():
-            args.folders = folders(args)  # once more: another process may just have been at work there
-            run(args)
+    check(args)
+    with only_writer(args.out_dir) if args.out_dir else nullcontext():
+        args.folders = folders(args)  # once more: another process may just have been at work there
+        run(args)
 
 
 if __name__ == "__main__":

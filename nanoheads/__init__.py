@@ -18,7 +18,7 @@ PROGRAMS = {"bench", "compare", "evaluate", "plot_curves", "sample", "train"}
 
 
 def stop(number, frame):
-    """End this process, in the words of common.last_words()."""
+    """End this process, in the words of common.as_program()."""
     os.write(2, f"\n{Path(sys.argv[0]).stem}: interrupted\n".encode())
     os._exit(128 + number)
 

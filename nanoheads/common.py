@@ -64,9 +64,6 @@ def as_program(name, less="ask for less at once: shorter texts, a smaller batch,
             drop(sys.stdout.fileno())
 
 
-last_words = as_program
-
-
 def explain(e, less=LESS):
     """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
     traceback is wanted. less: what to lower where memory ran out.

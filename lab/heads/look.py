@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from nanoheads import own_mechanism, task_scores
 from nanoheads.arguments import add_checkpoints
-from nanoheads.common import (UserError, last_words, pick_device, plural, say, table, writable, write_atomic,
+from nanoheads.common import (UserError, as_program, pick_device, plural, say, table, writable, write_atomic,
                               write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 from nanoheads.tokenizer import Tokenizer, char_sizes
@@ -521,6 +521,7 @@ def run(args):
     return of_text(viewers, tokenizer, ids, name, files, args.maps, sys.stderr.isatty())
 
 
+@as_program(PROGRAM)
 def main(argv=None):
     p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -535,10 +536,9 @@ def main(argv=None):
     p.add_argument("--out", help="JSON lines; a picture of that name, .png, comes beside them "
                                  "(default: look.jsonl)")
     p.add_argument("--json", help="write the mean of each series, and where the picture is, to this file")
-    with last_words(PROGRAM):
-        args = p.parse_args(argv)
-        own_mechanism.add_named(args)
-        numbers, lines = run(args)
-        if args.json:
-            write_json(args.json, numbers)
-        say(*lines, *([args.json] if args.json else []))
+    args = p.parse_args(argv)
+    own_mechanism.add_named(args)
+    numbers, lines = run(args)
+    if args.json:
+        write_json(args.json, numbers)
+    say(*lines, *([args.json] if args.json else []))

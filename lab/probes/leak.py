@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from nanoheads.causality import Perturbation, apart, two_texts
-from nanoheads.common import UserError, last_words, pick_device, writable, write_json
+from nanoheads.common import UserError, as_program, pick_device, writable, write_json
 from nanoheads.configurator import where_it_failed
 from lab.probes.shared import parser_of, positive
 
@@ -164,6 +164,7 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
     return leak, skipped, ask.calls, most
 
 
+@as_program("probe.py leak")
 def main(argv):
     """python -m lab.probe leak: the first leak that is found; exits with 1 where there is one."""
     parser = parser_of("leak", __doc__)
@@ -176,17 +177,16 @@ def main(argv):
     parser.add_argument("--tolerance", type=float, help="in place of the estimated one; 0: bit for bit")
     parser.add_argument("--json", help="write what was found to this file, a leak too")
     args = parser.parse_args(argv)
-    with last_words(parser.prog):
-        out = writable(args.json) if args.json else None
-        function, device = function_of(args.module), pick_device(args.device)
-        leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
-                                           args.tolerance)
-        if out:
-            write_json(out, dict(module=args.module, leak=leak, calls=calls, largest_difference=most,
-                                 not_tried=skipped))
-        if leak:
-            raise UserError(leak)
-        same = "bit for bit" if most == 0 else f"to {most:.1e}"
-        print(f"no leak found in {calls} calls; what was to stay stayed {same} (ahead, rows)")
-        for name, why in skipped.items():
-            print(f"{name} not tried: {why}")
+    out = writable(args.json) if args.json else None
+    function, device = function_of(args.module), pick_device(args.device)
+    leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
+                                       args.tolerance)
+    if out:
+        write_json(out, dict(module=args.module, leak=leak, calls=calls, largest_difference=most,
+                             not_tried=skipped))
+    if leak:
+        raise UserError(leak)
+    same = "bit for bit" if most == 0 else f"to {most:.1e}"
+    print(f"no leak found in {calls} calls; what was to stay stayed {same} (ahead, rows)")
+    for name, why in skipped.items():
+        print(f"{name} not tried: {why}")

@@ -14,7 +14,7 @@ import numpy as np
 from model import GPT
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.arguments import add_scoring
-from nanoheads.common import UserError, last_words, pick_device, say, writable, write_json
+from nanoheads.common import UserError, as_program, pick_device, say, writable, write_json
 from nanoheads.scoring import at_context, load
 
 
@@ -115,7 +115,7 @@ def ask(word, probe, split, argv, more=add_seed, **options):
     args = parser.parse_args(argv)
     words = word.split()
     args.what = words[-1]
-    with last_words(f"probe.py {words[0]}"):
+    with as_program(f"probe.py {words[0]}"):
         for key in ("seed", "tokens"):
             if vars(args).get(key, 0) < 0:
                 raise UserError(f"--{key}={vars(args)[key]} must not be negative")

@@ -47,7 +47,7 @@ import torch
 
 import model
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache, Routing
-from nanoheads.common import UserError, explain, json_safe, last_words, pick_device, writable
+from nanoheads.common import UserError, as_program, explain, json_safe, pick_device, writable
 from tests.sameness import liven
 
 # two blocks of FlexAttention's 128 tokens, the second cut off; heads of 16, its least
@@ -359,13 +359,13 @@ def check(args):
     args.out = args.out and str(writable(args.out, "--out"))
 
 
+@as_program("agree")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     args = arguments(argv)
-    with last_words("agree"):
-        check(args)
-        failed = in_turn(args) if args.jobs == 1 else at_once(args, [a for a in argv if a not in args.names])
-        sys.exit(failed > 0)
+    check(args)
+    failed = in_turn(args) if args.jobs == 1 else at_once(args, [a for a in argv if a not in args.names])
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from datetime import date
 
 from tqdm import tqdm
 
-from nanoheads.common import ROOT, UserError, last_words
+from nanoheads.common import ROOT, UserError, as_program
 from tests.lab.gpu import environment, report
 from tests.lab.gpu.entries import ENTRIES, MORE_CARDS, MUON, QUICK, checks, more_checks, quick_checks
 
@@ -148,22 +148,22 @@ def prepare():
         raise UserError(str(e)) from None
 
 
+@as_program("gpu-check")
 def main(argv=None):
     args = arguments(argv)
-    with last_words("gpu-check"):
-        if args.tables:
-            return report.write_page()
-        wanted, commit = wanted_checks(args), report.code_commit()
-        todo = wanted if args.again else report.missing(wanted, commit)
-        if todo:
-            prepare()
-        rows = compile_and_keep(todo, commit, args.jobs)
-        print(report.overview(rows, wanted))
-        if report.write_page():
-            print(f"{report.PAGE.relative_to(ROOT)}: tables written")
-        lines = report.wrong(rows, wanted)
-        print("\n".join([*lines, f"{len(wanted)} checks, {len(todo)} of them compiled now, {len(lines)} "
-                                 f"problems: {report.RESULTS.relative_to(ROOT)}"]))
+    if args.tables:
+        return report.write_page()
+    wanted, commit = wanted_checks(args), report.code_commit()
+    todo = wanted if args.again else report.missing(wanted, commit)
+    if todo:
+        prepare()
+    rows = compile_and_keep(todo, commit, args.jobs)
+    print(report.overview(rows, wanted))
+    if report.write_page():
+        print(f"{report.PAGE.relative_to(ROOT)}: tables written")
+    lines = report.wrong(rows, wanted)
+    print("\n".join([*lines, f"{len(wanted)} checks, {len(todo)} of them compiled now, {len(lines)} "
+                             f"problems: {report.RESULTS.relative_to(ROOT)}"]))
     sys.exit(1 if lines else 0)
 
 

@@ -41,8 +41,7 @@ from nanoheads import threads  # noqa: F401  before torch, whose threads it has 
 
 import torch
 
-from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, say, table,
-                              writable_folder, write_json)
+from nanoheads.common import ROOT, UserError, as_program, pick_device, say, table, writable_folder, write_json
 from nanoheads.timing import time_table
 from lab.bench import nanogpt
 
@@ -324,25 +323,24 @@ def check(args):
 def main(argv=None):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with last_words("gpu_check"):
-        args = arguments(argv)
-        check(args)
-        if not args.nanogpt:
-            print("without nanoGPT beside: --nanogpt names a checkout "
-                  "(git clone https://github.com/karpathy/nanoGPT)", flush=True)
-        card = Card(args)
-        try:
-            for name in args.parts:
-                card.run(name)
-        finally:
-            card.stop()
-            for part in card.results["parts"].values():
-                part["state"] = "interrupted" if part["state"] == "running" else part["state"]
-            card.write()
-            text = summary(card.results)
-            card.log.write(text + "\n")
-            say(f"\n{text}", card.folder / "gpu-check.json", flush=True)
-        sys.exit(any(part["state"] == "failed" for part in card.results["parts"].values()))
+    args = arguments(argv)
+    check(args)
+    if not args.nanogpt:
+        print("without nanoGPT beside: --nanogpt names a checkout "
+              "(git clone https://github.com/karpathy/nanoGPT)", flush=True)
+    card = Card(args)
+    try:
+        for name in args.parts:
+            card.run(name)
+    finally:
+        card.stop()
+        for part in card.results["parts"].values():
+            part["state"] = "interrupted" if part["state"] == "running" else part["state"]
+        card.write()
+        text = summary(card.results)
+        card.log.write(text + "\n")
+        say(f"\n{text}", card.folder / "gpu-check.json", flush=True)
+    sys.exit(any(part["state"] == "failed" for part in card.results["parts"].values()))
 
 
 if __name__ == "__main__":
