@@ -76,6 +76,21 @@ def runs_of(plan, stage, variant=None, text=None):
             and text in (None, run.text)]
 
 
+# ---- the text ----
+
+def test_a_study_reads_its_text_whole_whatever_was_noted_of_it(texts):
+    """A note that is right in everything but what the file holds, as no accident leaves one behind."""
+    path, config = texts / "wikitext2_byte/train.bin", study(mechanisms=["xsa"], texts=["wikitext2_byte"])
+    expected = Dataset(path.parent).splits["train"]["sha256"]
+    path.write_bytes(b" " * 20000)
+    now = path.stat()
+    path.with_name("train.bin.checked").write_text(json.dumps(
+        [now.st_size, now.st_mtime_ns, now.st_ctime_ns, expected]))
+    Dataset(path.parent).tokens("train")  # a run relies on it
+    with pytest.raises(UserError, match="train.bin is not the file that meta.json describes"):
+        Planner(config).plan({})
+
+
 # ---- what is judged ----
 
 def test_variants_are_judged_with_their_seeds_and_the_plain_gpt_with_more(texts):

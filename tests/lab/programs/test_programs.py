@@ -1,4 +1,4 @@
-"""The programs of the lab and compare.py from outside: their help, their tables, --json, folders of studies."""
+"""Programs of the lab and compare.py from outside: their help, tables, --json, and folders of studies."""
 import io
 import json
 import re
