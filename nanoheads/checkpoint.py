@@ -66,15 +66,14 @@ def read(path, device="cpu"):
 
     Nothing that is read is run. Raises UserError.
     """
-    if file_of(path).is_file():
-        path = file_of(path)
-        state = in_file(path, device)
+    file = file_of(path)
+    if file.is_file():
+        state = in_file(file, device)
     else:  # no file of ours: a folder of transformers', or a name on the hub
-        what = f"no checkpoint {file_of(path)}; a folder or a name of Hugging Face's"
-        hf = from_lab("lab.hub.huggingface", what)
+        hf = from_lab("lab.hub.huggingface", f"no checkpoint {file}; a folder or a name of Hugging Face's")
         from_hub = hf.is_name(path) and not Path(path).exists()
         if not (from_hub or hf.is_folder(path)):
-            raise UserError(f"no checkpoint {file_of(path)}")
+            raise UserError(f"no checkpoint {file}")
         state = hf.read(hf.fetch(path) if from_hub else path)
     meta = state["meta"]
     if meta is not None and not (has_names(meta) and {"name", "encoding", "vocab_size"} <= meta.keys()):
