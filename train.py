@@ -36,8 +36,8 @@ from tqdm import tqdm
 from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.batches import Batches, DocumentBatches, PackedBatches
-from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plural, say, writable, write_json
-from nanoheads.config import TrainConfig, check_configs, flags_by_name, note_on_dropout, note_on_warmup
+from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plural, say, write_json
+from nanoheads.config import TrainConfig, flags_by_name
 from nanoheads.dataset import Dataset
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
@@ -735,29 +735,11 @@ def main(argv=None):
             from nanoheads import own_mechanism  # only here: most runs have none
             own_mechanism.take(command, every="check" in command.arguments)
         if command.wants_help:
-            print(configurator.help_text(command.classes, __doc__, flags_by_name()))
-            sys.exit(0)
+            return print(configurator.help_text(command.classes, __doc__, flags_by_name()))
         if command.values("check").get("check"):
             from nanoheads import promises
             return promises.main(command)
-        # that becomes a GPTConfig and a TrainConfig; what --resume --out_dir=X leaves open is as
-        # X/config.json says
-        of_run = start.left_open(command)
-        (model_config, config), given = configurator.made(command, flags_by_name(), base=of_run)
-        check_configs(model_config, config)
-        # a scale's file names a text, too; who names one beside a task expects something of it
-        for key, text in command.arguments.items():
-            if config.task and key in ("dataset", "eval_tokens"):
-                raise UserError(f"{key}={text} is of a text, and task={config.task} has none")
-        notes = [note_on_dropout(model_config), note_on_warmup(config)]
-        # all ranks find the same name, since no rank makes the folder before all of them have looked
-        if given.get("out_dir") is None:
-            config.out_dir, line = start.default_folder(model_config, config)
-            notes.append(line)
-        for note in filter(None, notes):
-            configurator.print_once(note)
-        if config.json:
-            writable(config.json)
+        model_config, config, given = start.configured(command)
         train(model_config, config, given)
         return
     except (Exception, KeyboardInterrupt) as e:

@@ -1,15 +1,12 @@
 """
 What a run starts from.
 
-    alone()           joins the ranks of a run, and sees to it that no other run writes into its folder
-    begin()           gives one value, a Start: how it is configured, its data, what it goes on with
-    model_of()        builds the model of a Start
-and before that, while the command is read:
-    left_open()       of --resume --out_dir=X, what X/config.json says of keys that the command leaves open
-    default_folder()  without --out_dir, out/<name>, or with a number behind it where another run has that
-
-train.py makes a Run of both, and nothing is decided in between. What is in a checkpoint, and how it is
-read, is in checkpoint.py.
+train.py asks, in this order:
+    configured()  how the run is configured: by its command, and where that goes on with a run by config.json
+    alone()       which rank this process is, and that no other run writes into the folder
+    begin()       the Start: one value with all that is decided of the run, its data, and what it goes on with
+    model_of()    the model of the Start
+and makes a Run of them. What is in a checkpoint, and how it is read, is in checkpoint.py.
 """
 
 import copy
@@ -23,9 +20,10 @@ import torch
 
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import OWN_FILES, UserError, json_safe, of_an_older_version, plural
-from nanoheads.config import TrainConfig, check_data, check_model, data_of
-from nanoheads.configurator import print_once
+from nanoheads.common import OWN_FILES, UserError, json_safe, of_an_older_version, plural, writable
+from nanoheads.config import (TrainConfig, check_configs, check_data, check_model, data_of, flags_by_name,
+                              note_on_dropout, note_on_warmup)
+from nanoheads.configurator import made, print_once
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import find, only_writer
 from nanoheads.optim import check_compile, check_precision, precision, rates_at
@@ -33,70 +31,31 @@ from nanoheads.ranks import Process, join_ranks
 from nanoheads.tasks import TaskData, of_training
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from: see begin(). model_of() builds its model."""
+# ---- what is asked for ----
 
-    process: Process
-    config: TrainConfig     # every key has its value
-    dataset: Dataset | TaskData
-    asked: dict             # what was set for the run, as config.json holds it: asked_for()
-    progress: dict          # how far it is: {name of checkpoint.PROGRESS: value}; {}: it is new
-    model_config: GPTConfig  # of the model, but for what turned_on sets
-    path: Optional[Path]    # of the checkpoint that the model comes from; None: its weights are new
-    state: dict             # that checkpoint as it was read
-    goes_on: bool           # with its optimizers and data, too: it is the run's own
-    turned_on: dict         # {class: {flag: value}} of mechanisms that the checkpoint's model has not
-
-
-@contextmanager
-def alone(config):
-    """The Process of this rank, and until the end no other run writes into out_dir. UserError: one does."""
-    process, problem = join_ranks(config.device), None
-    check_compile(config, process.kind)
-    check_precision(precision(config.dtype, process.kind)[0], process.device)
-    with ExitStack() as held:
-        if process.rank == 0 and not config.eval_only:  # which writes nothing
-            try:
-                held.enter_context(only_writer(config.out_dir))
-            except (UserError, OSError) as e:
-                problem = e
-        # all ranks stop here together; and no rank reads what another process may still write
-        if process.all_reduce_sum([float(problem is not None)])[0]:
-            raise problem or UserError(f"the first rank cannot write into {config.out_dir}")
-        yield process
-
-
-def begin(model_config, config, given, process):
-    """The Start of a run, as it is configured.
-
-    given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
-    other flags it brings itself. UserError where the folder, the checkpoint or the data are not what is
-    asked for.
+def configured(command):
+    """(GPTConfig, TrainConfig, {key: value} of what was set) of a configurator.Command, with a line for what
+    it should be known by. UserError: they cannot be, or not together.
     """
-    check_folder(config)
-    asked = asked_for(model_config, config)
-    path, goes_on = checkpoint_of(config)
-    state, turned_on = checkpoint.read(path, process.device) if path else {}, {}
-    if path:
-        old = checkpoint.config_of(state, path)
-        model_config, turned_on = changed(old, path, model_config, config, given, goes_on)
-    dataset = data_of(config, model_config.block_size)
-    if path:
-        checkpoint.same_vocabulary(state, dataset, path)
-    else:
-        check_data(model_config, config, dataset)
-        model_config = of_new_model(model_config, config, dataset)
-    config = config.for_recipe(model_config.recipe)
-    if goes_on:
-        same_run(state, path, config, dataset)
-        print_changes(config, state["train"], state["step"])
-    progress = {key: state[key] for key in checkpoint.PROGRESS if key in state}
-    return Start(process, config, dataset, asked, progress if goes_on or config.eval_only else {},
-                 model_config, path, state, goes_on, turned_on)
+    # what --resume --out_dir=X leaves open is as X/config.json says
+    (model_config, config), given = made(command, flags_by_name(), base=left_open(command))
+    check_configs(model_config, config)
+    # a scale's file names a text, too; who names one beside a task expects something of it
+    for key in {"dataset", "eval_tokens"} & {*command.arguments} if config.task else ():
+        raise UserError(f"{key}={given[key]} is of a text, and task={config.task} has none")
+    notes = [note_on_dropout(model_config), note_on_warmup(config)]
+    # all ranks find the same name, since no rank makes the folder before all of them have looked
+    if given.get("out_dir") is None:
+        config.out_dir, line = default_folder(model_config, config)
+        notes.append(line)
+    for note in filter(None, notes):
+        print_once(note)
+    if config.json:
+        writable(config.json)
+    return model_config, config, given
 
 
-# ---- its folder ----
+# ---- its folder, and what was asked for there ----
 
 RUN_FILES = ("config.json", "ckpt.pt", "best.pt")  # of which a folder that holds a run has one
 # keys that say what one command does, and nothing of the run
@@ -178,6 +137,71 @@ def left_open(command):
         last = Path(folder, "ckpt.pt")
         own_mechanism.flags_of(checkpoint.read(last), last)
     return str(path), asked
+
+
+# ---- what a run starts from ----
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: see begin(). model_of() builds its model."""
+
+    process: Process
+    config: TrainConfig     # every key has its value
+    dataset: Dataset | TaskData
+    asked: dict             # what was set for the run, as config.json holds it: asked_for()
+    progress: dict          # how far it is: {name of checkpoint.PROGRESS: value}; {}: it is new
+    model_config: GPTConfig  # of the model, but for what turned_on sets
+    path: Optional[Path]    # of the checkpoint that the model comes from; None: its weights are new
+    state: dict             # that checkpoint as it was read
+    goes_on: bool           # with its optimizers and data, too: it is the run's own
+    turned_on: dict         # {class: {flag: value}} of mechanisms that the checkpoint's model has not
+
+
+@contextmanager
+def alone(config):
+    """The Process of this rank, and until the end no other run writes into out_dir. UserError: one does."""
+    process, problem = join_ranks(config.device), None
+    check_compile(config, process.kind)
+    check_precision(precision(config.dtype, process.kind)[0], process.device)
+    with ExitStack() as held:
+        if process.rank == 0 and not config.eval_only:  # which writes nothing
+            try:
+                held.enter_context(only_writer(config.out_dir))
+            except (UserError, OSError) as e:
+                problem = e
+        # all ranks stop here together; and no rank reads what another process may still write
+        if process.all_reduce_sum([float(problem is not None)])[0]:
+            raise problem or UserError(f"the first rank cannot write into {config.out_dir}")
+        yield process
+
+
+def begin(model_config, config, given, process):
+    """The Start of a run, as it is configured.
+
+    given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
+    other flags it brings itself. UserError where the folder, the checkpoint or the data are not what is
+    asked for.
+    """
+    check_folder(config)
+    asked = asked_for(model_config, config)
+    path, goes_on = checkpoint_of(config)
+    state, turned_on = checkpoint.read(path, process.device) if path else {}, {}
+    if path:
+        old = checkpoint.config_of(state, path)
+        model_config, turned_on = changed(old, path, model_config, config, given, goes_on)
+    dataset = data_of(config, model_config.block_size)
+    if path:
+        checkpoint.same_vocabulary(state, dataset, path)
+    else:
+        check_data(model_config, config, dataset)
+        model_config = of_new_model(model_config, config, dataset)
+    config = config.for_recipe(model_config.recipe)
+    if goes_on:
+        same_run(state, path, config, dataset)
+        print_changes(config, state["train"], state["step"])
+    progress = {key: state[key] for key in checkpoint.PROGRESS if key in state}
+    return Start(process, config, dataset, asked, progress if goes_on or config.eval_only else {},
+                 model_config, path, state, goes_on, turned_on)
 
 
 # ---- its checkpoint ----
