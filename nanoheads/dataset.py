@@ -267,11 +267,8 @@ class Writer:
         return self
 
     def open(self, name):
-        self.files[name] = open(self.part(name), "wb")
+        self.files[name] = files.temporary(self.folder / f"{name}.bin")
         self.sums[name] = hashlib.sha256()
-
-    def part(self, name):
-        return self.folder / f"{name}.bin.part"
 
     def add_text(self, split, text):
         """Append the tokens of a text, or of a document: bytes for byte, str for the others. UserError."""
@@ -323,10 +320,10 @@ class Writer:
             if kind is None:
                 self.finish()
         finally:
-            for name, file in self.files.items():
+            for file in self.files.values():
                 with contextlib.suppress(OSError):  # a full disk was reported already
                     file.close()
-                self.part(name).unlink(missing_ok=True)
+                Path(file.name).unlink(missing_ok=True)
 
     def finish(self):
         """Give the files their names. Without meta.json a folder is not prepared, so it leaves first."""
@@ -351,8 +348,8 @@ class Writer:
             (self.folder / "meta.json").unlink(missing_ok=True)
             for split in SPLITS:  # of what was there before
                 (self.folder / f"{split}.sizes.bin").unlink(missing_ok=True)
-            for name in self.files:
-                os.replace(self.part(name), self.folder / f"{name}.bin")
+            for name, file in self.files.items():
+                os.replace(file.name, self.folder / f"{name}.bin")
             self.meta = write_meta(self.folder, self.name, self.tok, self.splits, self.source, self.note,
                                    self.options, **spelled)
 

@@ -35,11 +35,6 @@ SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in [
 SPLITS = "train", "val", "test"
 
 
-@pytest.fixture(autouse=True)
-def no_sources(monkeypatch):
-    monkeypatch.delenv("NANOHEADS_DATA", raising=False)
-
-
 def main(script, *argv):
     module = importlib.import_module(f"data.{script}".removesuffix(".py").replace("/", "."))
     module.main([str(arg) for arg in argv])
@@ -552,6 +547,7 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     ("from_nanogpt folder", "has no train.bin; name the folder that nanoGPT's prepare.py wrote")])
 def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOHEADS_DATA", str(tmp_path))
     Path("folder").mkdir()
     for name, data in {"my.txt": b"some text\n" * 99, "empty.txt": b"", "small.txt": b"text", "no.zip": b"no",
                        "latin.txt": b"abc\xff" * 40, "utf16.txt": ("text\n" * 40).encode("utf-16"),
