@@ -535,7 +535,7 @@ def test_evaluations_without_a_lower_loss_end_the_run(args, rows, tmp_path, monk
     saved = [checkpoint.read(tmp_path / "run" / name)["step"] for name in ("best.pt", "ckpt.pt")]
     assert saved == [10, 16]
     main([*args(patience=3, **keys), "--resume"])
-    assert f"{tmp_path}/run has ended at step 16 of 18 by patience=3" in capsys.readouterr().out
+    assert f"{tmp_path}/run has ended at step 16 by patience=3" in capsys.readouterr().out
     main([*args(patience=4, **keys), "--resume"])  # now it goes on, to the end and a lower loss
     assert checkpoint.read(tmp_path / "run/best.pt")["step"] == 18
     main(args("without", **keys))
