@@ -100,6 +100,13 @@ FAULTS = (
     Fault("a mechanism whose helper was edited is the same one", "own_mechanism.py",
           "if others else own)[:16]", "if False else own)[:16]",
           ("test_own_mechanism.py::test_an_edited_helper_is_another_mechanism",)),
+    # ---- configuration ----
+    Fault("of two names for one key the first wins", "other_names.py",
+          "ours.update(sets)", "ours = {**sets, **ours}",
+          ("test_typed_elsewhere.py::test_of_two_names_for_one_key_the_later_wins",)),
+    Fault("a scale's rates also for another recipe", "configurator.py",
+          "if not (other and key in OF_ITS_RECIPE)}", "}",
+          ("test_configurator.py::test_a_scale_with_another_recipe_has_that_recipes_rates",)),
     # ---- text ----
     Fault("bytes in the place of characters", "tokenizer.py",
           "count_chars(a) - count_chars(b))", "len(a) - len(b))",
