@@ -80,7 +80,8 @@ def runs_of(plan, stage, variant=None, text=None):
 
 def test_a_study_reads_its_text_whole_whatever_was_noted_of_it(texts):
     """A note that is right in everything but what the file holds, as no accident leaves one behind."""
-    path, config = texts / "wikitext2_byte/train.bin", study(mechanisms=["xsa"], texts=["wikitext2_byte"])
+    path = texts / "wikitext2_byte/train.bin"
+    config = study(mechanisms=["xsa"], texts=["wikitext2_byte", "enwiki15"])
     expected = Dataset(path.parent).splits["train"]["sha256"]
     path.write_bytes(b" " * 20000)
     now = path.stat()

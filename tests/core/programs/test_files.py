@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 import train
 from helpers import ROOT, TINY, torchrun, write_shards
 from nanoheads import checkpoint, files
-from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
 from nanoheads.batches import Batches
+from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
 from nanoheads.dataset import Dataset
 from nanoheads.files import LONGEST, find, joined, only_writer, setting_in_name
 from nanoheads.start import RUN_FILES, asked_in
@@ -323,7 +323,7 @@ def test_a_text_is_hashed_once_and_again_where_it_was_touched_or_copied(copied, 
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused(copied, monkeypatch):
-    monkeypatch.setattr("nanoheads.dataset.REOPEN_AFTER", 1)
+    monkeypatch.setattr("nanoheads.batches.REOPEN_AFTER", 1)
     batches = Batches(Dataset(copied), "train", 16, 4, 0)
     (copied / "train.bin").write_bytes(b" " * 20000)
     with pytest.raises(UserError, match="train.bin is not the file"):
