@@ -207,6 +207,7 @@ MISFITS = {  # what a line must name, and what was done to the file
     "n_layer='1' is not int": lambda s: s["config"].update(n_layer="1"),
     "vocab_size='256' is not int or None": lambda s: s["config"].update(vocab_size="256"),
     "n_embd": lambda s: s["config"].update(n_embd=15),
+    "own_mechanism must be a list": lambda s: s.update(own_mechanism=["mine.py"]),
     "flux": lambda s: s["config"].update(flux=3)}
 PROGRAMS = dict(sample=lambda run, data: sample.main(["--ckpt", str(run), "--device=cpu"]),
                 evaluate=lambda run, data: evaluate.main(["--ckpt", str(run), "--device=cpu"]),
