@@ -25,26 +25,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from nanoheads import answer_interrupts
 from nanoheads import threads  # imported before torch: sets how long its threads spin while they wait
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.batches import Batches, DocumentBatches, PackedBatches
-from nanoheads.common import LESS, UserError, as_program, explain, from_lab, plural, say, write_json
+from nanoheads.common import UserError, as_program, from_lab, plural, say, write_json
 from nanoheads.config import TrainConfig, flags_by_name
 from nanoheads.dataset import Dataset
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
+from nanoheads.memory import advising, memory_lines
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,
                              make_optimizers, note_on_bfloat16, note_on_compile, of_mechanisms, precision,
                              rates_at, seed_step)
-from nanoheads.ranks import Process, StopSignal
+from nanoheads.ranks import Process, StopSignal, one_speaks
 from nanoheads.scoring import bits, of_critic, score
 from nanoheads.timing import mfu
 
@@ -631,7 +630,6 @@ def write_result(run):
 
 def print_run(run):
     """What is trained on what, before the first step."""
-    from nanoheads.memory import memory_lines  # only here: no step needs it
     config, process, targets = run.config, run.process, run.targets
     steps = plural(config.max_iters, "step")
     if run.step:
@@ -711,47 +709,27 @@ def batches_of(run):
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process.kind))
 
 
-def what_to_lower(config):
-    """What takes less memory, in words; config: the TrainConfig, None where it was not read."""
-    if config is None:
-        return LESS
-    from nanoheads.memory import advice
-    return (f"{advice(config, int(os.environ.get('WORLD_SIZE', 1)))}; a model that is too large itself needs "
-            "a lower n_embd, n_layer or vocab_size")
-
-
 @as_program("train")
 def main(argv=None):
-    config = None
-    answer_interrupts()
-    try:
-        argv = sys.argv[1:] if argv is None else argv
-        if argv[:1] == ["--trial"]:  # a run that a study of compare.py has planned
-            return from_lab("study.trial", "--trial").main(argv[1:], train)
-        # what config files and arguments set. The files of one's own that --mechanism names are read: their
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--trial"]:  # a run that a study of compare.py has planned
+        return from_lab("study.trial", "--trial").main(argv[1:], train)
+    with one_speaks():
+        # what config files and arguments set. The files of one's own that --mechanism names are run: their
         # mechanisms join those of model.py
         command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
             own_mechanism.take(command, every="check" in command.arguments)
         if command.wants_help:
-            return print(configurator.help_text(command.classes, __doc__, flags_by_name()))
+            print(configurator.help_text(command.classes, __doc__, flags_by_name()))
+            return
         if command.values("check").get("check"):
             from nanoheads import promises
             return promises.main(command)
         model_config, config, given = start.configured(command)
-        train(model_config, config, given)
-        return
-    except (Exception, KeyboardInterrupt) as e:
-        problem = explain(e, what_to_lower(config))
-        if problem is None or isinstance(e, BrokenPipeError):  # a bug, or head has seen enough
-            raise
-    finally:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-    if os.environ.get("LOCAL_RANK", "0") != "0" and "out of memory" not in problem:
-        sys.exit(1)  # the first rank of this machine says the same, or this one did, see Process.telling()
-    sys.exit("\n".join(f"train: {line}" for line in problem.splitlines()))
+        with advising(config):
+            train(model_config, config, given)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,6 @@ def explain(e, less=LESS):
     """
     if isinstance(e, UserError):
         return str(e)
-    if isinstance(e, KeyboardInterrupt):
-        return "interrupted before the first step"
     if ran_out_of_memory(e):
         return f"out of memory; {less}"
     if problem := fault_of_own_file(e):

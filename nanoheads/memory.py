@@ -9,11 +9,13 @@ and the context of CUDA, which take some 0.5 to 1 GB more. torch.compile fuses k
 less.
 """
 
+import os
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from nanoheads.common import gib, memory_of_machine
+from nanoheads.common import UserError, gib, memory_of_machine, ran_out_of_memory
 from nanoheads.logits import portions
 from nanoheads.optim import block_matrices
 
@@ -109,6 +111,19 @@ def memory_lines(run):
                      + advice(config, run.process.world,
                               1 - (need.total - limit) / (need.activations + need.backward)))
     return lines
+
+
+@contextmanager
+def advising(config):
+    """Where memory runs out inside, say what of a TrainConfig to lower. UserError."""
+    try:
+        yield
+    except Exception as e:
+        if not ran_out_of_memory(e):
+            raise
+        less = advice(config, int(os.environ.get("WORLD_SIZE", 1)))
+        raise UserError(f"out of memory; {less}; a model that is too large itself needs a lower n_embd, "
+                        "n_layer or vocab_size") from None
 
 
 def rows_at_once(config, world):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
-from nanoheads.common import UserError, drop, explain, pick_device, printable, say
+from nanoheads.common import UserError, drop, explain, pick_device, printable, ran_out_of_memory, say
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Process:
 
     @contextmanager
     def telling(self):
-        """What goes wrong inside is told by this rank: other ranks may know nothing of it, and train.py lets
-        the first one alone speak of what all of them meet.
+        """What goes wrong inside is told by this rank: other ranks may know nothing of it, and one_speaks()
+        has the first one say what all of them meet.
         """
         try:
             yield
@@ -97,6 +97,22 @@ class Process:
         """Wait for all ranks: one that takes the process group down may abort another that still saves."""
         if self.world > 1:
             dist.barrier()
+
+
+@contextmanager
+def one_speaks():
+    """Let the first process of a machine say alone what is wrong with all that torchrun started there. Memory
+    runs out in each by itself, and Process.telling() says what one of them alone met.
+    """
+    try:
+        yield
+    except Exception as e:
+        if os.environ.get("LOCAL_RANK", "0") != "0" and explain(e) and not ran_out_of_memory(e):
+            sys.exit(1)
+        raise
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def join_ranks(name):

@@ -842,13 +842,6 @@ def test_what_a_gpu_lacks_to_compile_is_one_line_too(args, fails, at_step, error
     assert words in said and "--compile=False" in said
 
 
-def test_an_interrupt_before_the_first_step_is_one_line(args, fails, monkeypatch):
-    def interrupt(*a):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(train.start, "begin", interrupt)
-    assert fails(args()) == ["interrupted before the first step"]
-
-
 # ---- what is shown ----
 
 class Terminal(io.StringIO):
