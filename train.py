@@ -11,8 +11,8 @@ Train a GPT, with any mechanism that its flags turn on.
 
 A run is a folder (out_dir) with config.json, log.jsonl and two checkpoints. ckpt.pt is the last save and has
 the optimizers' states, so --resume goes on from it. best.pt has the weights with the lowest validation loss.
-`python train.py --help` lists every key; nanoheads/config.py holds them and their checks. A config
-file is Python code, and reading it runs it: name only files that you trust.
+`python train.py --help` lists every key: those of training are in nanoheads/config.py, those of models in
+model.py. A config file is Python code, and reading it runs it: name only files that you trust.
 """
 
 import math

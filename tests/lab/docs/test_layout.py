@@ -165,6 +165,7 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.optim": "AdamW, Muon, precision",
     "nanoheads.ranks": "the process, its device, signals",
     "nanoheads.log": "config.json and log.jsonl",
+    "nanoheads.memory": "the line on the memory of a step, and what to lower where it ran out",
     "nanoheads.scoring": "evaluation",
 }
 
