@@ -1,4 +1,5 @@
-# The write-up's five scenarios of agency, on one corpus, five seeds each, with what became of the heads
+# The write-up's five scenarios of agency, on one corpus, five seeds each; plot_curves.py --heads shows what
+# becomes of the heads of runs
 # Tiny scale: runs of half a minute to two minutes on a core; compare.py plan counts them
 
 import runpy as _runpy

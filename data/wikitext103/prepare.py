@@ -5,7 +5,7 @@ python data/wikitext103/prepare.py                    writes data/wikitext103/
 python data/wikitext103/prepare.py --encoding=byte    writes data/wikitext103_byte/
 
 You should see some 540 million train bytes; the token counts have not been checked. The zip has 190 MB.
---source takes it, or the folder that it unpacks to, whose files are recognised by their lines: 1,801,350
+--source takes it, or the folder that it unpacks to, whose files are checked by their lines: 1,801,350
 train, 3,760 val and 4,358 test.
 """
 import sys
