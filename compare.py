@@ -461,7 +461,7 @@ def check_places(config):
 def run(argv):
     """Do what a command line asks for. UserError."""
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
-    if {"--help", "-h"} & {*argv}:
+    if configurator.HELP & {*argv}:
         print(help_of(command))
         sys.exit(0)
     if command == "recheck":
@@ -472,8 +472,7 @@ def run(argv):
         return write_tables()
     if command == "report" and any(re.search(r"\.json(\.gz)?$", word) for word in argv if word[:2] != "--"):
         return report_once_more(*one_file(command, argv))
-    asked = configurator.read((StudyConfig,), argv)
-    own_mechanism.take(asked, keep="out/mechanisms")
+    asked = own_mechanism.take(configurator.read((StudyConfig,), argv), keep="out/mechanisms")
     (config,), _ = configurator.made(asked)
     configurator.checked((config,))
     if command == "plan":

@@ -720,11 +720,11 @@ def main(argv=None):
         command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
-            own_mechanism.take(command, every="check" in command.arguments)
-        if command.wants_help:
+            command = own_mechanism.take(command, every="check" in command.arguments)
+        if configurator.HELP & {*argv}:
             print(configurator.help_text(command.classes, __doc__, flags_by_name()))
             return
-        if command.values("check").get("check"):
+        if command.values().get("check"):
             from nanoheads import promises
             return promises.main(command)
         model_config, config, given = start.configured(command)

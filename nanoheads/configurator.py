@@ -37,7 +37,7 @@ from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, say
 from nanoheads.files import joined, setting_in_name
 
-COMMAND_LINE, HELP = "command line", ("--help", "-h")
+COMMAND_LINE, HELP = "command line", {"--help", "-h"}
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 NAMING = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
 FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # a mechanism of one's own: mine.py, or mine.py:mode
@@ -75,62 +75,62 @@ def checked(configs):
 # ---- a command line, taken apart ----
 
 class Command(NamedTuple):
-    """What a command line says, before its values have their types."""
-    classes: tuple     # the dataclasses whose keys it may set
-    files: list        # paths of config files, in their order
-    sources: list      # [(where it is set, {key: value})], of the files and of the calling program
-    arguments: dict    # {key: text, None where there is none}: these win
-    wants_help: bool = False  # the program prints help_text() and ends
+    """What a command line says, before its values have their types: a key may be the flag of a mechanism in a
+    file of one's own, which the same command names.
+    """
+    classes: tuple   # the dataclasses whose keys it may set
+    files: list      # paths of config files, in their order
+    in_files: list   # [(where it is set, {key: value})], of these files and of the calling program
+    arguments: dict  # {key: text, None where there is none}: these win
 
     @property
-    def set_by_hand(self):
+    def settings(self):
         """[(where it is set, {key: value, on the command line a text})], the later wins."""
-        return [*self.sources, (COMMAND_LINE, self.arguments)]
+        return [*self.in_files, (COMMAND_LINE, self.arguments)]
 
-    def where(self, key):
-        """Where a key is set last, or None."""
-        return next((where for where, values in reversed(self.set_by_hand) if key in values), None)
+    @property
+    def keys(self):
+        """{key: Key} that may be set here; where it trains, also by the names that others have for them."""
+        keys = keys_of(self.classes)
+        theirs = {name: Key(t, None, "") for name, (t, _) in other_names.NAMES.items()}
+        return {**theirs, **keys} if "adamw_lr" in keys else keys
 
-    def values(self, *keys):
-        """{key: value} of what is set, of these keys. UserError: anything that is set is unknown, or of
-        another type.
-        """
-        values = typed_values(self.set_by_hand, with_theirs(keys_of(self.classes)))
-        return {key: value for key, value in values.items() if key in keys}
+    def values(self):
+        """{key: value} of all that is set. UserError: a key is unknown, or a value of another type."""
+        return typed_values(self.settings, self.keys)
 
     def names(self):
         """{key: [name]} of what is set last of the keys of NAMING; any name may be that of a file."""
         keys = {*NAMING} & {*keys_of(self.classes)}
-        last = {key: value for _, values in self.set_by_hand for key, value in values.items() if key in keys}
+        last = {key: value for _, values in self.settings for key, value in values.items() if key in keys}
         return {key: names_in(value) for key, value in last.items()}
 
     @property
     def names_own_files(self):
         return any(FILE.fullmatch(word) for words in self.names().values() for word in words)
 
-    def put(self, key, text):
-        """Set a key as an argument does."""
-        self.arguments.pop(key, None)
-        self.arguments[key] = text
+    def with_arguments(self, **texts):
+        """The same command with these arguments."""
+        return self._replace(arguments=later(self.arguments, texts))
 
     def words(self):
-        """The arguments that mean the same: the files, then --key=text."""
+        """The command as words: the files, then --key=text."""
         return [*self.files, *(f"--{key}" if text is None else f"--{key}={text}"
                                for key, text in self.arguments.items())]
 
 
 def read(classes, argv, more=None):
-    """The Command that argv is. UserError: a config file cannot be read.
+    """The Command that argv is, HELP aside. UserError: a config file cannot be read.
 
     more: {where it comes from: {key: value}}, from the program that calls this: it wins over the files, and
     the arguments win over it.
     """
-    keys, sources = keys_of(classes), []
+    keys, in_files = keys_of(classes), []
     files, arguments = split([arg for arg in argv if arg not in HELP], keys)
     for path in files:
         scale = Presets in classes and scale_of(path)
-        sources.append((path, {"scale": scale} if scale else read_file(path, keys)))
-    return Command(classes, files, [*sources, *(more or {}).items()], arguments, bool({*HELP} & {*argv}))
+        in_files.append((path, {"scale": scale} if scale else read_file(path, keys)))
+    return Command(classes, files, [*in_files, *(more or {}).items()], arguments)
 
 
 def split(argv, keys):
@@ -217,56 +217,49 @@ def made(command, mechanisms=None, base=None):
     that goes on: what the command leaves open, and no part of what was set. With Presets an out_dir that is
     not set becomes out/<scale>-<mechanisms>.
     """
-    keys, mechanisms = keys_of(command.classes), mechanisms or {}
-    by_hand = typed_values(command.set_by_hand, with_theirs(keys))
-    of_run = typed_values([base] if base else [], keys)
+    keys, mechanisms, notes = keys_of(command.classes), mechanisms or {}, []
+    has_presets, by_hand = Presets in command.classes, command.values()
+    presets = {key: by_hand.pop(key) for key in keys_of((Presets,)) if key in by_hand} if has_presets else {}
+    scale, task, recipe = presets.get("scale"), by_hand.get("task"), by_hand.get("recipe")
+    names = names_in(presets.get("mechanism"))
 
-    # scale and mechanism set other keys, beneath all that is set by hand
-    has_presets, preset = Presets in command.classes, {}
-    if has_presets:
-        preset = {key: by_hand.pop(key) for key in keys_of((Presets,)) if key in by_hand}
-    scale, task, recipe = preset.get("scale"), by_hand.get("task"), by_hand.get("recipe")
-    names = names_in(preset.get("mechanism"))
-    beneath = [of_scale(scale, recipe)] if scale else []
-    beneath = typed_values([*beneath, *of_mechanisms(names, mechanisms, command.where("mechanism"))], keys)
-    # a task alone is at its own scale, which is nothing that was set: a checkpoint may have other sizes
+    # what a scale and mechanisms set, or nanoGPT's defaults: all that is set by hand wins over it
+    by_name = [of_scale(scale, recipe)] if scale else []
+    by_name = typed_values([*by_name, *of_mechanisms(command, names, mechanisms)], keys)
+    # a run that goes on; and a task alone is at its own scale, which is nothing that was set, since a
+    # checkpoint may have other sizes
+    of_run = typed_values([base] if base else [], keys)
     at_task = has_presets and task and not (scale or command.files)
-    of_task = typed_values([of_scale("task", recipe)] if at_task else [], keys)
-    lines = []
-    if not scale and (file := written_for_nanogpt(command, keys)):
+    of_task = typed_values([of_scale("task", recipe)], keys) if at_task else {}
+    if not scale and (file := written_for_nanogpt(command)):
         defaults = other_names.nanogpt_defaults(later(of_run, by_hand))
-        lines.append(f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
+        notes.append(f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
                      + ", ".join(f"{key}={value}" for key, value in defaults.items()))
-        beneath = later(defaults, beneath)
+        by_name = later(defaults, by_name)
 
     # all of it, in our names
-    given, defaults = later(beneath, by_hand), {key: each.default for key, each in keys.items()}
-    given, said = other_names.in_our_names(given, {**defaults, **of_task, **of_run, **given})
+    given, defaults = later(by_name, by_hand), {key: key_of.default for key, key_of in keys.items()}
+    given, translations = other_names.in_our_names(given, {**defaults, **of_task, **of_run, **given})
     values = {**of_task, **of_run, **given}
     if has_presets and values.get("out_dir") is None:
-        turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
-        flags = {key: given[key] for key in map(other_names.our_name, command.arguments) if key in turn_on
-                 and given[key] not in (None, False, beneath.get(key))}
+        turn_on = turning_on(mechanisms)
+        flags = {key: given[key] for key in map(other_names.our_name, command.arguments)
+                 if key in turn_on and given[key] not in (None, False, by_name.get(key))}
         values["out_dir"] = folder_name(command, scale, task, names, flags)
-    for line in [*lines, *said, *left_open(of_run, given, base)]:
+    brought = {key: value for key, value in of_run.items() if key not in given}
+    for line in [*notes, *translations, *([note_on_run(base[0], brought)] if brought else [])]:
         print_once(line)
     return [cls(**{key: value for key, value in values.items() if key in keys_of((cls,))})
             for cls in command.classes if cls is not Presets], given
 
 
-def with_theirs(keys):
-    """{key: Key} of a program, with the names that others have for its keys where it trains."""
-    theirs = {name: Key(t, None, "") for name, (t, _) in other_names.NAMES.items()}
-    return {**theirs, **keys} if "adamw_lr" in keys else keys
-
-
-def typed_values(sources, keys):
+def typed_values(settings, keys):
     """{key: value} of [(where it is set, {key: value or text})]: the later wins, and comes later. UserError:
     unknown keys and wrong types, line by line.
     """
     values, problems = {}, []
-    for where, found in sources:
-        for key, value in found.items():
+    for where, here in settings:
+        for key, value in here.items():
             try:
                 value = of_its_type(key, value, keys, is_text=where == COMMAND_LINE)
                 values = later(values, {key: value})
@@ -290,10 +283,15 @@ def of_scale(scale, recipe):
     return file, {key: value for key, value in values.items() if not (other and key in OF_ITS_RECIPE)}
 
 
-def of_mechanisms(names, mechanisms, where):
-    """[(where it is set, flags)] of mechanisms by name, out of {name: flags}. UserError."""
-    set_by = {}  # {flag: the name that sets it}
-    turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
+def turning_on(mechanisms):
+    """The flags that turn a mechanism on, the first of each of {name: flags}."""
+    return {next(iter(flags)) for flags in mechanisms.values() if flags}
+
+
+def of_mechanisms(command, names, mechanisms):
+    """[(where it is set, flags)] of the mechanisms that a Command names, out of {name: flags}. UserError."""
+    set_by, turn_on = {}, turning_on(mechanisms)  # {flag: the name that sets it}
+    where = next((where for where, values in reversed(command.settings) if "mechanism" in values), None)
     for name in names:
         if name not in mechanisms:
             meant = near(name, mechanisms)
@@ -309,10 +307,11 @@ def of_mechanisms(names, mechanisms, where):
     return [(f"mechanism {name}", mechanisms[name]) for name in names]
 
 
-def written_for_nanogpt(command, keys):
+def written_for_nanogpt(command):
     """The first of a Command's config files that has a key of nanoGPT alone, where it trains; or None."""
-    return next((where for where, values in command.sources if where in command.files
-                 and "adamw_lr" in keys and other_names.ONLY_NANOGPT & values.keys()), None)
+    theirs = other_names.ONLY_NANOGPT & command.keys.keys()
+    return next((where for where, values in command.in_files if where in command.files
+                 and theirs & values.keys()), None)
 
 
 def folder_name(command, scale, task, names, flags):
@@ -321,19 +320,18 @@ def folder_name(command, scale, task, names, flags):
 
     flags: {key: value} of the arguments that turn on a mechanism by themselves.
     """
-    set_more = {where for where, values in command.sources if values.keys() - keys_of((Presets,)).keys()}
+    set_more = {where for where, values in command.in_files if values.keys() - keys_of((Presets,)).keys()}
     files = [Path(file).stem for file in command.files if file in set_more or not scale]
     begin = [None if task and scale == "task" else scale, task, *files[-1:]]
     words = [*names, *(setting_in_name(key, value) for key, value in flags.items())]
     return f"out/{joined(words, '-'.join(filter(None, begin)) or 'gpt')}"
 
 
-def left_open(of_run, given, base):
-    """Yield a line about what a run that goes on brings to a command, where that is anything."""
-    words = [f"{key}={value}" for key, value in of_run.items() if key not in given]
-    if words:
-        more = f" and {len(words) - 6} more" if len(words) > 6 else ""
-        yield f"{base[0]} says what this command leaves open: {', '.join(words[:6])}{more}"
+def note_on_run(path, values):
+    """A line about {key: value} that a run which goes on brings to a command."""
+    words = [f"{key}={value}" for key, value in values.items()]
+    more = f" and {len(words) - 6} more" if len(words) > 6 else ""
+    return f"{path} says what this command leaves open: {', '.join(words[:6])}{more}"
 
 
 def print_once(line):

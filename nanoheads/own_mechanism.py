@@ -378,21 +378,21 @@ def add_named(args):
 
 
 def take(command, keep=None, every=True):
-    """Add the files that a configurator.Command names; in it they become the names of their modes.
+    """Add the files that a configurator.Command names; the Command that names their modes in their place.
 
-    Their paths are set with them, own_mechanism; keep: see add(). every: a file stands for all its modes;
-    without, UserError where it has several.
+    Their paths are in it as own_mechanism. keep: see add(). every: a file stands for all its modes; without,
+    UserError where it has several.
     """
-    names = command.names()
+    names, modes_of = command.names(), {}
     _, files = named(filter(None, names.pop("own_mechanism", ())), keep)
     for key, words in names.items():
         modes, more = named(words, keep, every)
         files += more
         if modes != words:
-            command.put(key, ",".join(modes))
+            modes_of[key] = ",".join(modes)
     refuse_one_name(files)
-    if files:
-        command.put("own_mechanism", ",".join(dict.fromkeys(str(file.path) for file in files)))
+    paths = {"own_mechanism": ",".join(dict.fromkeys(str(file.path) for file in files))} if files else {}
+    return command.with_arguments(**modes_of, **paths)
 
 
 def take_argument(args):

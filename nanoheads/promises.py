@@ -399,20 +399,19 @@ def asked(command):
     train.py's Command; but each mechanism is turned on by itself. UserError.
     """
     named, configs = flags_by_name(), {}
-    if not (command.files or command.where("scale")):
-        command.put("scale", "tiny")
+    if not (command.files or "scale" in command.values()):
+        command = command.with_arguments(scale="tiny")
     names = command.names().get("mechanism", [])
     for name in names or [None]:
-        if name:
-            command.put("mechanism", name)
-        (model_config, config), given = configurator.made(command, mechanisms=named)
+        alone = command.with_arguments(mechanism=name) if name else command
+        (model_config, config), given = configurator.made(alone, mechanisms=named)
         configurator.checked((model_config, config))
         flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
         details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in cls.fields()}
         configs[name] = model_config, {key: given[key] for key in given if key in flags or key in details}
     if not names:
         raise UserError("--check: name a mechanism: --mechanism=mine.py, or one of the repository's")
-    return command.values("scale").get("scale"), config, configs
+    return command.values().get("scale"), config, configs
 
 
 def main(command):

@@ -117,7 +117,7 @@ def left_open(command):
     That is what the run there was asked for, of --resume all, of --eval_only what evaluating depends on.
     UserError: it needs the code of a mechanism of one's own that was not named.
     """
-    given = command.values("out_dir", "resume", "init_from", "eval_only")
+    given = command.values()
     folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
     evaluates = given.get("eval_only") and not given.get("init_from")
     if not (folder and (evaluates or resumes and Path(folder, "ckpt.pt").is_file())):

@@ -427,8 +427,7 @@ def test_what_a_run_is_whatever_code_made_it(texts):
 def config_of(path):
     """The StudyConfig of a file in config/studies; mechanisms of one's own are added."""
     command = configurator.read((StudyConfig,), [str(path), "--device=cpu"])
-    own_mechanism.take(command)
-    (config,), _ = configurator.made(command)
+    (config,), _ = configurator.made(own_mechanism.take(command))
     return config
 
 

@@ -302,7 +302,7 @@ def test_a_run_has_one_mode_of_a_file(mine, args):
         train, *args(), f"--mechanism={path}")
     assert "has no mode fats; it has forget, fast" in line_of(train, *args(), f"--mechanism={path}:fats")
     command = read((Presets, model.GPTConfig, TrainConfig), [f"--mechanism=xsa,{path}:fast"])
-    own.take(command, every=False)
+    command = own.take(command, every=False)
     assert command.words() == ["--mechanism=xsa,fast", f"--own_mechanism={path}"]
 
 

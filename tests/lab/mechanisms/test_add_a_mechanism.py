@@ -441,8 +441,7 @@ def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
 def arguments_taken(argv, **how):
     """The arguments of train.py or compare.py after take()."""
     command = read((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
-    own.take(command, **how)
-    return command.words()
+    return own.take(command, **how).words()
 
 
 def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
@@ -450,8 +449,7 @@ def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
     (tmp_path / "config.py").write_text("n_head = 4\nn_embd = 64")
     command = read((Presets, model.GPTConfig, TrainConfig),
                    ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
-    own.take(command)
-    (config, _), _ = made(command)
+    (config, _), _ = made(own.take(command))
     assert config.forget is True and config.n_head == 4
 
 
