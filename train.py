@@ -723,7 +723,7 @@ def main(argv=None):
             command = own_mechanism.take(command, every="check" in command.arguments)
         if configurator.HELP & {*argv}:
             print(configurator.help_text(command.classes, __doc__, flags_by_name()))
-            return
+            sys.exit(0)
         if command.values().get("check"):
             from nanoheads import promises
             return promises.main(command)
