@@ -18,6 +18,7 @@ import shlex
 import sys
 import traceback
 import typing
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -56,9 +57,11 @@ class OwnFile(NamedTuple):
     @property
     def digest(self):
         """16 digits: the first of its SHA-256; of a file with helpers, of what all of theirs give."""
-        own, *others = self.sha256.values()
-        lines = [own, *map(" ".join, zip(self.helpers, others))]
-        return (hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() if others else own)[:16]
+        sha256 = self.sha256
+        of_file = sha256.pop(self.path.name)
+        lines = sorted([of_file, *(f"{name} {of_helper}" for name, of_helper in sha256.items())])
+        of_all = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return (of_all if self.helpers else of_file)[:16]
 
     def __str__(self):
         return " with ".join(filter(None, (str(self.path), ", ".join(self.helpers))))
@@ -81,60 +84,71 @@ def opened(path, helpers=()):
 def run(path):
     """(the module that a file makes, its OwnFile). UserError, in one line, where it fails.
 
-    While it runs its folder is the first on Python's path, as it is of a program. Its helpers then leave
-    sys.modules, as another file may have others of the same names.
+    Its helpers then leave sys.modules under the names by which it imports them, as another file may have
+    others of the same names.
     """
     file, folder = opened(path), Path(path).resolve().parent
     name = "own_mechanism_" + hashlib.sha256(str(file.path.resolve()).encode() + file.text).hexdigest()[:16]
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, file.path))
-    OWN_FILES.add(str(file.path))
-    writes_bytecode, before = sys.dont_write_bytecode, taken_out(folder)
-    sys.dont_write_bytecode = True  # Python would know a helper by its size and the second of its last change
-    sys.path.insert(0, str(folder))
     sys.modules[name] = module
-    importlib.invalidate_caches()
+    OWN_FILES.add(str(file.path))
+    of_others = helpers_taken_out(folder)
     try:
-        exec(compile(file.text, str(file.path), "exec"), vars(module))  # the text that is kept
+        with first_on_path(folder):
+            exec(compile(file.text, str(file.path), "exec"), vars(module))  # the text that is kept
     except Exception as e:  # whatever a file of one's own may do
         del sys.modules[name]
         places = [frame.filename for frame in traceback.extract_tb(e.__traceback__)]
         places += [e.filename] if isinstance(e, SyntaxError) else []
-        OWN_FILES.update(place for place in places if beside(place, folder))
+        OWN_FILES.update(place for place in places if name_beside(place, folder))
         raise UserError(str(fault_of_own_file(e) or e)) from None
     finally:
-        sys.path.remove(str(folder))
-        sys.dont_write_bytecode = writes_bytecode
-        helpers = taken_out(folder)
-        sys.modules.update(before)
-    for helper, each in helpers.items():  # torch.compile finds a function's module by this name
-        each.__name__ = f"{name}_{helper.replace('.', '_')}"
-        sys.modules[each.__name__] = each
-    places = [place for each in helpers.values() if (place := getattr(each, "__file__", None))]
+        helpers = helpers_taken_out(folder)
+        sys.modules.update(of_others)
+    for its_name, helper in helpers.items():  # torch.compile finds a function's module by this name
+        helper.__name__ = f"{name}_{its_name.replace('.', '_')}"
+        sys.modules[helper.__name__] = helper
+    places = [place for helper in helpers.values() if (place := getattr(helper, "__file__", None))]
     OWN_FILES.update(places)
-    names = sorted(filter(None, (beside(place, folder) for place in places)))
+    names = sorted(filter(None, (name_beside(place, folder) for place in places)))
     return module, file._replace(helpers=opened(path, names).helpers)
 
 
-def taken_out(folder):
+@contextmanager
+def first_on_path(folder):
+    """Inside, a folder is the first on Python's path, as it is of a program in it, and no bytecode is kept:
+    Python would know a helper by its size and the second of its last change.
+    """
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        sys.dont_write_bytecode = writes_none
+
+
+def helpers_taken_out(folder):
     """Take out of sys.modules what was imported from a folder, and return it: {name: module}."""
-    found = set()
+    first_names = set()
     for name, module in sys.modules.items():
-        if not name.startswith(("__", "own_mechanism_")) and "." not in name:
-            about = getattr(module, "__dict__", {})
-            places = [*(about.get("__path__") or ()), about.get("__file__")]
-            if places[0] and "/" not in (beside(places[0], folder) or "/"):
-                found.add(name)
-    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in found}
+        if "." in name or name.startswith(("__", "own_mechanism_")):
+            continue
+        about = getattr(module, "__dict__", {})
+        place = next(iter(about.get("__path__") or ()), about.get("__file__"))
+        if place and name_beside(place, folder) == Path(place).name:  # not in a folder of that folder
+            first_names.add(name)
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in first_names}
 
 
-def beside(place, folder):
+def name_beside(place, folder):
     """The path of a module's file, or of a package's folder, from the folder in which it is: "gates.py", or
     "project/gates.py"; None: it is elsewhere, or there as a library, or one of the repository's own.
     """
     place = Path(place).parent.resolve() / Path(place).name
-    ours = any(place == ROOT / name or ROOT / name in place.parents or place == ROOT / f"{name}.py"
-               for name in OURS)
-    if not ours and folder in place.parents:
+    ours = ROOT in place.parents and place.relative_to(ROOT).parts[0].removesuffix(".py") in OURS
+    if folder in place.parents and not ours:
         name = place.relative_to(folder)
         return name.as_posix() if all(part.isidentifier() for part in name.with_suffix("").parts) else None
 
@@ -162,10 +176,10 @@ def add(path, keep=None):
     classes = mechanisms_in(module, path)
     try:
         for cls in classes:
-            if other := next((each for known, each in ADDED.items() if known.flag == cls.flag
-                              and known not in classes), None):
-                raise UserError(f"{path} and {other.path} are two texts of one mechanism, with the flag "
-                                f"{cls.flag}: one at a time")
+            other = next((known for known in ADDED if known.flag == cls.flag and known not in classes), None)
+            if other:
+                raise UserError(f"{path} and {ADDED[other].path} are two texts of one mechanism, with the "
+                                f"flag {cls.flag}: one at a time")
             refuse(path, cls, problems(cls))
             model.add_mechanism(cls)
             ADDED[cls] = file
@@ -477,23 +491,24 @@ def how_to_name(state, flags, path):
     """What to say of a read checkpoint whose code was not added: the line ends in the command that names it,
     where the copies in its folder are what it was made with. flags: see flags_of().
     """
-    missing, folder = lacking(state), Path(path) if Path(path).is_dir() else Path(path).parent
-    right = [each["digest"] for each in state["own_mechanism"]]
-    copies = [folder / each["file"] for each in missing]
-    files = " and ".join(f"{each['file']} (sha256 {each['digest']}...)" for each in missing)
+    folder, missing = Path(path) if Path(path).is_dir() else Path(path).parent, lacking(state)
+    made_with = {record["digest"] for record in state["own_mechanism"]}
+    files = " and ".join(f"{record['file']} (sha256 {record['digest']}...)" for record in missing)
     made = f"{path} was made with the mechanism in {files}"
-    if other := next((file for cls, file in ADDED.items() if cls.flag in flags and file.digest not in right),
-                     None):
-        return f"{made}, and {other} is another text (sha256 {other.digest}...): name the right file"
-    for copy, each in zip(copies, missing):
-        if not copy.is_file():
-            return f"{made}, and there is no copy {copy}: name the right file, --mechanism=FILE"
-        if (there := opened(copy, each.get("helpers", ()))).digest != each["digest"]:
+    for cls, file in ADDED.items():
+        if cls.flag in flags and file.digest not in made_with:
+            return f"{made}, and {file} is another text (sha256 {file.digest}...): name the right file"
+    for record in missing:
+        if not (folder / record["file"]).is_file():
+            return (f"{made}, and there is no copy {folder / record['file']}: name the right file, "
+                    "--mechanism=FILE")
+        there = opened(folder / record["file"], record.get("helpers", ()))
+        if there.digest != record["digest"]:
             return (f"{made}, and {there} is another text (sha256 {there.digest}...): name the right file, "
                     "--mechanism=FILE")
-    names = " and ".join(each["file"] for each in missing)
+    names = " and ".join(record["file"] for record in missing)
     return (f"{path} was made with the mechanism in {names}, and what is only read is not run: "
-            f"{command_with(copies)}")
+            f"{command_with([folder / record['file'] for record in missing])}")
 
 
 def command_with(files):

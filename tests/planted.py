@@ -98,7 +98,7 @@ FAULTS = (
           "if key not in OF_A_COMMAND and value and (key not in defaults or value != defaults[key])}",
           ("test_configurator.py::test_what_is_off_or_0_is_kept_of_what_was_asked_for",)),
     Fault("a mechanism whose helper was edited is the same one", "own_mechanism.py",
-          "if others else own)[:16]", "if False else own)[:16]",
+          "if self.helpers else of_file)[:16]", "if False else of_file)[:16]",
           ("test_own_mechanism.py::test_an_edited_helper_is_another_mechanism",)),
     # ---- configuration ----
     Fault("of two names for one key the first wins", "other_names.py",
