@@ -353,11 +353,13 @@ def try_mechanisms(model, config):
     ahead or mixes rows; a line where it differs with a cache. All but the first is asked of mechanisms that
     no test of ours has tried.
     """
-    from nanoheads import causality, own_mechanism, promises  # only here: a plain GPT does without
+    from nanoheads import causality, class_checks, own_mechanism, promises  # only here: few models do
     if OWN_FILES and model.changes_scores:
         try_scores(model)
-    for cls in (untried := causality.untried(model.config)):
-        if cls not in own_mechanism.ADDED and (problem := next(own_mechanism.problems_of_models(cls), None)):
+    untried = causality.untried(model.config)
+    for cls in untried:  # a file of one's own was asked this when it was added
+        problems = () if cls in own_mechanism.ADDED else class_checks.problems_of_models(cls)
+        for problem in problems:
             raise UserError(f"{cls.__name__}: {problem}")
     if untried:
         causality.refuse(causality.grown(model), config, "before training", step=0)

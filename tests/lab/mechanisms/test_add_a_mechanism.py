@@ -19,6 +19,7 @@ import model
 from helpers import ROOT, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
 from nanoheads import checkpoint, own_mechanism as own, promises
+from nanoheads.class_checks import lost_constants, small_models
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, keys_of, made, read
@@ -332,9 +333,9 @@ def test_values_that_would_be_overwritten_are_refused(fill, words, mine):
 
 
 def test_no_constant_of_the_repositorys_mechanisms_is_overwritten():
-    found = [(cls, mode, gpt) for cls in model.MECHANISM_CLASSES for mode, gpt, *_ in own.small_models(cls)]
+    found = [(cls, mode, gpt) for cls in model.MECHANISM_CLASSES for mode, gpt, *_ in small_models(cls)]
     assert len(found) > 40
-    assert [problem for each in found for problem in own.lost_constants(*each)] == []
+    assert [problem for each in found for problem in lost_constants(*each)] == []
 
 
 def test_flags_of_the_repository_are_not_taken_over(mine):
