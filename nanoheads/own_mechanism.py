@@ -23,7 +23,7 @@ from typing import NamedTuple
 import model
 from nanoheads.class_checks import problems_of_class, problems_of_models
 from nanoheads.common import OWN_FILES, ROOT, UserError, fault_of_own_file, write_atomic
-from nanoheads.configurator import FILE
+from nanoheads.configurator import FILE, names_in
 from nanoheads.mechanism import Mechanism, choices
 
 ADDED = {}  # class -> its OwnFile
@@ -203,7 +203,7 @@ def remove(classes):
 
 def classes_of(file):
     """The classes of mechanisms that an OwnFile defines; none where it was not added."""
-    return [cls for cls, each in ADDED.items() if each.digest == file.digest]
+    return [cls for cls, its_file in ADDED.items() if its_file.digest == file.digest]
 
 
 def mechanisms_in(module, path):
@@ -248,36 +248,38 @@ def take(command, keep=None, every=True):
     UserError where it has several.
     """
     names, modes_of = command.names(), {}
-    _, files = named(filter(None, names.pop("own_mechanism", ())), keep)
+    _, files = named(names.pop("own_mechanism", ()), keep)
     for key, words in names.items():
         modes, more = named(words, keep, every)
         files += more
         if modes != words:
             modes_of[key] = ",".join(modes)
     refuse_one_name(files)
-    paths = {"own_mechanism": ",".join(dict.fromkeys(str(file.path) for file in files))} if files else {}
-    return command.with_arguments(**modes_of, **paths)
+    return command.with_arguments(**modes_of, **(dict(own_mechanism=paths_of(files)) if files else {}))
 
 
 def take_argument(args):
     """take() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
-    _, files = named(filter(None, (args.own_mechanism or "").split(",")))
+    _, files = named(names_in(args.own_mechanism))
     if args.mechanisms:
-        modes, more = named(args.mechanisms.split(","))
+        modes, more = named(names_in(args.mechanisms))
         args.mechanisms, files = ",".join(modes), files + more
-    args.own_mechanism = ",".join(dict.fromkeys(str(file.path) for file in files)) or None
+    args.own_mechanism = paths_of(files) or None
+
+
+def paths_of(files):
+    """The paths of OwnFiles, each once, as --own_mechanism takes them."""
+    return ",".join(dict.fromkeys(str(file.path) for file in files))
 
 
 def named(words, keep=None, every=True):
     """(names of mechanisms, in which a file is those of its modes; the OwnFiles added). UserError."""
     names, files = [], []
-    for word in map(str.strip, map(str, words)):
+    for word in words:
         if not (match := FILE.fullmatch(word)):
             names.append(word)
             continue
         path, mode = match.groups()
-        if "," in path:
-            raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
         modes, file = add(path, keep), added(path)
         if mode and mode not in modes:
             raise UserError(f"{path} has no mode {mode}; it has {', '.join(modes)}")
@@ -290,11 +292,11 @@ def named(words, keep=None, every=True):
 
 def refuse_one_name(files):
     """UserError where two OwnFiles, or helpers of theirs, have one name and other texts: a run keeps both."""
-    found = {}
+    first_of_name = {}
     for file in files:
         for name, text in file.texts.items():
-            other, its = found.setdefault(name, (file, text))
-            if its != text:
+            other = first_of_name.setdefault(name, file)
+            if other.texts[name] != text:
                 raise UserError(f"{file.path} and {other.path} come with two different {name}, and a run "
                                 "keeps both in its folder: rename one of them")
 
@@ -303,14 +305,14 @@ def refuse_one_name(files):
 
 def files_for(config):
     """The OwnFiles of the mechanisms of one's own that a GPTConfig has on."""
-    found = {file.digest: file for cls, file in ADDED.items() if cls.is_on(config)}
-    return [*found.values()]
+    return [*{file.digest: file for cls, file in ADDED.items() if cls.is_on(config)}.values()]
 
 
 def record(config):
     """What a checkpoint holds of them: [{"file": name, "digest": ...}], with "helpers" where it has some."""
-    return [dict(file=file.path.name, digest=file.digest)
-            | (dict(helpers=[*file.helpers]) if file.helpers else {}) for file in files_for(config)]
+    return [dict(file=file.path.name, digest=file.digest,
+                 **({"helpers": [*file.helpers]} if file.helpers else {}))
+            for file in files_for(config)]
 
 
 def keep(config, folder):
@@ -322,7 +324,7 @@ def keep(config, folder):
 def lacking(state):
     """The records in a read checkpoint, as record()'s, whose code was not added."""
     there = {file.digest for file in ADDED.values()}
-    return [each for each in state.get("own_mechanism") or [] if each["digest"] not in there]
+    return [record for record in state.get("own_mechanism") or [] if record["digest"] not in there]
 
 
 def flags_of(state, path):

@@ -163,7 +163,6 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.checkpoint": "its saves",
     "nanoheads.start": "its folder, its model, and the state that it goes on with",
     "nanoheads.optim": "AdamW, Muon, precision",
-    "nanoheads.memory": "what a step will take, said before the first",
     "nanoheads.ranks": "the process, its device, signals",
     "nanoheads.log": "config.json and log.jsonl",
     "nanoheads.memory": "the line on the memory of a step, and what to lower where it ran out",
