@@ -38,7 +38,7 @@ def configured(command):
     it should be known by. UserError: they cannot be, or not together.
     """
     # what --resume --out_dir=X leaves open is as X/config.json says
-    (model_config, config), given = made(command, flags_by_name(), base=left_open(command))
+    (model_config, config), given = made(command, flags_by_name(), base=asked_before(command))
     check_configs(model_config, config)
     # a scale's file names a text, too; who names one beside a task expects something of it
     for key in {"dataset", "eval_tokens"} & {*command.arguments} if config.task else ():
@@ -110,12 +110,12 @@ def default_folder(model_config, config):
     return str(folder), line
 
 
-def left_open(command):
-    """(where it comes from, {key: value}) of what a configurator.Command that goes on in a named folder need
-    not repeat, or None.
+def asked_before(command):
+    """(its config.json, {key: value}) of what the run was asked for with which a configurator.Command goes
+    on, in a folder that it names, and need not repeat; or None.
 
-    That is what the run there was asked for, of --resume all, of --eval_only what evaluating depends on.
-    UserError: it needs the code of a mechanism of one's own that was not named.
+    Of --resume that is all, of --eval_only what evaluating depends on. UserError: it needs the code of a
+    mechanism of one's own that was not named.
     """
     given = command.values()
     folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
@@ -251,34 +251,35 @@ def changed(old, path, model_config, config, given, goes_on):
     """(the GPTConfig old of a checkpoint with what a run may change of it, {class: {flag: value}} of the
     mechanisms that the flags turn on over its weights). UserError: the run would change more.
     """
-    # at any time: how it is trained, and where heads come and go, which there are. In a new run also dropout,
-    # the data's order, a shorter context, how skips begin, and what the flags turn on
-    free, turned_on = {"checkpoint_activations", "loss_chunks"}, {}
-    whole = goes_on and not config.init_from  # else the checkpoint says what the flags leave open
-    compared = set(GPTConfig.defaults()) if whole else set(given)
-    if goes_on and (config.dynamic_heads or config.grow_from is not None):
-        compared.discard("head_ids")
+    # what may change: how a model is trained, and in a new run also dropout, the data's order, a shorter
+    # context and, over weights that are started from, how skips begin and what the flags turn on
+    may_change, turned_on = {"checkpoint_activations", "loss_chunks"}, {}
     if not goes_on:
-        free |= {"dropout", "attn_dropout", "seed"}
+        may_change |= {"dropout", "attn_dropout", "seed"}
         if "block_size" in given and model_config.block_size < old.block_size:
-            free.add("block_size")
+            may_change.add("block_size")
     if config.init_from and not goes_on:
-        free |= {"unet_from", "unet_ramp"}
+        may_change |= {"unet_from", "unet_ramp"}
         turned_on = {cls: {key: given[key] for key in cls.fields() if key in given}
                      for cls in MECHANISM_CLASSES
                      if cls.flag in given and cls.is_on(model_config) and not cls.is_on(old)}
-    compared -= free | {key for cls in turned_on for key in cls.fields()}
-    same_model(old, path, model_config, compared)
-    return replace(old, **{key: getattr(model_config, key) for key in free}), turned_on
+
+    # what must not: any flag of a run that goes on; of another checkpoint what is set, since it says the rest
+    must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(given)
+    if goes_on and (config.dynamic_heads or config.grow_from is not None):
+        must_agree.discard("head_ids")  # heads come and go
+    must_agree -= may_change | {key for cls in turned_on for key in cls.fields()}
+    same_model(old, path, model_config, must_agree)
+    return replace(old, **{key: getattr(model_config, key) for key in may_change}), turned_on
 
 
-def same_model(old, path, config, compared):
+def same_model(old, path, config, must_agree):
     """UserError, which names the flags, unless a config and that of a checkpoint, old, agree in these."""
     old, new = old.flags(), config.flags()
     new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
     # a flag of a mechanism in a file of one's own that was not named is off here
     new.update((name, value) for name, value in GPTConfig.defaults().items() if name not in new)
-    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in compared and new[k] != old[k]]
+    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in must_agree and new[k] != old[k]]
     if differ:
         raise UserError(f"{path} holds another model: {'; '.join(differ)}")
 
@@ -336,12 +337,13 @@ def print_changes(config, before, step):
             print_once(f"changed since the last save: {key}={getattr(config, key)}, was {before.get(key)}")
 
     # and where the learning rate goes on higher than that schedule would have
-    then = replace(config, **{key: before[key] for key in SCHEDULE if key in before})
-    rate, planned, ended = (rates_at(c, at)["adamw_lr"] for c, at in
-                            ((config, step), (then, step), (then, step - 1)))
+    as_before = replace(config, **{key: before[key] for key in SCHEDULE if key in before})
+    rate, planned = (rates_at(each, step)["adamw_lr"] for each in (config, as_before))
     if rate > planned * (1 + 1e-9):
-        end, kept = (c.lr_decay_iters or c.max_iters for c in (config, then))
-        low = f"; --lr_decay_iters={kept} keeps it low" if step >= kept and not config.lr_decay_iters else ""
+        ended = rates_at(as_before, step - 1)["adamw_lr"]
+        end, end_before = (each.lr_decay_iters or each.max_iters for each in (config, as_before))
+        was_down = step >= end_before and not config.lr_decay_iters
+        low = f"; --lr_decay_iters={end_before} keeps it low" if was_down else ""
         print_once(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, by the "
                    f"schedule of {plural(end, 'step')}{low}")
 
