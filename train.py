@@ -204,12 +204,12 @@ def read_values(run, means, stop_asked):
 
 def for_constraint_heads(run, x, targets, i):
     """The model's arguments for what constraint heads are trained on, of the i-th portion x [B, T]."""
-    found = {}
+    arguments = {}
     if targets:
-        found["constraint_targets"] = {name: t.chunk(run.portions)[i] for name, t in targets.items()}
+        arguments["constraint_targets"] = {name: t.chunk(run.portions)[i] for name, t in targets.items()}
     if run.teacher is not None:
-        found["teacher"] = run.teacher.predictions(x)
-    return found
+        arguments["teacher"] = run.teacher.predictions(x)
+    return arguments
 
 
 def is_frozen(config, step):
@@ -309,9 +309,9 @@ def of_task(run):
     process = run.process
     share = tasks.score_levels(run.model, run.dataset, "val", rank=process.rank, world=process.world,
                                autocast=precision(run.config.dtype, process.kind)[1])
-    found = tasks.summary({level: process.all_reduce_sum(counts) for level, counts in share.items()})
-    return dict(val_loss=found["nats"], val_acc=found["right"],
-                **{f"acc/{level}": right for level, right in found["levels"].items()})
+    summary = tasks.summary({level: process.all_reduce_sum(counts) for level, counts in share.items()})
+    return dict(val_loss=summary["nats"], val_acc=summary["right"],
+                **{f"acc/{level}": right for level, right in summary["levels"].items()})
 
 
 def eval_line(row):

@@ -203,12 +203,12 @@ class DocumentBatches(Reader):
         """What there is of it, and how much of the first pass is padding, in a line."""
         _, length = self.one_pass(0)
         padded = sum(self.width(row) for row in length) * self.rows
-        return (f"{self.taken()}; a pass is {len(length):,} steps, its rows have {length.min():,} to "
+        return (f"{self.in_words()}; a pass is {len(length):,} steps, its rows have {length.min():,} to "
                 f"{length.max():,} tokens, {length.mean():,.0f} in the mean, and "
                 f"{1 - length.sum() / padded:.1%} of it is padding")
 
-    def taken(self):
-        """How much of the split is in documents that are long enough, in words."""
+    def in_words(self):
+        """How much of the split is in documents that are long enough."""
         return (f"documents: {len(self.size):,} of {self.n_documents:,} have at least "
                 f"{plural(self.shortest, 'token')}, {self.size.sum() / len(self.data):.1%} of {self.split}")
 
@@ -301,7 +301,7 @@ class PackedBatches(DocumentBatches):
         _, size = self.one_pass(0)
         first, _, bounds = self.parts(0)
         in_row = len(first) / (len(bounds) - 1)
-        return (f"{self.taken()}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} documents or "
+        return (f"{self.in_words()}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} documents or "
                 f"parts of them in the mean, and {1 - size.mean() / self.block_size:.1%} of it is padding")
 
 

@@ -89,9 +89,9 @@ class Perturbation:
 
     def changed(self, ids, stays):
         """Where what should stay does not with these ids, bool [B, T]. stays, bool [B, T]: what should."""
-        found = apart(self.ask(ids), self.before)
-        small = found <= self.tolerance
-        self.most = max(self.most, torch.where(small & stays, found, 0.0).max().item())
+        difference = apart(self.ask(ids), self.before)
+        small = difference <= self.tolerance
+        self.most = max(self.most, torch.where(small & stays, difference, 0.0).max().item())
         return stays & ~small
 
     def ahead(self, positions):
@@ -219,8 +219,8 @@ def wrong_in(perturbation, positions):
     rows, T = perturbation.ids.shape
     batches = [positions[i:i + rows] for i in range(0, len(positions), rows)]
     batches = [batch + [T] * (rows - len(batch)) for batch in batches]
-    found = next(perturbation.ahead(batches), None)
-    return found and f"it looks ahead: {found}"
+    ahead = next(perturbation.ahead(batches), None)
+    return ahead and f"it looks ahead: {ahead}"
 
 
 def crossing(model, mode):
@@ -287,13 +287,13 @@ def leak_in(model, modes, step=None, of_documents=False):
     # generators are seeded within, and then are as before: PyTorch's on the CPU, and on this CUDA device
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         for mode in modes:
-            asked = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
+            other = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
             if mode.training and step is not None:
-                asked.at_step(step)
-            perturbation, positions = perturbation_of(asked, mode)
+                other.at_step(step)
+            perturbation, positions = perturbation_of(other, mode)
             if wrong := wrong_in(perturbation, positions):
                 return f"{wrong} ({mode}, a block of {model.config.block_size})", counts
-            if of_documents and mode.training and (wrong := crossing(asked, mode)):
+            if of_documents and mode.training and (wrong := crossing(other, mode)):
                 return wrong, counts
             counts.append(len(positions))
     return None, counts

@@ -107,9 +107,8 @@ def in_file(path, device):
         raise UserError(f"{path} is a torch file, but no checkpoint: nanoHeads' have model, config and meta, "
                         "nanoGPT's have model and model_args")
     files = state.get("own_mechanism", [])
-    are_files = isinstance(files, list) and all(has_names(each) and {"file", "digest"} <= each.keys()
-                                                for each in files)
-    if not are_files:
+    if not (isinstance(files, list)
+            and all(has_names(file) and {"file", "digest"} <= file.keys() for file in files)):
         raise UserError(f"{path} is damaged: its own_mechanism must be a list of files with their digests")
     return state
 

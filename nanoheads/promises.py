@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads import causality, configurator, own_mechanism as own
+from nanoheads import causality, configurator, own_mechanism
 from nanoheads.causality import Perturbation
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.config import flags_by_name
@@ -171,9 +171,9 @@ def declared(model, plain):
             heads = attn.n_total if axis.extra else attn.n_head
             if isinstance(axis.module, Mechanism) and t is not None and axis.parts == 1 and not axis.shared \
                     and t.size(axis.dim) != heads * axis.size:
-                own = "attn.n_total, which counts constraint heads" if axis.extra else "attn.n_head"
+                right = "attn.n_total, which counts constraint heads" if axis.extra else "attn.n_head"
                 return (f"{axis.tensor} of {type(axis.module).__name__} has {t.size(axis.dim)} rows beside a "
-                        f"constraint head, and must have {own}; what has attn.n_head rows is declared by "
+                        f"constraint head, and must have {right}; what has attn.n_head rows is declared by "
                         "head_axes() with extra=False")
 
 
@@ -281,7 +281,7 @@ def check(name, flags):
     Where it does not run at all, that alone, once. Where its class says why it has no effect yet, nobody asks
     whether it acts.
     """
-    said = [cls for cls in MECHANISM_CLASSES if cls.flag in flags and cls.no_effect_because]
+    may_be_idle = any(cls.flag in flags and cls.no_effect_because for cls in MECHANISM_CLASSES)
     for recipe in ("gpt2", "modern"):
         config = GPTConfig(**SIZES, recipe=recipe, **flags)
         if bad := config.problems():
@@ -289,7 +289,7 @@ def check(name, flags):
         if wrong := broken(runs, lambda: made(flags, recipe)):
             yield name, recipe, "runs", wrong
             return
-        if not said:
+        if not may_be_idle:
             plain = made({}, recipe, block_size=LONG)
             yield name, recipe, "acts", broken(acts, lambda: made(flags, recipe, block_size=LONG), plain)
         for promise in PROMISES:
@@ -312,17 +312,17 @@ def check(name, flags):
 
 def how_to_declare(flags, recipe):
     """What to write into a mechanism's class so that its tensors with rows for each head are pruned."""
-    said = []
+    advice = []
     for cls, axes in axes_of(flags, recipe).items():
         missing = [code for code, named in axes.items() if not named]
         if not missing:
             continue
         if cls.head_axes is not Mechanism.head_axes:
-            said.append(f"add to the list that head_axes() of {cls.__name__} returns: {', '.join(missing)}")
+            advice.append(f"add to the list that head_axes() of {cls.__name__} returns: {', '.join(missing)}")
         else:  # this takes the place of per_head, which may name what is no tensor
-            said.append(f"write `from nanoheads.mechanism import HeadAxis`, and in class {cls.__name__} "
-                        f"`def head_axes(self): return [{', '.join(axes)}]`")
-    return "; ".join(said) or "do head_axes() or per_head name each tensor with a row for each head?"
+            advice.append(f"write `from nanoheads.mechanism import HeadAxis`, and in class {cls.__name__} "
+                          f"`def head_axes(self): return [{', '.join(axes)}]`")
+    return "; ".join(advice) or "do head_axes() or per_head name each tensor with a row for each head?"
 
 
 def axes_of(flags, recipe):
@@ -421,20 +421,20 @@ def main(command):
     scale, config, configs = asked(command)
     if config.json:
         writable(config.json)
-    found = []
+    results = []
     for name, (model_config, flags) in configs.items():
         tried = [*check(name, flags)]
-        found += tried
+        results += tried
         if not any(promise == "runs" for _, _, promise, _ in tried):  # else the same error once more
             size = f"of {scale}" if scale else "as set"
-            found.append((name, size, "causal, rows", at_size(model_config, config)))
+            results.append((name, size, "causal, rows", at_size(model_config, config)))
     if config.json:
         write_json(config.json, [dict(mechanism=name, recipe=recipe, promise=promise, broken=wrong or None)
-                                 for name, recipe, promise, wrong in found])
-    lines = [(*row[:3], row[3] or "kept") for row in found]
+                                 for name, recipe, promise, wrong in results])
+    lines = [(*row[:3], row[3] or "kept") for row in results]
     print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
-    if wrong := [row for row in found if row[3]]:
-        raise UserError(f"{len(wrong)} of {len(found)} promises are broken")
+    if wrong := [row for row in results if row[3]]:
+        raise UserError(f"{len(wrong)} of {len(results)} promises are broken")
 
 
 def refuse_broken(variants):
@@ -444,13 +444,11 @@ def refuse_broken(variants):
 
     variants: {name: flags}; those that turn a mechanism of one's own on are tried.
     """
-    flags, notes = {}, {}
-    for name, each in variants.items():
-        mine = {key: value for cls in own.ADDED if isinstance(each, dict) and each.get(cls.flag)
-                for key, value in each.items() if key in cls.fields()}
-        flags.update({name: mine} if mine else {})
-    for name, each in flags.items():
-        for _, recipe, promise, wrong in check(name, each):
+    notes = {}
+    for name, flags in variants.items():
+        mine = {key: value for cls in own_mechanism.ADDED if isinstance(flags, dict) and flags.get(cls.flag)
+                for key, value in flags.items() if key in cls.fields()}
+        for _, recipe, promise, wrong in check(name, mine) if mine else ():
             if wrong and promise in NEEDED:
                 raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
             if wrong:  # of two recipes the first is enough

@@ -72,21 +72,23 @@ class Tokenizer:
         self.pairs.no_padding()
         self.pairs.post_processor = None  # it puts special tokens around a text, and moves where tokens begin
         ids = self.pairs.get_vocab(with_added_tokens=True)
-        added = {each["id"] for each in about.get("added_tokens", ())}
+        added = {token["id"] for token in about.get("added_tokens", ())}
         symbols = byte_symbols() if self.spelled == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
-        symbols = {symbol: byte for byte, symbol in enumerate(symbols)}
+        byte_of = {symbol: byte for byte, symbol in enumerate(symbols)}
         self.vocab_size = max(ids.values()) + 1
-        self.pieces = [b""] * self.vocab_size
+        self.pieces = [b""] * self.vocab_size  # the bytes that each token spells
         for token, i in ids.items():
-            if self.spelled == "pieces":
-                spelled = bytes([symbols[token]]) if token in symbols else token.replace(SPACE, " ").encode()
-                self.pieces[i] = token.encode() if i in added else spelled
+            if i in added:
+                self.pieces[i] = token.encode()
+            elif self.spelled == "pieces":
+                is_byte = token in byte_of
+                self.pieces[i] = bytes([byte_of[token]]) if is_byte else token.replace(SPACE, " ").encode()
             else:
-                plain = i in added or not set(token) <= set(symbols)
-                self.pieces[i] = token.encode() if plain else bytes(symbols[c] for c in token)
+                in_symbols = set(token) <= byte_of.keys()
+                self.pieces[i] = bytes(byte_of[symbol] for symbol in token) if in_symbols else token.encode()
         # without a token of its own, or one for the unknown, a byte would vanish
-        covered = about["model"].get("unk_token") and self.spelled == "bytes"
-        self.lost = {symbols[symbol] for symbol in (() if covered else set(symbols) - set(ids))}
+        has_unknown = self.spelled == "bytes" and about["model"].get("unk_token")
+        self.lost = set() if has_unknown else {byte_of[symbol] for symbol in byte_of.keys() - ids.keys()}
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         self.end = next((ids[end] for end in ENDS if end in ids), None)
         self.separator = self.end or 0
@@ -151,21 +153,22 @@ class Tokenizer:
         none = np.empty((0, 3), np.int64)
         if self.encoding != "hf":
             return self.encode(text), none, 0
-        found = self.encode_hf(text)
-        ids, raw = np.array(found.ids, self.dtype), text.encode()
+        encoded = self.encode_hf(text)
+        ids, raw = np.array(encoded.ids, self.dtype), text.encode()
         if self.decode_bytes(ids) == raw or not len(ids):
             return ids, none, 0
         # what is between two tokens belongs to the first; a character that several share to the last
-        begins = np.maximum.accumulate([start for start, _ in found.offsets])
+        begins = np.maximum.accumulate([start for start, _ in encoded.offsets])
         begins[0] = 0
         first = np.flatnonzero(np.diff(begins, prepend=-1))
+        last = np.append(first[1:], len(ids))
         places = np.append(np.append(0, char_sizes(text).cumsum())[begins[first]], len(raw)).tolist()
         sizes, changed = [], 0
-        for at, to, start, end in zip(first, np.append(first[1:], len(ids)), places, places[1:]):
-            spelled = [self.pieces[i] for i in ids[at:to].tolist()]
+        for i_first, i_last, start, end in zip(first, last, places, places[1:]):  # tokens, and bytes of text
+            spelled = [self.pieces[i] for i in ids[i_first:i_last].tolist()]
             if raw[start:end] != b"".join(spelled):
                 meant = [b""] * (len(spelled) - 1) + [raw[start:end]]
-                sizes += [(at + i, len(a) - len(b), count_chars(a) - count_chars(b))
+                sizes += [(i_first + i, len(a) - len(b), count_chars(a) - count_chars(b))
                           for i, (a, b) in enumerate(zip(meant, spelled))]
                 changed += end - start
         return ids, np.array(sizes, np.int64).reshape(-1, 3), changed
