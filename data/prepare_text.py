@@ -215,17 +215,19 @@ def main(argv=None):
         print("--errors=replace changes nothing here: with --encoding=byte, bytes need not be UTF-8")
     elif args.errors == "replace":
         options["errors"] = "replace"
-    options.update({"normalise": True} if args.normalise else {})
-    options.update({"separator": separator} if separator else {})
+    if args.normalise:
+        options["normalise"] = True
+    if separator:
+        options["separator"] = separator
 
     as_token = separator and args.encoding in ("gpt2", "hf")
     between = "an end-of-text token" if as_token else repr(separator) if separator else "nothing"
     paths = files_of(Path(args.source).expanduser(), between)
-    found = [described(path) for path in paths]
-    for path, file in zip(paths, found):
+    sources = [described(path) for path in paths]
+    for path, file in zip(paths, sources):
         if not file.bytes:
             raise UserError(f"{path}: is empty; remove it, or choose another --source")
-    source = origin(found)
+    source = origin(sources)
     texts, note = read_files(paths, args.encoding, args.errors)
     report(texts, args)
     text = joined([normalised(each) for each in texts] if args.normalise else texts, separator)

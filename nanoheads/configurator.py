@@ -85,7 +85,7 @@ class Command(NamedTuple):
 
     @property
     def settings(self):
-        """[(where it is set, {key: value, on the command line a text})], the later wins."""
+        """[(where it is set, {key: value, on the command line a text})] of all, of which the later wins."""
         return [*self.in_files, (COMMAND_LINE, self.arguments)]
 
     @property
@@ -217,20 +217,22 @@ def made(command, mechanisms=None, base=None):
     that goes on: what the command leaves open, and no part of what was set. With Presets an out_dir that is
     not set becomes out/<scale>-<mechanisms>.
     """
-    keys, mechanisms, notes = keys_of(command.classes), mechanisms or {}, []
-    has_presets, by_hand = Presets in command.classes, command.values()
-    presets = {key: by_hand.pop(key) for key in keys_of((Presets,)) if key in by_hand} if has_presets else {}
-    scale, task, recipe = presets.get("scale"), by_hand.get("task"), by_hand.get("recipe")
-    names = names_in(presets.get("mechanism"))
+    keys, mechanisms = keys_of(command.classes), mechanisms or {}
+    by_hand, presets, notes = command.values(), {}, []
+    has_presets = Presets in command.classes
+    if has_presets:
+        presets = {key: by_hand.pop(key) for key in keys_of((Presets,)) if key in by_hand}
+    scale, names = presets.get("scale"), names_in(presets.get("mechanism"))
+    task, recipe = by_hand.get("task"), by_hand.get("recipe")
 
-    # what a scale and mechanisms set, or nanoGPT's defaults: all that is set by hand wins over it
-    by_name = [of_scale(scale, recipe)] if scale else []
-    by_name = typed_values([*by_name, *of_mechanisms(command, names, mechanisms)], keys)
-    # a run that goes on; and a task alone is at its own scale, which is nothing that was set, since a
-    # checkpoint may have other sizes
+    # beneath all that is set by hand: what a scale and mechanisms set, or nanoGPT's defaults
+    of_names = of_mechanisms(command, names, mechanisms)
+    by_name = typed_values([of_scale(scale, recipe), *of_names] if scale else of_names, keys)
+    # and beneath that, as nothing that was set: a run that goes on; or the scale of a task that is named
+    # alone, since a checkpoint may have other sizes
     of_run = typed_values([base] if base else [], keys)
-    at_task = has_presets and task and not (scale or command.files)
-    of_task = typed_values([of_scale("task", recipe)], keys) if at_task else {}
+    task_alone = has_presets and task and not (scale or command.files)
+    of_task = typed_values([of_scale("task", recipe)], keys) if task_alone else {}
     if not scale and (file := written_for_nanogpt(command)):
         defaults = other_names.nanogpt_defaults(later(of_run, by_hand))
         notes.append(f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
@@ -238,7 +240,7 @@ def made(command, mechanisms=None, base=None):
         by_name = later(defaults, by_name)
 
     # all of it, in our names
-    given, defaults = later(by_name, by_hand), {key: key_of.default for key, key_of in keys.items()}
+    given, defaults = later(by_name, by_hand), {name: key.default for name, key in keys.items()}
     given, translations = other_names.in_our_names(given, {**defaults, **of_task, **of_run, **given})
     values = {**of_task, **of_run, **given}
     if has_presets and values.get("out_dir") is None:

@@ -165,8 +165,8 @@ def digests_of(meta):
     read = {key: meta.get(key) for key in READ}
     read["documents"] = (meta.get("options") or {}).get("separator")
     read["splits"] = {name: [split.get(key) for key in READ_OF_SPLITS] for name, split in splits.items()}
-    found = {name: split.get("sha256") for name, split in splits.items()}
-    return {**found, "meta": hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()}
+    of_splits = {name: split.get("sha256") for name, split in splits.items()}
+    return {**of_splits, "meta": hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()}
 
 
 def after_each(tokens, token, block=1 << 26):
@@ -182,16 +182,16 @@ def beginnings(tokenizer, tokens, *patterns):
     """
     raw = raw_text(tokenizer, tokens)
     for pattern in patterns:
-        found = [match.start() for match in pattern.finditer(raw)]
-        if len(found) > 1:
+        places = [match.start() for match in pattern.finditer(raw)]
+        if len(places) > 1:
             break
-    return tokens_at(tokenizer, tokens, found)
+    return tokens_at(tokenizer, tokens, places)
 
 
 def after_matches(tokenizer, tokens, pattern):
     """The tokens, int64 [n], that come after the matches of a pattern in their text."""
-    found = [match.end() for match in pattern.finditer(raw_text(tokenizer, tokens))]
-    return tokens_at(tokenizer, tokens, found)
+    places = [match.end() for match in pattern.finditer(raw_text(tokenizer, tokens))]
+    return tokens_at(tokenizer, tokens, places)
 
 
 def raw_text(tokenizer, tokens):

@@ -161,15 +161,15 @@ CHECKED = {}  # {path: what check() found}, of this process: a folder may be rea
 
 def sha256(path):
     """The sha256 of a file, in hex."""
-    found = hashlib.sha256()
+    so_far = hashlib.sha256()
     with open(path, "rb") as file:
         if hasattr(os, "posix_fadvise"):
             # else Linux caches the file in pieces of up to 2 MiB, and a training that maps it later and reads
             # 4 KiB somewhere in a piece has all of the piece in its resident memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            so_far.update(block)
+    return so_far.hexdigest()
 
 
 def check(path, expected, source, advice, folder=None):
@@ -182,8 +182,8 @@ def check(path, expected, source, advice, folder=None):
     good = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, expected]
     if good in (CHECKED.get(path), noted(note)):
         return
-    if (found := sha256(path)) != expected:
-        raise UserError(f"{path} is not the file that {source} describes: its sha256 is {found[:16]}... and "
+    if (actual := sha256(path)) != expected:
+        raise UserError(f"{path} is not the file that {source} describes: its sha256 is {actual[:16]}... and "
                         f"should be {str(expected)[:16]}...; {advice}")
     CHECKED[path] = good
     with suppress(UserError):  # a folder that is read-only, or full

@@ -46,11 +46,11 @@ def prepare(args, corpus, files, archive=None, splits=None, note="", options=Non
     build(args, splits(texts) if splits else texts, source, note, options)
 
 
-def origin(found):
+def origin(files):
     """What meta.json says of the files, described() ones, that a text comes from."""
-    return {"file": found[0].name if len(found) == 1 else [file.name for file in found],
-            "bytes": sum(file.bytes for file in found),
-            "sha256": identity([file.sha256 for file in found])}
+    return {"file": files[0].name if len(files) == 1 else [file.name for file in files],
+            "bytes": sum(file.bytes for file in files),
+            "sha256": identity([file.sha256 for file in files])}
 
 
 def text_of(path, encoding):

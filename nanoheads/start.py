@@ -41,7 +41,8 @@ def configured(command):
     (model_config, config), given = made(command, flags_by_name(), base=asked_before(command))
     check_configs(model_config, config)
     # a scale's file names a text, too; who names one beside a task expects something of it
-    for key in {"dataset", "eval_tokens"} & {*command.arguments} if config.task else ():
+    if config.task and (of_text := {"dataset", "eval_tokens"} & {*command.arguments}):
+        key = min(of_text)
         raise UserError(f"{key}={given[key]} is of a text, and task={config.task} has none")
     notes = [note_on_dropout(model_config), note_on_warmup(config)]
     # all ranks find the same name, since no rank makes the folder before all of them have looked
