@@ -213,31 +213,30 @@ def folders_of(name):
 
 def missing(name):
     """The UserError for a data folder that is not there: the command that makes it, or the nearest name."""
-    known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
+    called = Path(name).name
+    commands = {script.parent.name: f"python {os.path.relpath(script)}"
+                for script in (ROOT / "data").glob("*/prepare.py")}
     # a second encoding has a folder of its own but no script of its own
-    match = re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name)
-    base, encoding = match.groups() if match else ("", "")
-    if base in known:
-        known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
+    base, _, encoding = called.rpartition("_")
+    if encoding in ("byte", "char", "gpt2") and base in commands:
+        commands.setdefault(called, f"{commands[base]} --encoding={encoding}")
     for folder in folders_of(name):
-        ours = folder.resolve().parent == (ROOT / "data").resolve() and folder.name in known
-        if not ours and all((folder / f"{split}.bin").is_file() for split in ("train", "val")):
+        if folder.resolve().parent == (ROOT / "data").resolve() and folder.name in commands:
+            continue
+        if all((folder / f"{split}.bin").is_file() for split in ("train", "val")):
             return UserError(f"{folder} has train.bin and val.bin but no meta.json; if nanoGPT wrote them, "
                              f"run: python {os.path.relpath(ROOT / 'data/from_nanogpt.py')} {folder}")
         names = [path.name for path in folder.glob("*.bin")]
-        if not ours and all(any(split in each for each in names) for split in ("train", "val")):
+        if all(any(split in file for file in names) for split in ("train", "val")):
             return UserError(f"{folder} has shards but no meta.json; if they are in llm.c's format, run: "
                              f"python {os.path.relpath(ROOT / 'data/fineweb/prepare.py')} --shards "
                              f"'{folder / '*.bin'}'")
-    close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
-    if not close:
-        return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "
-                         f"{', '.join(sorted(known))}")
-    if close != [Path(name).name]:
+    if called in commands:
+        return NotPrepared(f"dataset {name} is not prepared; run: {commands[called]}")
+    if close := difflib.get_close_matches(called, commands, 1, 0.6):
         return UserError(f"no dataset {name}; did you mean {close[0]}?")
-    script = ROOT / "data" / (base if known[close[0]] else close[0]) / "prepare.py"
-    return NotPrepared(f"dataset {name} is not prepared; run: python {os.path.relpath(script)}"
-                       f"{known[close[0]]}")
+    return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "
+                     f"{', '.join(sorted(commands))}")
 
 
 # ---- write ----
