@@ -81,7 +81,8 @@ def asked_for(model_config, config):
     if model_config.own:
         from nanoheads import own_mechanism
         if mine := own_mechanism.record(model_config):
-            asked["own_mechanism"] = [f"{each['file']} {each['digest']}" for each in mine]
+            asked["own_mechanism"] = [" ".join([each["file"], each["digest"], *each.get("helpers", ())])
+                                      for each in mine]
     return json.loads(json.dumps(json_safe(asked)))  # as it will be read
 
 
@@ -121,9 +122,11 @@ def asked_before(command):
     given = command.values()
     folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
     evaluates = given.get("eval_only") and not given.get("init_from")
-    if not (folder and (evaluates or resumes and Path(folder, "ckpt.pt").is_file())):
+    if not (folder and (evaluates or resumes)):
         return None
     path, asked = Path(folder, "config.json"), asked_in(folder)
+    if asked is None and not Path(folder, "ckpt.pt").is_file():
+        return None  # there is no run yet, as checkpoint_of() says
     if asked is None:
         print_once(f"{path} does not say what the run was asked for: what this command leaves open has its "
                    "default")
@@ -133,10 +136,11 @@ def asked_before(command):
     if evaluates:
         asked = {key: value for key, value in asked.items()
                  if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}
-    if asked.pop("own_mechanism", None):
+    if files := asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
-        last = Path(folder, "ckpt.pt")
-        own_mechanism.flags_of(checkpoint.read(last), last)
+        words = [each.split() for each in files]
+        records = [dict(file=file, digest=digest, helpers=helpers) for file, digest, *helpers in words]
+        own_mechanism.flags_of(dict(config={}, own_mechanism=records), path)
     return str(path), asked
 
 

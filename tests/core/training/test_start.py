@@ -58,6 +58,15 @@ def test_a_run_goes_on_only_with_what_it_was_trained_on(copied):
     assert "holds other data than sums did" in refused(*command(copied, "--resume"))
 
 
+def test_a_run_that_was_killed_before_its_first_save_is_still_the_same_run(copied, rows):
+    """Its config.json says what it was asked for, and its folder is all that the command names."""
+    for name in ("ckpt.pt", "best.pt", "log.jsonl"):
+        (copied / "run" / name).unlink()
+    train.main(["--resume", f"--out_dir={copied / 'run'}", f"--dataset={copied / 'data'}"])
+    assert weights(copied / "run/ckpt.pt")["transformer.wpe.weight"].shape == (16, 16)
+    assert [row["step"] for row in rows(copied / "run")[1]] == [0, 3]
+
+
 @pytest.mark.parametrize("more, words", [
     ((), "already holds a run; go on with --resume, start over with --overwrite, or choose another"),
     (("--overwrite", "--init_from={}/run"), "--overwrite removes the checkpoints of {}/run, and init_from "
