@@ -40,6 +40,9 @@ PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", 
 # what a file must hold, besides its model, for a run to go on from it
 TO_GO_ON = ("meta", "train", *PROGRESS, "optimizers", "scaler")
 
+# what `meta` must say of tokens
+OF_TOKENS = dict(name=str, encoding=str, vocab_size=int)
+
 # flags of older checkpoints, at the values with which a model is the same without them
 WITHOUT_EFFECT = [("agency_scope", "head")]
 
@@ -76,7 +79,8 @@ def read(path, device="cpu"):
             raise UserError(f"no checkpoint {file}")
         state = hf.read(hf.fetch(path) if from_hub else path)
     meta = state["meta"]
-    if meta is not None and not (has_names(meta) and {"name", "encoding", "vocab_size"} <= meta.keys()):
+    if meta is not None and not (has_names(meta) and all(isinstance(meta.get(key), kind)
+                                                         for key, kind in OF_TOKENS.items())):
         raise UserError(f"{path} is damaged: its meta does not say what its tokens mean")
     flags = state["config"].items()
     state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
@@ -107,14 +111,22 @@ def in_file(path, device):
         raise UserError(f"{path} is a torch file, but no checkpoint: nanoHeads' have model, config and meta, "
                         "nanoGPT's have model and model_args")
     files = state.get("own_mechanism", [])
-    if not (isinstance(files, list)
-            and all(has_names(file) and {"file", "digest"} <= file.keys() for file in files)):
+    if not (isinstance(files, list) and all(map(names_file, files))):
         raise UserError(f"{path} is damaged: its own_mechanism must be a list of files with their digests")
     return state
 
 
 def has_names(value):
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def names_file(value):
+    """Whether a value is what own_mechanism.record() says of a file."""
+    if not has_names(value):
+        return False
+    helpers = value.get("helpers", [])
+    names = [value.get("file"), value.get("digest"), *(helpers if isinstance(helpers, list) else [None])]
+    return all(isinstance(name, str) for name in names)
 
 
 def from_nanogpt(state):
@@ -132,8 +144,9 @@ def from_nanogpt(state):
         tied = wte is None or head is None or torch.equal(wte, head)  # two matrices until 14 January 2023
         config.update(bias="transformer.ln_f.bias" in weights, tied=tied, act="gelu_tanh")
     settings = state.get("config")
+    dataset = settings.get("dataset") if isinstance(settings, dict) else None
     return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),
-                dataset=settings.get("dataset") if isinstance(settings, dict) else None)
+                dataset=dataset if isinstance(dataset, str) else None)
 
 
 def config_of(state, path, **overrides):

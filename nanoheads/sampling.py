@@ -37,7 +37,7 @@ def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):
         meta = data.meta
     try:
         return model, Tokenizer.from_meta(meta)
-    except ValueError as e:
+    except (ValueError, TypeError) as e:  # TypeError: no list of characters at all
         raise UserError(f"{path}: its vocabulary cannot be read: {e}") from None
 
 

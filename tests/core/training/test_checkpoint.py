@@ -208,6 +208,9 @@ MISFITS = {  # what a line must name, and what was done to the file
     "vocab_size='256' is not int or None": lambda s: s["config"].update(vocab_size="256"),
     "n_embd": lambda s: s["config"].update(n_embd=15),
     "own_mechanism must be a list": lambda s: s.update(own_mechanism=["mine.py"]),
+    "own_mechanism must be a list of files": lambda s: s.update(own_mechanism=[dict(file=3, digest="0")]),
+    "its own_mechanism must be": lambda s: s.update(own_mechanism=[dict(file="a.py", digest="0", helpers=3)]),
+    "its meta does not say": lambda s: s["meta"].update(vocab_size="256"),
     "flux": lambda s: s["config"].update(flux=3)}
 PROGRAMS = dict(sample=lambda run, data: sample.main(["--ckpt", str(run), "--device=cpu"]),
                 evaluate=lambda run, data: evaluate.main(["--ckpt", str(run), "--device=cpu"]),
