@@ -273,7 +273,10 @@ class Writer:
         """Append the tokens of a text, or of a document: bytes for byte, str for the others. UserError."""
         for piece in self.pieces(text):
             data = piece if isinstance(piece, bytes) else piece.encode()
-            ids, sizes, changed = self.tok.encode_sized(piece)
+            try:
+                ids, sizes, changed = self.tok.encode_sized(piece)
+            except ValueError as e:  # of hf: some of its vocabularies lack a byte
+                raise UserError(f"{self.folder}: {e}; take another --tokenizer, or --encoding=byte") from None
             if len(sizes):
                 self.add_sizes(split, sizes)
             self.changed += changed

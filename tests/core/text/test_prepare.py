@@ -168,6 +168,17 @@ def test_bits_per_byte_count_the_text_where_tokens_spell_another(tmp_path, capsy
         assert len(more) and spelled + more[:, 1].sum() == data.splits[split]["bytes"]
 
 
+def test_a_byte_that_a_vocabulary_lacks_is_one_line(tmp_path):
+    about = json.loads(byte_pairs("some text\n" * 9))
+    del about["model"]["vocab"]["Q"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(about))
+    (tmp_path / "my.txt").write_text("some text? Q.\n" * 99)
+    assert "0x51, for which this vocabulary has no token; take another --tokenizer, or --encoding=byte" in \
+        refused("prepare_text", f"--source={tmp_path / 'my.txt'}", f"--out={tmp_path / 'x'}", "--encoding=hf",
+                f"--tokenizer={tmp_path}")
+    assert not list((tmp_path / "x").iterdir())
+
+
 def test_a_text_has_a_folder_of_its_name_in_data(tmp_path):
     shutil.copytree(ROOT / "nanoheads", tmp_path / "nanoheads", ignore=shutil.ignore_patterns("*.pyc"))
     (tmp_path / "data/wikitext2").mkdir(parents=True)
