@@ -44,8 +44,9 @@ def characters(path):
         vocab = [names[i] for i in range(len(names))]
         Tokenizer("char", vocab)
     except Exception as error:  # a damaged pickle raises anything
+        words = " ".join(str(error).split())
         raise UserError(f"{path} does not name the characters of a vocabulary, as nanoGPT's does "
-                        f"({type(error).__name__}: {error})") from None
+                        f"({type(error).__name__}: {words})") from None
     return vocab
 
 

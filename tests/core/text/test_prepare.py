@@ -384,6 +384,7 @@ class Evil:
 @pytest.mark.parametrize("damage, words", [
     (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(Evil())), "(UnpicklingError: it wants to call "),
     (lambda f: (f / "meta.pkl").write_bytes(b"\x80\x04 no pickle"), "meta.pkl does not name the characters"),
+    (lambda f: (f / "meta.pkl").write_bytes(b"\x80\x02U\x01aQ."), "encountered, but no persistent_load"),
     (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(dict(itos={0: "a"}))), "the char vocabulary has 1"),
     (lambda f: (f / "meta.pkl").unlink(), "no token is above 20, so that these are no byte pairs of GPT-2"),
     (lambda f: (f / "val.bin").unlink(), "has no val.bin; name the folder that nanoGPT's prepare.py wrote"),
