@@ -280,11 +280,13 @@ def changed(old, path, model_config, config, given, goes_on):
 
 def same_model(old, path, config, must_agree):
     """UserError, which names the flags, unless a config and that of a checkpoint, old, agree in these."""
-    old, new = old.flags(), config.flags()
-    new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
-    # a flag of a mechanism in a file of one's own that was not named is off here
-    new.update((name, value) for name, value in GPTConfig.defaults().items() if name not in new)
-    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in must_agree and new[k] != old[k]]
+    differ = []
+    for key in GPTConfig.defaults():
+        here, there = getattr(config, key), getattr(old, key)
+        if key == "vocab_size" and here is None:
+            continue  # that is the checkpoint's, or the data's
+        if key in must_agree and here != there:
+            differ.append(f"{key}={here!r} here is {there!r} there")
     if differ:
         raise UserError(f"{path} holds another model: {'; '.join(differ)}")
 
