@@ -38,7 +38,7 @@ from nanoheads import configurator, own_mechanism
 from nanoheads.common import (UserError, as_program, git_commit, json_safe, pick_device, plural, say, table,
                               writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
-from nanoheads.files import LONGEST, find, joined
+from nanoheads.files import LONGEST, called, find, joined
 from nanoheads.log import read_json
 from study import records, report, scores
 from study.config import OF_SCORES, StudyConfig, variants_of
@@ -443,7 +443,8 @@ def folder_of(config, name):
         return Path(config.out_dir)
     scale = Path(config.base).stem if config.base else config.scale
     folder = joined([f"{name}-{scale}" + (f"-{config.size}" if config.size else "")])
-    out, line = find(folder, asked_for(asdict(config)), [RESULTS], asked_in)
+    asked_there = {each: asked_in(each) for each in called(folder, [RESULTS])}
+    out, line = find(folder, asked_for(asdict(config)), asked_there)
     if line:
         say(line, flush=True)
     return Path(out)

@@ -49,31 +49,36 @@ def joined(words, base="", longest=LONGEST):
 
 # ---- which of several ----
 
-def find(name, asked, files, asked_in, goes_on=False, free=()):
+def called(name, files):
+    """Those of the folders out/name, out/name-2, ... that hold one of these files, the newest first."""
+    first = Path("out", name)
+    numbered = [path for path in first.parent.glob(f"{name}-*") if path.name[len(name) + 1:].isdecimal()]
+    return sorted((path for path in (first, *numbered) if written(path, files)),
+                  key=lambda path: written(path, files), reverse=True)
+
+
+def find(name, asked, asked_there, goes_on=False, free=()):
     """(the folder that a command means, a line where its name is taken by others or None).
 
     It is that of out/name, out/name-2, ... which holds what is asked for, the newest of several, and else the
-    first that is free. asked: {key: value}. files: names of files; a folder without any of them is free.
-    asked_in(folder): what was asked for there, or None. goes_on: the command begins nothing new, so where no
-    folder holds what is asked for it means the newest that has the name. free: keys in which a folder may
-    differ from what is asked for, where none holds exactly that.
+    first that is free. asked: {key: value}. asked_there: {folder: what was asked for there, or None} of those
+    called() so; others are free. goes_on: the command begins nothing new, so where no folder holds what is
+    asked for it means the newest that has the name. free: keys in which a folder may differ from what is
+    asked for, where none holds exactly that.
     """
     def but_for(values, keys):
         return values and {key: value for key, value in values.items() if key not in keys}
 
-    first = Path("out", name)
-    numbered = [path for path in first.parent.glob(f"{name}-*") if path.name[len(name) + 1:].isdecimal()]
-    held = sorted((path for path in (first, *numbered) if written(path, files)),
-                  key=lambda path: written(path, files), reverse=True)
     for keys in ((), free):
-        for path in held:
-            if but_for(asked_in(path), keys) == but_for(asked, keys):
+        for path, there in asked_there.items():
+            if but_for(there, keys) == but_for(asked, keys):
                 return path, None
-    if goes_on and held:
-        return held[0], None
-    if first not in held:
+    if goes_on and asked_there:
+        return next(iter(asked_there)), None
+    first = Path("out", name)
+    if first not in asked_there:
         return first, None
-    new = next(path for n in count(2) if (path := first.with_name(f"{name}-{n}")) not in held)
+    new = next(path for n in count(2) if (path := first.with_name(f"{name}-{n}")) not in asked_there)
     return new, f"{first} holds another run: this one goes into {new}"
 
 

@@ -25,7 +25,7 @@ from nanoheads.config import (TrainConfig, check_configs, check_data, check_mode
                               note_on_dropout, note_on_warmup)
 from nanoheads.configurator import made, print_once
 from nanoheads.dataset import Dataset, digests_of
-from nanoheads.files import find, only_writer
+from nanoheads.files import called, find, only_writer
 from nanoheads.optim import check_compile, check_precision, precision, rates_at
 from nanoheads.ranks import Process, join_ranks
 from nanoheads.tasks import TaskData, of_training
@@ -105,9 +105,9 @@ def default_folder(model_config, config):
 
     A run of other steps is another run, unless the command goes on with one or starts one over.
     """
-    goes_on = config.resume or config.eval_only
-    folder, line = find(Path(config.out_dir).name, identity(asked_for(model_config, config)), RUN_FILES,
-                        lambda folder: identity(asked_in(folder)), goes_on=goes_on,
+    goes_on, name = config.resume or config.eval_only, Path(config.out_dir).name
+    asked_there = {folder: identity(asked_in(folder)) for folder in called(name, RUN_FILES)}
+    folder, line = find(name, identity(asked_for(model_config, config)), asked_there, goes_on,
                         free={"max_iters"} if goes_on or config.overwrite else ())
     return str(folder), line
 

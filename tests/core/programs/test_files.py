@@ -18,7 +18,7 @@ from nanoheads import checkpoint, files
 from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
 from nanoheads.dataset import Dataset
-from nanoheads.files import LONGEST, find, joined, only_writer, setting_in_name
+from nanoheads.files import LONGEST, called, find, joined, only_writer, setting_in_name
 from nanoheads.start import RUN_FILES, asked_in
 
 # ---- whole files or none ----
@@ -217,7 +217,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def found(asked, **how):
-    folder, line = find("a", asked, RUN_FILES, asked_in, **how)
+    folder, line = find("a", asked, {there: asked_in(there) for there in called("a", RUN_FILES)}, **how)
     assert line in (None, f"out/a holds another run: this one goes into {folder}")
     return folder.as_posix(), bool(line)
 
