@@ -315,6 +315,18 @@ def record(config):
             for file in files_for(config)]
 
 
+def in_words(record):
+    """One of record() as config.json has it: "mine.py 0123456789abcdef gates.py"."""
+    return " ".join([record["file"], record["digest"], *record.get("helpers", ())])
+
+
+def of_words(words):
+    """The record that in_words() was made of."""
+    stem, _, others = words.partition(".py ")  # the file's name may have spaces
+    digest, *helpers = others.split()
+    return dict(file=f"{stem}.py", digest=digest, helpers=helpers)
+
+
 def keep(config, folder):
     """Put copies of them into a run's folder. UserError."""
     for file in files_for(config):

@@ -80,9 +80,8 @@ def asked_for(model_config, config):
              if key not in OF_A_COMMAND and (key not in defaults or value != defaults[key])}
     if model_config.own:
         from nanoheads import own_mechanism
-        if mine := own_mechanism.record(model_config):
-            asked["own_mechanism"] = [" ".join([each["file"], each["digest"], *each.get("helpers", ())])
-                                      for each in mine]
+        if records := own_mechanism.record(model_config):
+            asked["own_mechanism"] = [own_mechanism.in_words(record) for record in records]
     return json.loads(json.dumps(json_safe(asked)))  # as it will be read
 
 
@@ -138,8 +137,7 @@ def asked_before(command):
                  if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}
     if files := asked.pop("own_mechanism", None):
         from nanoheads import own_mechanism
-        words = [each.split() for each in files]
-        records = [dict(file=file, digest=digest, helpers=helpers) for file, digest, *helpers in words]
+        records = [own_mechanism.of_words(words) for words in files]
         own_mechanism.flags_of(dict(config={}, own_mechanism=records), path)
     return str(path), asked
 

@@ -229,6 +229,19 @@ def test_libraries_and_the_repositorys_modules_are_no_helpers(tmp_path, monkeypa
     assert own.added(path).helpers == {}
 
 
+@pytest.mark.parametrize("name", ["mine.py", "my mechanism.py"])
+def test_a_run_goes_on_with_its_copy_by_its_folder_alone(name, mine, args, tmp_path):
+    """Also one that was killed before its first save: config.json says which file it takes."""
+    anew(train, *args(max_iters=1), f"--mechanism={mine(name=name)}")
+    for resumed in range(2):
+        assert f"was made with the mechanism in {name}, and what is only read is not run" in line_of(
+            train, "--resume", f"--out_dir={tmp_path / 'run'}")
+        anew(train, "--resume", f"--out_dir={tmp_path / 'run'}", "--max_iters=2",
+             f"--mechanism={tmp_path / 'run' / name}")
+        for checkpoint in ("ckpt.pt", "best.pt", "log.jsonl"):
+            (tmp_path / "run" / checkpoint).unlink()
+
+
 # ---- mistakes, each one line ----
 
 HOOK = "    def score_mod(self, attn, heads):"
