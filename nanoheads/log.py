@@ -167,19 +167,3 @@ class Log:
             self.wandb_run = None
             problem = " ".join(f"{type(e).__name__}: {e}".split())[:200]
             tqdm.write(f"wandb: {problem}; training goes on without it", file=sys.stderr)
-
-
-# ---- what was learned of a task ----
-
-LEARNED = 0.9  # the share of answers that must be right
-
-
-def learned_from(steps, shares, enough=LEARNED):
-    """The first of these steps from which on a share is at least `enough` to the end; None: there is none."""
-    first = None
-    for step, share in zip(steps, shares):
-        if share < enough:
-            first = None
-        elif first is None:
-            first = step
-    return first

@@ -94,7 +94,7 @@ def asked_in(folder):
         return None
 
 
-def identity(asked):
+def telling_apart(asked):
     """Those keys of asked_for() by which two runs are two, None of None."""
     return asked and {key: value for key, value in asked.items() if key not in NO_OTHER_RUN}
 
@@ -105,8 +105,8 @@ def default_folder(model_config, config):
     A run of other steps is another run, unless the command goes on with one or starts one over.
     """
     goes_on, name = config.resume or config.eval_only, Path(config.out_dir).name
-    asked_there = {folder: identity(asked_in(folder)) for folder in called(name, RUN_FILES)}
-    folder, line = find(name, identity(asked_for(model_config, config)), asked_there, goes_on,
+    asked_there = {folder: telling_apart(asked_in(folder)) for folder in called(name, RUN_FILES)}
+    folder, line = find(name, telling_apart(asked_for(model_config, config)), asked_there, goes_on,
                         free={"max_iters"} if goes_on or config.overwrite else ())
     return str(folder), line
 

@@ -22,7 +22,6 @@ import torch
 from torch.nn import functional as F
 
 from nanoheads.common import UserError
-from nanoheads.log import LEARNED, learned_from
 from nanoheads.mechanism import flag
 
 BLANK = 0        # the first word of each alphabet: nothing is said here
@@ -505,6 +504,20 @@ def rows_per_level(data, tokens):
 
 
 # ---- what was learned ----
+
+LEARNED = 0.9  # the share of answers that must be right
+
+
+def learned_from(steps, shares, enough=LEARNED):
+    """The first of these steps from which on a share is at least `enough` to the end; None: there is none."""
+    first = None
+    for step, share in zip(steps, shares):
+        if share < enough:
+            first = None
+        elif first is None:
+            first = step
+    return first
+
 
 def what_was_learned(data, rows):
     """A line: which levels were learned, from which step on, and what became of the others.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
-from nanoheads.log import LEARNED
+from nanoheads.tasks import LEARNED
 from study import pictures, records
 from study.records import PLAIN
 from study.tables import (Table, across_table, at_cost, costs_table, escaped, in_markdown, mean_alone,

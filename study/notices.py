@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 
 from nanoheads.common import number, plural, printable
-from nanoheads.log import LEARNED
+from nanoheads.tasks import LEARNED
 from study.records import PLAIN
 from study.scores import scores_of
 from study.verdicts import MEASURES

@@ -13,7 +13,7 @@ from collections import Counter
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number, plural, printable
-from nanoheads.log import LEARNED, learned_from
+from nanoheads.tasks import LEARNED, learned_from
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, over, shown_at_equal
