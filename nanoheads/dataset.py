@@ -248,7 +248,8 @@ WHOLE = 160      # bytes of memory for each byte of text that tokenizers encodes
 class Writer:
     """Writes a data folder. The files are under temporary names until all are whole, and meta.json is last.
 
-    A context manager: leaving it by an exception leaves the folder as it was.
+    A context manager: leaving it by an exception leaves the folder as it was. UserError where another process
+    writes it.
     """
 
     def __init__(self, folder, name, tok, source, note="", options=None):
@@ -259,10 +260,12 @@ class Writer:
         self.changed = 0  # bytes of text whose tokens spell something else
 
     def __enter__(self):
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.files, self.sums = {}, {}
-        for split in SPLITS:
-            self.open(split)
+        with contextlib.ExitStack() as held:
+            held.enter_context(files.only_writer(self.folder, flag="--out", lock_stays=False))
+            for split in SPLITS:
+                self.open(split)
+            self.held = held.pop_all()  # until the end
         return self
 
     def open(self, name):
@@ -318,14 +321,15 @@ class Writer:
         self.sums[name].update(data)
 
     def __exit__(self, kind, error, trace):
-        try:
-            if kind is None:
-                self.finish()
-        finally:
-            for file in self.files.values():
-                with contextlib.suppress(OSError):  # a full disk was reported already
-                    file.close()
-                Path(file.name).unlink(missing_ok=True)
+        with self.held:
+            try:
+                if kind is None:
+                    self.finish()
+            finally:
+                for file in self.files.values():
+                    with contextlib.suppress(OSError):  # a full disk was reported already
+                        file.close()
+                    Path(file.name).unlink(missing_ok=True)
 
     def finish(self):
         """Give the files their names. Without meta.json a folder is not prepared, so it leaves first."""

@@ -90,17 +90,17 @@ def written(folder, files):
 # ---- one writer ----
 
 @contextmanager
-def only_writer(folder, wait=False):
-    """Be the one process that writes into a run's folder, which is made where it is not there.
+def only_writer(folder, wait=False, flag="--out_dir", lock_stays=True):
+    """Be the one process that writes into a folder, which is made where it is not there.
 
     The lock is on the folder's file `lock`, which names the process, and ends with the process, however that
     ends. Inside, this process may ask for the same folder again, and a process that it starts may too. wait:
-    until another process has let it go; else UserError. A folder that was made here and stays empty is
-    removed.
+    until another process has let it go; else UserError, which names the flag of the folder. One that was made
+    here and stays empty is removed. lock_stays: False removes the file `lock` at the end.
     """
     folder = Path(folder)
     made_here = not folder.is_dir()
-    file = hold(folder, wait)
+    file = hold(folder, wait, flag)
     if file is None:
         yield
         return
@@ -108,13 +108,15 @@ def only_writer(folder, wait=False):
         yield
     finally:
         with suppress(OSError):  # Windows removes no open file
-            if made_here and os.listdir(folder) == ["lock"]:
+            empty = made_here and os.listdir(folder) == ["lock"]
+            if empty or not lock_stays:
                 (folder / "lock").unlink()
+            if empty:
                 folder.rmdir()
         file.close()
 
 
-def hold(folder, wait):
+def hold(folder, wait, flag):
     """The open and locked file `lock` of a folder; None: this process has it, or the one that started it."""
     this, parent = (f"{number} on {socket.gethostname()}" for number in (os.getpid(), os.getppid()))
     while True:
@@ -129,7 +131,7 @@ def hold(folder, wait):
             if not wait:
                 file.close()
                 raise UserError(f"{folder} is being written by process {owner}; wait for it, stop it, or "
-                                "choose another --out_dir")
+                                f"choose another {flag}")
             lock(file)
         if os.fstat(file.fileno()).st_nlink:  # else its process has just removed it with an empty folder
             break

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads.common import UserError, say, table
-from nanoheads.files import temporary
+from nanoheads.files import only_writer, temporary
 from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 
@@ -21,17 +21,17 @@ from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 def label(folder, text, labeller, splits, force=False):
     """Label splits into a folder, beside those labelled in the same way before. False: all were there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found, missing = finished(folder, text.dataset, labeller.note, force), False
-    if found:
-        splits = list(dict.fromkeys((*found.splits, *splits)))
-    for split in splits:
-        todo = [name for name in labeller.names if not holds(found, name, split)]
-        if todo:
-            label_split(folder, text, labeller, split, todo)
-            missing = True
-    if missing:
-        write_meta(folder, text.dataset, labeller.names, splits, labeller.weak, labeller.note)
+    with only_writer(folder, flag="--out", lock_stays=False):
+        found, missing = finished(folder, text.dataset, labeller.note, force), False
+        if found:
+            splits = list(dict.fromkeys((*found.splits, *splits)))
+        for split in splits:
+            todo = [name for name in labeller.names if not holds(found, name, split)]
+            if todo:
+                label_split(folder, text, labeller, split, todo)
+                missing = True
+        if missing:
+            write_meta(folder, text.dataset, labeller.names, splits, labeller.weak, labeller.note)
     return missing
 
 

@@ -176,7 +176,7 @@ def test_a_byte_that_a_vocabulary_lacks_is_one_line(tmp_path):
     assert "0x51, for which this vocabulary has no token; take another --tokenizer, or --encoding=byte" in \
         refused("prepare_text", f"--source={tmp_path / 'my.txt'}", f"--out={tmp_path / 'x'}", "--encoding=hf",
                 f"--tokenizer={tmp_path}")
-    assert not list((tmp_path / "x").iterdir())
+    assert not (tmp_path / "x" / "meta.json").exists()
 
 
 def test_a_text_has_a_folder_of_its_name_in_data(tmp_path):
@@ -473,6 +473,23 @@ def test_a_full_disk_is_one_line_and_leaves_the_folder_as_it_was(tmp_path):
 
 
 # ---- downloads ----
+
+def test_two_scripts_write_no_folder_at_once(tmp_path):
+    (tmp_path / "my.txt").write_text("some text\n" * 99)
+    asked = ("prepare_text", f"--source={tmp_path / 'my.txt'}", f"--out={tmp_path / 'x'}")
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.files import only_writer\n"
+            f"with only_writer({str(tmp_path / 'x')!r}): print('has it', flush=True); sys.stdin.read()")
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout.readline() == b"has it\n"
+        said = refused(*asked)
+        assert f"is being written by process {other.pid} on " in said
+        assert said.endswith("choose another --out")
+        other.kill()
+    main(*asked)
+    assert sorted(Dataset(tmp_path / "x").dir.iterdir()) == [
+        tmp_path / "x" / name for name in ("meta.json", "test.bin", "train.bin", "val.bin")]
+
 
 @pytest.fixture
 def server(monkeypatch):
