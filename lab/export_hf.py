@@ -21,6 +21,7 @@ if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alon
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import as_program, say, writable, write_json
+from nanoheads.sampling import tokenizer_of
 from lab.hub import huggingface as hf
 
 
@@ -44,6 +45,8 @@ def main(argv=None):
     own_mechanism.add_named(args)
     state = checkpoint.read(args.ckpt)
     model = checkpoint.build(state, args.ckpt)
+    if state["meta"]:
+        tokenizer_of(state["meta"], args.ckpt)
     family, why = hf.export(model, state["meta"], args.out, args.family, args.force)
     say(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
         f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")

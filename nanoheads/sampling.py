@@ -35,8 +35,13 @@ def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):
         data = dataset_of(state, path, dataset)
         checkpoint.same_vocabulary(state, data, path)
         meta = data.meta
+    return model, tokenizer_of(meta, path)
+
+
+def tokenizer_of(meta, path):
+    """The Tokenizer of a checkpoint's meta. UserError: its vocabulary is damaged."""
     try:
-        return model, Tokenizer.from_meta(meta)
+        return Tokenizer.from_meta(meta)
     except (ValueError, TypeError) as e:  # TypeError: no list of characters at all
         raise UserError(f"{path}: its vocabulary cannot be read: {e}") from None
 

@@ -315,6 +315,11 @@ def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data
 def test_a_damaged_vocabulary_is_not_written(tmp_path, meta, words):
     with pytest.raises(ValueError, match=words):
         hf.export(tiny(**SIZES).float(), dict(name="x", **meta), tmp_path / "x")
+    model = tiny(**SIZES).float()
+    checkpoint.save(tmp_path / "x.pt", dict(model=model.state_dict(), config=model.config.flags(),
+                                            meta=dict(name="x", **dict(vocab_size=58) | meta)))
+    with pytest.raises(SystemExit, match="x.pt: its vocabulary cannot be read: .*" + words):
+        main(["--ckpt", str(tmp_path / "x.pt"), "--out", str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
 
 
