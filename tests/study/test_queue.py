@@ -113,7 +113,7 @@ def test_two_studies_at_once_train_each_run_once(bytes_data):
     assert first.split() == second.split()[::-1] and len({*first.split()}) == 3
     for run in (run_of(bytes_data, seed, **long) for seed in (1, 2, 3)):
         printed = (trial.folder_of(run) / "trial.log").read_text()
-        assert printed.count("starting anew") == 1 and "going on" not in printed
+        assert printed.count("the run starts anew") == 1 and "going on" not in printed
 
 
 # ---- what stops it ----

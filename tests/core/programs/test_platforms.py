@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from nanoheads import attention, cpu, optim, ranks
+from nanoheads import attention, cpu, optim, ranks, start
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.ranks import Process
@@ -60,7 +60,7 @@ def test_flexattention_takes_cuda_and_triton(monkeypatch):
 
 def test_a_refusal_comes_before_the_run_has_a_folder(args, fails, monkeypatch, tmp_path):
     monkeypatch.setattr(optim, "NO_TRITON", True)
-    monkeypatch.setattr(train, "join_ranks", lambda device: Process("cuda"))
+    monkeypatch.setattr(start, "join_ranks", lambda device: Process("cuda"))
     line, = fails([*args(), "--compile=True"])
     assert line.startswith("compile=True compiles for a GPU with Triton") and not (tmp_path / "run").exists()
 
