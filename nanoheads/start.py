@@ -344,8 +344,8 @@ def print_changes(config, before, step):
     # and where the learning rate goes on higher than that schedule would have
     as_before = replace(config, **{key: before[key] for key in SCHEDULE if key in before})
     rate, planned = (rates_at(each, step)["adamw_lr"] for each in (config, as_before))
-    if rate > planned * (1 + 1e-9):
-        ended = rates_at(as_before, step - 1)["adamw_lr"]
+    ended = rates_at(as_before, step - 1)["adamw_lr"]
+    if rate > max(planned, ended) * (1 + 1e-9):
         end, end_before = (each.lr_decay_iters or each.max_iters for each in (config, as_before))
         was_down = step >= end_before and not config.lr_decay_iters
         low = f"; --lr_decay_iters={end_before} keeps it low" if was_down else ""
