@@ -12,15 +12,13 @@ lab/label.py writes such folders.
 """
 
 import json
-import math
-import re
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from nanoheads import files
-from nanoheads.common import UserError, number, write_json
+from nanoheads.common import UserError, write_json
 from nanoheads.dataset import folders_of
 from nanoheads.files import sha256
 
@@ -63,42 +61,6 @@ def write_meta(folder, dataset, names, splits, weak, note):
     write_json(Path(folder) / "labels.json", meta)
 
 
-def is_whole(value, least):
-    """Whether a value is a whole number from `least` on that numpy's int64 holds; True and 3.0 are none."""
-    return type(value) is int and least <= value < 2**63
-
-
-def is_text(value):
-    """Whether a value is a str that has bytes: half of a surrogate pair, which JSON may hold, has none."""
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-
-
-def shown(value):
-    """A value in a message, cut short."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def check_meta(meta):
-    """Raise ValueError, KeyError, TypeError or AttributeError where this is not what write_meta() writes."""
-    def need(key, value, fits):
-        if not fits:
-            raise ValueError(f"{key}={shown(value)}")
-
-    for key in ("dataset", "note"):
-        need(key, meta[key], is_text(meta[key]))
-    need("weak", meta["weak"], isinstance(meta["weak"], bool))
-    need("names", meta["names"], isinstance(meta["names"], list) and all(map(is_text, meta["names"])))
-    for split, row in meta["splits"].items():
-        need(f"splits.{split}.tokens", row["tokens"], is_whole(row["tokens"], 1))
-        need(f"splits.{split}.sha256", row["sha256"], is_text(row["sha256"]))
-        for name in meta["names"]:
-            own, where = row["names"][name], f"splits.{split}.names.{name}"
-            need(f"{where}.sha256", own["sha256"], is_text(own["sha256"]))
-            need(f"{where}.labelled", own["labelled"], is_whole(own["labelled"], 0))
-            need(f"{where}.mean", own["mean"], own["mean"] is None or not math.isnan(number(own["mean"])))
-
-
 def command_for(dataset, labels):
     """The command that makes a set of labels, or what is known of it."""
     place = dataset.dir.resolve()
@@ -122,11 +84,12 @@ class Targets:
                             f"{', '.join(there) or 'none'}: {command_for(dataset, labels)} makes them")
         try:
             self.meta = json.loads((self.dir / "labels.json").read_text(encoding="utf-8"))
-            check_meta(self.meta)
+            known, self.splits = [str(name) for name in self.meta["names"]], self.meta["splits"]
+            self.sums = {(name, split): row["names"][name]["sha256"]
+                         for split, row in self.splits.items() for name in known}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{self.dir / 'labels.json'} is not what lab/label.py writes "
                             f"({type(e).__name__}: {e}): label it anew with --force") from None
-        known, self.splits = self.meta["names"], self.meta["splits"]
         self.dataset, self.names = dataset, known if names is None else list(names)
         if missing := [name for name in self.names if name not in known]:
             raise UserError(f"{self.dir} has no labels for {', '.join(missing)}; it has {', '.join(known)}")
@@ -149,7 +112,7 @@ class Targets:
         if path.stat().st_size != tokens:
             raise UserError(f"{path} holds {path.stat().st_size:,} bytes for {tokens:,} tokens: "
                             f"label {name} anew")
-        files.check(path, row["names"][name]["sha256"], "labels.json", f"label {name} anew")
+        files.check(path, self.sums[name, split], "labels.json", f"label {name} anew")
         self.files[name, split] = np.memmap(path, np.uint8, "r")
         return self.files[name, split]
 

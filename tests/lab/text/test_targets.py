@@ -1,6 +1,5 @@
 """targets.py: labels on disk, aligned with the tokens, and refused where they are not."""
 import json
-import math
 
 import numpy as np
 import pytest
@@ -58,13 +57,10 @@ def test_targets_stand_beside_the_tokens_that_are_read(labelled):
 
 
 @pytest.mark.parametrize("change", [
-    lambda m: m.update(names="digit"), lambda m: m.update(names=[3]), lambda m: m.update(weak="no"),
-    lambda m: m.update(note=None), lambda m: m.pop("dataset"), lambda m: m.update(splits=[1]),
-    *[lambda m, v=v: m["splits"]["val"].update(tokens=v) for v in (0, -5, "x", math.nan, 2000.0, True)],
-    lambda m: m["splits"]["val"].update(sha256=5), lambda m: m["splits"]["val"]["names"].pop("soft"),
-    lambda m: m["splits"]["val"]["names"]["soft"].update(labelled="x"),
-    lambda m: m["splits"]["val"]["names"]["soft"].update(mean=math.inf)])
-def test_a_wrong_value_in_labels_json_is_one_line(labelled, change):
+    lambda m: m.pop("names"), lambda m: m.update(names=3), lambda m: m.update(splits=[1]),
+    lambda m: m["splits"]["val"]["names"].pop("soft"),
+    lambda m: m["splits"]["val"]["names"]["soft"].pop("sha256")])
+def test_labels_json_that_lacks_something_is_one_line(labelled, change):
     dataset, folder = labelled
     Targets(dataset, folder)  # control
     meta = json.loads((folder / "labels.json").read_text())
