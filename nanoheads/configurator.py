@@ -251,8 +251,9 @@ def made(command, mechanisms=None, base=None):
     brought = {key: value for key, value in of_run.items() if key not in given}
     for line in [*notes, *translations, *([note_on_run(base[0], brought)] if brought else [])]:
         print_once(line)
-    return [cls(**{key: value for key, value in values.items() if key in keys_of((cls,))})
-            for cls in command.classes if cls is not Presets], given
+    own_keys = {cls: keys_of((cls,)) for cls in command.classes if cls is not Presets}
+    return [cls(**{key: value for key, value in values.items() if key in own})
+            for cls, own in own_keys.items()], given
 
 
 def typed_values(settings, keys):
