@@ -297,15 +297,13 @@ def model_of(begun):
     if path is None:
         model = GPT(begun.model_config).to(device)
     else:
-        old = checkpoint.config_of(begun.state, path)
-        changes = {key: value for key, value in begun.model_config.flags().items()
-                   if value != getattr(old, key) and key != "block_size"}
+        flags = {key: value for key, value in begun.model_config.flags().items() if key != "block_size"}
         if begun.turned_on:
             from nanoheads import neutral  # only here: most runs turn nothing on over a checkpoint's weights
-            model = neutral.extended(begun.state, path, device, begun.turned_on, config.init_anyway, changes)
+            model = neutral.extended(begun.state, path, device, begun.turned_on, config.init_anyway, flags)
         else:
-            model = checkpoint.build(begun.state, path, device, **changes)
-        if begun.model_config.block_size < old.block_size:
+            model = checkpoint.build(begun.state, path, device, **flags)
+        if begun.model_config.block_size < model.config.block_size:
             model.crop_block_size(begun.model_config.block_size)
     model.at_step(max(0, begun.progress.get("step", 0) - 1))  # an evaluation sees it as its last step left it
     check_model(model, config)
