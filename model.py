@@ -390,11 +390,12 @@ class CausalSelfAttention(AttentionCore):
         self.group, self.unit = config.group, config.unit
         self.parts = 1 if self.queries_are_keys else 3  # q, k, v in c_attn
         rows = self.n_head if self.queries_are_keys else self.n_head + 2 * self.n_kv_head
-        self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias or config.qkv_bias)
+        self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias or config.qkv_bias,
+                             stacked=self.parts if self.group == 1 else (self.group, 1, 1))
         self.norm_eps, self.qk_scale = config.norm_eps or 1e-6, None
         if config.qk_scale:
             self.qk_scale = nn.ParameterList(nn.Parameter(torch.empty(self.head_size)) for _ in "qk")
-        self.c_proj = Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias, stacked=1)
         self.attn_dropout = config.weight_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
         self.add_mechanisms(config)
@@ -463,16 +464,6 @@ class CausalSelfAttention(AttentionCore):
         out = HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False)
         return [*own, out, *super().head_axes()]
 
-    def matrices(self):
-        """[(weight, parts)]: the weights that Muon updates.
-
-        Muon treats each matrix that is stacked in a weight by itself, as q, k and v are in c_attn. parts: how
-        many of equal height; or their heights in proportion, as (4, 1, 1) where four heads share a key.
-        """
-        parts = self.parts if self.group == 1 else (self.group, 1, 1)
-        own = [(self.c_attn.weight, parts), (self.c_proj.weight, 1)]
-        return own + [matrix for m in self.mechanisms() for matrix in m.matrices()]
-
 
 class MLP(nn.Module):
     """Two linear layers, n_inner (usually 4 C) wide inside, [B, T, C] -> [B, T, C].
@@ -484,9 +475,9 @@ class MLP(nn.Module):
         super().__init__()
         C, self.act = config.n_embd, config.act
         inner = config.n_inner or (4 * C if self.act != "swiglu" else max(8, round(C / 3) * 8))
-        self.parts = 2 if self.act == "swiglu" else 1
-        self.c_fc = Linear(C, self.parts * inner, bias=config.bias)
-        self.c_proj = Linear(inner, C, bias=config.bias)
+        parts = 2 if self.act == "swiglu" else 1
+        self.c_fc = Linear(C, parts * inner, bias=config.bias, stacked=parts)
+        self.c_proj = Linear(inner, C, bias=config.bias, stacked=1)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -500,10 +491,6 @@ class MLP(nn.Module):
             x = F.gelu(x, approximate="tanh" if self.act == "gelu_tanh" else "none")
         x = self.c_proj(x)
         return self.dropout(x) if self.training else x
-
-    def matrices(self):
-        """For Muon, see CausalSelfAttention.matrices()."""
-        return [(self.c_fc.weight, self.parts), (self.c_proj.weight, 1)]
 
 
 class Block(nn.Module):
@@ -1592,8 +1579,8 @@ class ConstraintHeads(Mechanism):
         self.sparsity_coef = config.constraint_sparsity_coef
         self.entropy_coef = config.constraint_entropy_coef
         self.skip, self.stopped = config.constraint_skip, False
-        self.c_attn = Linear(C, 3 * n * D, bias=config.bias)
-        self.c_proj = Linear(n * D, C, bias=False)
+        self.c_attn = Linear(C, 3 * n * D, bias=config.bias, stacked=3)
+        self.c_proj = Linear(n * D, C, bias=False, stacked=1)
         self.fc = nn.Linear(C, config.constraint_hidden)
         self.out = nn.Linear(config.constraint_hidden, n)
         # the scorers, one MLP per head
@@ -1651,9 +1638,6 @@ class ConstraintHeads(Mechanism):
     def blocks(cls, config):
         """The blocks that have such heads."""
         return [layer for layer in range(config.n_layer) if cls.on(config, layer)]
-
-    def matrices(self):
-        return [(self.c_attn.weight, 3), (self.c_proj.weight, 1)]
 
     def before_attention(self, attn, heads):
         heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)

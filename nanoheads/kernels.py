@@ -132,7 +132,16 @@ def short_convolution(x, weight, bias, first=0, positions=None):
 
 
 class Linear(torch.nn.Linear):
-    """nn.Linear, by the faster of a CPU's libraries."""
+    """nn.Linear, by the faster of a CPU's libraries.
+
+    stacked: the number of a block's matrices that the weight holds, one above the other: 1, or 3 for queries,
+    keys and values. Their heights in proportion where they differ: (4, 1, 1) where four heads share a key.
+    None: the weight is no matrix of a block. An optimizer such as Muon treats each matrix by itself.
+    """
+
+    def __init__(self, in_features, out_features, bias=True, stacked=None):
+        super().__init__(in_features, out_features, bias)
+        self.stacked = stacked
 
     def forward(self, x):
         if self.bias is None and onednn_is_faster(x, self.weight):

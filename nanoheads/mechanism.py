@@ -289,10 +289,6 @@ class Mechanism(nn.Module):
         """The HeadAxis of each tensor that has one: of `per_head`, where no tensor is more complicated."""
         return [HeadAxis(self, name) for name in self.per_head]
 
-    def matrices(self):
-        """[(weight, matrices stacked in it by rows)] that are like those of attention, for Muon."""
-        return []
-
     # ---- training ----
 
     def at_step(self, config, step):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from model import BETWEEN_BLOCKS, MECHANISM_CLASSES
 from nanoheads.common import UserError
 from nanoheads.cpu import bfloat16_instructions
-from nanoheads.kernels import NO_TRITON
+from nanoheads.kernels import NO_TRITON, Linear
 from nanoheads.mechanism import Mechanism
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
@@ -227,9 +227,9 @@ def rates_at(config, step):
 
 
 def block_matrices(model):
-    """[(weight, number of matrices stacked in it by rows)] of the blocks' attention and MLP, for Muon."""
-    return [matrix for block in model.transformer.h
-            for matrix in (*block.attn.matrices(), *block.mlp.matrices())]
+    """[(weight, the matrices stacked in it)] of the layers that are matrices of a block; see Linear."""
+    return [(layer.weight, layer.stacked) for layer in model.modules()
+            if isinstance(layer, Linear) and layer.stacked]
 
 
 def of_mechanisms(model):

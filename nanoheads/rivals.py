@@ -426,7 +426,7 @@ class Diff(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         bias, self.head_size = config.bias or config.qkv_bias, attn.head_size
-        self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=bias)
+        self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=bias, stacked=1)
         self.share = nn.Linear(config.n_embd, attn.n_head, bias=False)
 
     @staticmethod
@@ -436,9 +436,6 @@ class Diff(Mechanism):
     def head_axes(self):
         rows = [HeadAxis(self.c_q, name, size=self.head_size, extra=False) for name in ("weight", "bias")]
         return [*rows, HeadAxis(self.share, "weight", extra=False)]
-
-    def matrices(self):
-        return [(self.c_q.weight, 1)]
 
     def queries(self, attn, heads):
         """The queries of the second map, [B, H, T, D]."""
