@@ -8,24 +8,25 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
     y       = attend(q, k, v)     # causal and fused, no T x T matrix is stored; CausalMask says who sees whom
                                   # score_mod (FoX, ALiBi, a cap), after_kernel (a second attention map),
                                   # after_attention (ACAG, head norm)
-    y       = y * gates           # factors for each head and token, which hooks have added: see below
+    y       = y * gates           # factors for each head and token, which hooks have put into heads.gates
     x       = x + merge(y)        # the heads side by side, projected out
 
 score_mod returns a function of one score at a time, which the kernel applies to each before the softmax. No
 hook sees the weights of attention, which fused kernels do not store: after_kernel acts on y, right after the
-kernel. A gate has no hook of its own. One that depends on no token is what static_gate()
-returns (sentinel, agency). One that needs the layer's input alone is added in before_attention (routing,
-output gate), and one that needs y or statistics of the attention rows in after_attention (ACAG, sink).
+kernel. A gate is a factor on the heads' outputs, which broadcasts over [B, H, T, D]. Any hook may put one
+into heads.gates, under its mechanism's name: one that depends on no text in before_projection (sentinel,
+agency), one that needs the layer's input alone in before_attention (routing, output gate), and one that needs
+y or statistics of the attention rows in after_attention (ACAG, sink). A gate set by hand is one more.
 
 A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
 its class: flags (Options), modes, formula, checks. What a class inherits, and what each attribute such as
-`neutral`, `averages` or `per_head` means, is in class Mechanism, nanoheads/mechanism.py. At the end of this
-file the lists of mechanisms, GPTConfig and MECHANISMS are put together.
+`neutral` or `per_head` means, is in class Mechanism, nanoheads/mechanism.py. At the end of this file the
+lists of mechanisms, GPTConfig and MECHANISMS are put together.
 
 Three objects are passed around. `config` is the GPTConfig. `attn` is the attention of one layer, with its
 mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs and gates of one layer, which
-hooks read and rewrite. It refers to the ForwardPass, which holds what is the same in all layers: positions,
-mask, cache and what is asked for.
+hooks read and rewrite. What is the same in all layers is in `heads.forward_pass`, a ForwardPass: the tokens
+and their positions, the mask, the cache and what is asked for.
 
 docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
 a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
@@ -50,13 +51,16 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, block_mask, blocks_reached,
                                  columns_of, has_flex_attention, in_turn, logits_of, random_cells)
+from nanoheads.by_hand import HeadControl
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
                                heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
                                rope_tables, sum_so_far)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_features, distance_to_teacher,
                               label_losses, logit, penalise, portions, sample_token)
-from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Outcome, Uniform, choices,
-                                 flag, no_dropout, plain_problems, range_problems)
+from nanoheads.mechanism import (CONSTRAINTS, AddedHeads, BetweenBlocks, Mechanism, Normal, Outcome, Uniform,
+                                 choices, flag, flag_problems, flags_of, no_dropout, plain_problems,
+                                 range_problems, set_to, start_at)
+from nanoheads.pruning import PAIRED, HeadAxis
 from nanoheads.rivals import (MUDD, XSA, Alibi, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset,
                               OutputGate, PairedHeads, QueryGain, RelativeBias, ScoreCap, ShortConv, Sink,
                               SSMax, StreamScalars, ValueEmbedding, ValueResidual)
@@ -144,11 +148,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size, scale, eps):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)) if scale else None, eps
+        self.weight, self.eps = nn.Parameter(torch.ones(size)) if scale else None, eps
 
     def forward(self, x):
         y = rms_norm(x, self.eps)
         return y if self.weight is None else y * self.weight.to(y.dtype)
+
+
+PLAIN_LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm  # whose initial values GPT.init_weights() sets
 
 
 def make_norm(config):
@@ -187,11 +194,6 @@ class ForwardPass:
         return self.positions if self.positions.dim() == 1 else self.positions[:, None]
 
 
-def of_pass(name):
-    """An attribute of the forward pass, which hooks read as one of the heads."""
-    return property(lambda heads: getattr(heads.forward_pass, name))
-
-
 @dataclass
 class Heads:
     """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
@@ -208,20 +210,12 @@ class Heads:
     score_mod: object = None                  # what all mechanisms make of the scores; None: nothing
     row_stats: Optional[RowStats] = None      # of the attention rows, where needed
     open: Optional[torch.Tensor] = None       # in evaluation, the heads to compute, bool [B, H]; None: all
-    notes: dict = field(default_factory=dict)        # name -> what a mechanism leaves for a later hook of its
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
-    for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
+    notes: dict = field(default_factory=dict)        # name -> what a mechanism leaves for a later hook of its
+    for_later: dict = field(default_factory=dict)    # name -> what later layers find in forward_pass.shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
     predictions: dict = field(default_factory=dict)  # name -> what model_losses() compares with a target
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
-
-    rope, cache, mask = of_pass("rope"), of_pass("cache"), of_pass("mask")
-    positions, positions_per_head = of_pass("positions"), of_pass("positions_per_head")
-    n_keys, valid, tokens = of_pass("n_keys"), of_pass("valid"), of_pass("tokens")
-    begins = of_pass("begins")
-    inputs, shared = of_pass("inputs"), of_pass("shared")
-    wants_losses, wants_predictions = of_pass("wants_losses"), of_pass("wants_predictions")
-    wants_traces = of_pass("wants_traces")
 
     def results(self):
         """What a layer gives beside its output."""
@@ -234,146 +228,34 @@ class Heads:
         """
         self.open = open if self.open is None else self.open & open
 
-    def add_gate(self, name, gate):
-        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it.
+    def constant_gate(self):
+        """The product of the gates so far that depend on no text, [H, 1, 1]; None: there is none."""
+        gates = [gate for gate in self.gates.values() if gate.dim() == 3]
+        return math.prod(gates) if gates else None
 
-        Routing and constraint heads trace more than the gate, so they write into `gates` themselves.
-        """
-        self.gates[name] = gate
-        if self.wants_traces:
-            self.traces[name] = gate
+    def gated(self):
+        """The outputs times all gates, [B, H, T, D]."""
+        if not self.gates:
+            return self.y
+        # the small factors are multiplied first, so that there is one pass over y
+        gate = math.prod(sorted(self.gates.values(), key=lambda gate: gate.size(-1)))
+        return self.y * gate.to(self.y.dtype)
 
 
 # ---- the transformer ----
 
-class AttentionCore(nn.Module):
-    """The attention of one layer with its mechanisms, but without projections: from q, k, v to gated outputs.
-
-    CausalSelfAttention, below, puts projections around it. A drop-in layer (lab/hub/) uses the
-    projections of another model instead. A subclass sets these and then calls add_mechanisms():
-
-        layer                           its number
-        n_head, n_extra                 heads of its own, and heads that constraint heads add after them
-        head_size, scale, attn_dropout
-        head_ids                        the heads that pruning has left, by their original numbers
-        n_base                          heads before pruning; added heads are numbered from there
-    """
-
-    group = 1  # how many heads share a key and a value
-    unit = 1   # how many neighbouring heads are pruned together
-    trace_axes = {"gate": ("head", "token", "size"), "entropy": ("row", "head", "token"),
-                  "concentration": ("row", "head", "token"), "map": ("row", "head", "token", "key")}
-
-    def add_mechanisms(self, config):
-        """Build the mechanisms that are on in this layer; those that are off are None.
-
-        HEAD_MECHANISMS, near the end of this file, lists their classes. cls.is_on(config) says whether a
-        model has a mechanism, and cls.on(config, layer) whether this layer does.
-        """
-        for cls in HEAD_MECHANISMS:
-            self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
-        self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
-        readers = [m for m in self.mechanisms() if m.needs_row_stats]
-        # max() takes "shape", which comes after "lse" in the alphabet and holds all that it does
-        self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
-        self.needs_spread = any(m.needs_spread for m in readers)
-        self.detach_row_stats = all(m.detach for m in readers)
-        self.changes_scores = any(m.changes_scores for m in self.mechanisms())
-
-    @property
-    def n_total(self):
-        """All heads: those of the layer, then those that a mechanism adds."""
-        return self.n_head + self.n_extra
-
-    def mechanisms(self):
-        """The mechanisms that are on, in the order in which they act."""
-        return [m for m in self._modules.values() if isinstance(m, Mechanism)]
-
-    def outputs(self, heads):
-        """From q, k and v to (the Heads after attention, the gated outputs [B, H, T, D])."""
-        mechanisms = self.mechanisms()
-        gate = self.static_gate() if mechanisms or self.gate_override is not None else None
-        if gate is not None:
-            heads.add_gate("gate", gate[:, None, None])
-        for m in mechanisms:
-            m.before_attention(self, heads)
-
-        # kernels want one dtype; under autocast a norm may have made q and k float32
-        dtype = product_dtype(heads.v)
-        if not heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype:
-            heads.q, heads.k, heads.v = heads.q.to(dtype), heads.k.to(dtype), heads.v.to(dtype)
-        if heads.cache is not None:
-            heads.k, heads.v = heads.cache.append(self.layer, heads.k, heads.v)
-        if self.changes_scores:
-            functions = [(m.score_mod(self, heads), m.scores_added_heads) for m in mechanisms
-                         if m.changes_scores]
-            heads.score_mod = in_turn(functions, self.n_head, self.n_extra)
-
-        y, row_stats = self.attend(heads)
-        for m in mechanisms:
-            y, row_stats = m.after_kernel(self, heads, y, row_stats)
-        # compiled by torch 2.13, an attribute that is set after FlexAttention on an object from before it is
-        # lost, so there it is set on a copy
-        if torch.compiler.is_compiling():
-            heads = replace(heads, y=y, row_stats=row_stats)
-        heads.y, heads.row_stats = y, row_stats
-        for m in mechanisms:
-            m.after_attention(self, heads)
-        if heads.wants_traces:
-            self.trace(heads)
-
-        if not heads.gates:
-            return heads, heads.y
-        # the small factors are multiplied first, so that there is one pass over y
-        gate = math.prod(sorted(heads.gates.values(), key=lambda g: g.size(-1)))
-        return heads, heads.y * gate.to(heads.y.dtype)
-
-    def attend(self, heads):
-        """(y [B, H, T, D], RowStats where a mechanism reads them, else None)."""
-        return attend(heads.q, heads.k, heads.v, scale=self.scale, mask=heads.mask, score_mod=heads.score_mod,
-                      stats="shape" if heads.wants_traces else self.needs_row_stats, spread=self.needs_spread,
-                      n_keys=heads.n_keys, detach=self.detach_row_stats,
-                      dropout=self.attn_dropout if self.training else 0.0, open=heads.open)
-
-    def static_gate(self, noisy=None):
-        """The product of the gates that depend on no token, or what was set by hand, [H]; None: no such gate.
-        """
-        gates = [m.static_gate(noisy) for m in self.mechanisms()]
-        gates = [gate for gate in gates if gate is not None]
-        gate = math.prod(gates) if gates else None
-        if self.gate_override is not None:
-            gate = torch.where(self.gate_override.isnan(), 1.0 if gate is None else gate, self.gate_override)
-        return gate
-
-    def trace(self, heads):
-        """Add what every model's traces hold, whatever its mechanisms: row statistics and attention maps."""
-        heads.traces.update(entropy=heads.row_stats.entropy, concentration=heads.row_stats.log_p2.exp())
-        if heads.wants_traces == "maps":
-            weights = self.masked_logits(heads, heads.q, heads.k).softmax(-1)
-            for m in self.mechanisms():
-                weights = m.trace_map(self, weights, heads)
-            heads.traces["map"] = weights
-
-    def masked_logits(self, heads, q, k):
-        """For attention maps: the logits [B, H, T, S] of queries and keys, -inf where a key is hidden."""
-        k = for_each_head(k, q.size(1))
-        logits = logits_of(q, k, self.scale, heads.score_mod, columns_of(q, k))
-        return logits.masked_fill(~heads.mask, -math.inf)
-
-    def all_head_ids(self):
-        """The original numbers of the heads that are left, then those of the added heads."""
-        return self.head_ids + [self.n_base + i for i in range(self.n_extra)]
-
-    def head_axes(self):
-        """Every HeadAxis of the layer and its mechanisms: what nanoheads/pruning.py slices."""
-        return [HeadAxis(self, "gate_override"), *(a for m in self.mechanisms() for a in m.head_axes())]
-
-
-class CausalSelfAttention(AttentionCore):
+class CausalSelfAttention(nn.Module):
     """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C].
 
-    A mechanism may change the projections in three ways: heads of its own that join the layer's (n_extra,
-    merge), heads of another size, and one projection that gives queries which are keys too.
+    A mechanism may change the projections in three ways: heads of its own that join the layer's (AddedHeads),
+    heads of another size, and one projection that gives queries which are keys too (a2c='published').
+
+        layer                 its number
+        n_head, n_extra       heads of its own, and heads that constraint heads add behind them; n_total: both
+        head_ids              the heads of its own that pruning has left, by their original numbers
+        n_base                how many there were before pruning; added heads are numbered from there
+        group                 how many heads share a key and a value
+        unit                  how many neighbouring heads are pruned together
     """
 
     def __init__(self, config, layer):
@@ -386,7 +268,7 @@ class CausalSelfAttention(AttentionCore):
         self.n_head = len(self.head_ids)
         self.n_extra = config.added_heads(layer)
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
-        self.queries_are_keys = bool(config.queries_are_keys)  # and values are slices of x
+        self.queries_are_keys = config.queries_are_keys  # and values are slices of x
         self.group, self.unit = config.group, config.unit
         self.parts = 1 if self.queries_are_keys else 3  # q, k, v in c_attn
         rows = self.n_head if self.queries_are_keys else self.n_head + 2 * self.n_kv_head
@@ -394,16 +276,55 @@ class CausalSelfAttention(AttentionCore):
                              stacked=self.parts if self.group == 1 else (self.group, 1, 1))
         self.norm_eps, self.qk_scale = config.norm_eps or 1e-6, None
         if config.qk_scale:
-            self.qk_scale = nn.ParameterList(nn.Parameter(torch.empty(self.head_size)) for _ in "qk")
+            self.qk_scale = nn.ParameterList(nn.Parameter(torch.ones(self.head_size)) for _ in "qk")
         self.c_proj = Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias, stacked=1)
         self.attn_dropout = config.weight_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
         self.add_mechanisms(config)
 
+    def add_mechanisms(self, config):
+        """Build the mechanisms that are on in this layer; those that are off are None.
+
+        HEAD_MECHANISMS, near the end of this file, lists their classes. cls.is_on(config) says whether a
+        model has a mechanism, and cls.on(config, layer) whether this layer does.
+        """
+        for cls in HEAD_MECHANISMS:
+            self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
+        self.register_buffer("gate_by_hand", None, persistent=False)  # [H], 1 where it is not set
+        readers = [m for m in self.mechanisms() if m.needs_row_stats]
+        names = {name for m in readers for name in m.needs_row_stats}
+        # as attend() takes it: "shape" holds all that "lse" does
+        self.needs_row_stats = "shape" if names & {"entropy", "log_p2"} else "lse" if names else None
+        self.needs_spread = "spread" in names
+        self.detaches_row_stats = all(m.detaches_row_stats for m in readers)
+        self.changes_scores = any(m.changes_scores for m in self.mechanisms())
+
+    @property
+    def n_total(self):
+        """All heads: those of the layer, then those that a mechanism adds."""
+        return self.n_head + self.n_extra
+
     @property
     def n_kv_head(self):
         """Key and value heads, of those that are left."""
         return self.n_head // self.group
+
+    @property
+    def per_head(self):
+        """Its tensors with rows for each head, as in class Mechanism."""
+        stacked = HeadAxis(size=self.head_size, parts=self.parts, shared=self.parts - 1)
+        return {"c_attn.weight": stacked, "c_attn.bias": stacked,
+                "c_proj.weight": HeadAxis(dim=1, size=self.head_size), "gate_by_hand": HeadAxis()}
+
+    def all_head_ids(self):
+        """The original numbers of the heads that are left, then those of the added heads."""
+        return self.head_ids + [self.n_base + i for i in range(self.n_extra)]
+
+    def mechanisms(self):
+        """The mechanisms that are on, in the order in which they act."""
+        return [m for m in self._modules.values() if isinstance(m, Mechanism)]
+
+    # ---- the forward pass ----
 
     def forward(self, x, forward_pass, inputs=None):
         """(what joins the residual stream, Heads.results()) of the normed stream x [B, T, C].
@@ -412,38 +333,90 @@ class CausalSelfAttention(AttentionCore):
         them apart; else None.
         """
         heads, mechanisms = Heads(forward_pass, x), self.mechanisms()
+        if self.gate_by_hand is not None:
+            heads.gates["by_hand"] = self.gate_by_hand[:, None, None]
+
+        # project
         for m in mechanisms:
             m.before_projection(self, heads)
-        qkv = self.c_attn(heads.x) if not inputs else self.project_each(inputs)
-        qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
+        qkv = self.project(heads.x, inputs)  # (B, T, heads of q, k and v, D)
         for m in mechanisms:
             qkv = m.after_projection(self, qkv, heads)
-        values = heads.x if self.queries_are_keys else None
-        heads.q, heads.k, heads.v = self.split(qkv, heads, self.n_head, self.n_kv_head, values)
-        heads, y = self.outputs(heads)
-        return self.merge(y), heads.results()
+        heads.q, heads.k, heads.v = self.own_heads(qkv, heads)
 
-    def project_each(self, inputs):
-        """As c_attn, but queries, keys and values are each projected from an input of their own [B, T, C]."""
-        rows = [n * self.head_size for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
-        bias = (None,) * 3 if self.c_attn.bias is None else self.c_attn.bias.split(rows)
-        return torch.cat([F.linear(*part) for part in zip(inputs, self.c_attn.weight.split(rows), bias)], -1)
+        # attend
+        for m in mechanisms:
+            m.before_attention(self, heads)
+        y, row_stats = self.attend(heads)
+        for m in mechanisms:
+            y, row_stats = m.after_kernel(self, heads, y, row_stats)
+        # compiled by torch 2.13, an attribute that is set after FlexAttention on an object from before it is
+        # lost, so there it is set on a copy
+        if torch.compiler.is_compiling():
+            heads = replace(heads, y=y, row_stats=row_stats)
+        heads.y, heads.row_stats = y, row_stats
+        for m in mechanisms:
+            m.after_attention(self, heads)
 
-    def split(self, qkv, heads, n_head, n_kv_head, values=None):
-        """[B, T, heads of q, k and v, D] -> normed and rotated q and k, and v, each [B, heads, T, D].
+        # multiply by the gates, and merge
+        if forward_pass.wants_traces:
+            self.trace(heads)
+        return self.merge(heads.gated()), heads.results()
 
-        values: x, where keys are queries and values are slices of x.
+    def project(self, x, inputs=None):
+        """x [B, T, C] -> queries, keys and values of all heads, [B, T, heads of q, k and v, D].
+
+        inputs: see forward(); queries, keys and values are then each projected from one of them.
         """
-        rope = heads.rope[self.head_size] if self.rope else None
-        if values is not None:
-            q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope, self.norm_eps)
-            q = q.squeeze(2).transpose(1, 2)
-            v = values.unflatten(-1, (-1, self.head_size))
-            v = v if v.size(2) == n_head else v[..., self.head_ids, :]
-            return q, q, v.transpose(1, 2)
+        if not inputs:
+            qkv = self.c_attn(x)
+        else:
+            rows = [n * self.head_size for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
+            bias = (None,) * 3 if self.c_attn.bias is None else self.c_attn.bias.split(rows)
+            qkv = torch.cat([F.linear(*part) for part in
+                             zip(inputs, self.c_attn.weight.split(rows), bias)], -1)
+        return qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
+
+    def own_heads(self, qkv, heads):
+        """The layer's own q, k and v, each [B, H, T, D], of what project() gave; q and k normed and rotated.
+        """
+        if not self.queries_are_keys:
+            return self.split(qkv, heads, self.n_head, self.n_kv_head)
+        rope = heads.forward_pass.rope[self.head_size] if self.rope else None
+        q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope, self.norm_eps)
+        q = q.squeeze(2).transpose(1, 2)
+        v = heads.x.unflatten(-1, (-1, self.head_size))
+        v = v if v.size(2) == self.n_head else v[..., self.head_ids, :]
+        return q, q, v.transpose(1, 2)
+
+    def split(self, qkv, heads, n_head, n_kv_head):
+        """[B, T, n_head + 2 n_kv_head, D] -> normed and rotated q and k, and v, each [B, heads, T, D]."""
+        rope = heads.forward_pass.rope[self.head_size] if self.rope else None
         if n_kv_head == n_head and self.qk_scale is None and self.norm_eps == 1e-6:
             return heads_of(qkv.unflatten(2, (3, n_head)), self.qk_norm, rope)
         return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope, self.norm_eps, self.qk_scale)
+
+    def attend(self, heads):
+        """(y [B, H, T, D], RowStats where a mechanism reads them, else None), of heads.q, k and v.
+
+        Keys and values of earlier tokens join those of heads, where there is a cache.
+        """
+        forward_pass = heads.forward_pass
+        # kernels want one dtype; under autocast a norm may have made q and k float32
+        dtype = product_dtype(heads.v)
+        if not heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype:
+            heads.q, heads.k, heads.v = heads.q.to(dtype), heads.k.to(dtype), heads.v.to(dtype)
+        if forward_pass.cache is not None:
+            heads.k, heads.v = forward_pass.cache.append(self.layer, heads.k, heads.v)
+        if self.changes_scores:
+            functions = [(m.score_mod(self, heads), isinstance(m, AddedHeads)) for m in self.mechanisms()
+                         if m.changes_scores]
+            heads.score_mod = in_turn(functions, self.n_head, self.n_extra)
+        return attend(heads.q, heads.k, heads.v, scale=self.scale, mask=forward_pass.mask,
+                      score_mod=heads.score_mod,
+                      stats="shape" if forward_pass.wants_traces else self.needs_row_stats,
+                      spread=self.needs_spread, n_keys=forward_pass.n_keys, detach=self.detaches_row_stats,
+                      dropout=self.attn_dropout if self.training else 0.0, open=heads.open)
 
     def merge(self, y):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
@@ -451,18 +424,27 @@ class CausalSelfAttention(AttentionCore):
             y, added = y.split((self.n_head, self.n_extra), 1)
             out = self.c_proj(y.transpose(1, 2).flatten(2))
             for m in self.mechanisms():
-                out = m.merge_added(out, added)
+                if isinstance(m, AddedHeads):
+                    out = m.merge_added(out, added)
             return self.resid_dropout(out)
         out = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(out) if self.training else out
 
-    def head_axes(self):
-        """Every HeadAxis of the layer and its mechanisms."""
-        D = self.head_size
-        own = [HeadAxis(self.c_attn, name, size=D, extra=False, parts=self.parts, shared=self.parts - 1)
-               for name in ("weight", "bias")]
-        out = HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False)
-        return [*own, out, *super().head_axes()]
+    def trace(self, heads):
+        """Add what every model's traces hold: all gates, row statistics, and attention maps where wanted."""
+        heads.traces.update({f"gates.{name}": gate for name, gate in heads.gates.items()})
+        heads.traces.update(entropy=heads.row_stats.entropy, concentration=heads.row_stats.log_p2.exp())
+        if heads.forward_pass.wants_traces == "maps":
+            weights = self.masked_logits(heads, heads.q, heads.k).softmax(-1)
+            for m in self.mechanisms():
+                weights = m.trace_map(self, weights, heads)
+            heads.traces["map"] = weights
+
+    def masked_logits(self, heads, q, k):
+        """For attention maps: the logits [B, H, T, S] of queries and keys, -inf where a key is hidden."""
+        k = for_each_head(k, q.size(1))
+        logits = logits_of(q, k, self.scale, heads.score_mod, columns_of(q, k))
+        return logits.masked_fill(~heads.forward_pass.mask, -math.inf)
 
 
 class MLP(nn.Module):
@@ -508,7 +490,7 @@ class Block(nn.Module):
         """(what the block sends on, Heads.results())."""
         # a mechanism between blocks may give queries, keys and values an input each
         inputs = forward_pass.shared.get(("inputs", self.attn.layer))
-        y, results = self.attn(self.ln_1(x), forward_pass, inputs and [self.ln_1(each) for each in inputs])
+        y, results = self.attn(self.ln_1(x), forward_pass, inputs and [self.ln_1(part) for part in inputs])
         after = x + y
         return after + self.mlp(self.ln_2(x if self.parallel else after)), results
 
@@ -522,6 +504,13 @@ class GPT(HeadControl, nn.Module):
         if bad:
             raise ValueError("; ".join(bad))
         self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(config.seed)  # for what constructors of mechanisms may draw
+            self.build(config)
+        self.init_weights()
+
+    def build(self, config):
+        """Make the layers, and the mechanisms in and between them."""
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             drop=nn.Dropout(config.dropout),
@@ -550,42 +539,45 @@ class GPT(HeadControl, nn.Module):
         self.mask = next((cls for cls in MASKS if cls.is_on(config)), CausalMask)(config)
         everywhere = all(self.has_mask(layer) for layer in range(config.n_layer))
         self.whole_mask = None if everywhere else CausalMask(config)  # of the other blocks
-        self.needs_row_stats = any(attn.needs_row_stats for attn in layers)
+        self.needs_row_stats = any(attn.needs_row_stats is not None for attn in layers)
         self.changes_scores = any(attn.changes_scores for attn in layers)
         self.needs_positions = any(m.needs_positions for attn in layers for m in attn.mechanisms())
         self.needs_nats = any(m.needs_nats for attn in layers for m in attn.mechanisms())
         self.takes = {name for cls in MECHANISM_CLASSES for name in cls.takes}  # those that are off, too
-        self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Set GPT-2's initial values, or those that a mechanism's `starts` or initial_values() gives.
+        """Set the initial values that follow from the seed, and those of plain layers.
 
-        What a constructor put into a parameter is overwritten: without such a value a vector starts at 1, or
-        at 0 if its name ends in "bias". Of a mechanism in a file of one's own a constant that would be lost
-        is refused.
+            what start_at() declared                   that value; a random one is drawn here
+            weights of plain layers (PLAIN_LAYERS)     N(0, 0.02), as in GPT-2; scales 1, biases 0
+                c_proj, into the residual stream       N(0, 0.02 / sqrt(2 n_layer)); with zero_init 0
+                lm_head                                as the others; with zero_init 0
+            all else                                   what its constructor has put there
 
         Each parameter has a generator of its own, keyed by the seed and its name. So two models start
         bit-identical in every parameter that they share, whatever else they have.
         """
-        starts = {f"{path}.{name}": value for path, m in self.named_modules() if isinstance(m, Mechanism)
-                  for name, value in m.initial_values().items()}
+        plain = {p for layer in self.modules() if isinstance(layer, PLAIN_LAYERS)
+                 for p in layer.parameters(recurse=False)}
         for name, p in self.named_parameters():
+            start = getattr(p, "initial_value", None)
+            if start is None:
+                if p not in plain:
+                    continue
+                start = self.plain_start(name, p)
             digest = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            out = name.endswith("c_proj.weight")  # writes into the residual stream
-            start = starts.get(name)
-            if isinstance(start, Uniform):
-                p.uniform_(-start.bound, start.bound, generator=generator)
-            elif start is not None:
-                p.copy_(torch.as_tensor(start))
-            elif p.dim() < 2:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif self.config.zero_init and (out or name == "lm_head.weight"):
-                p.zero_()
-            else:
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if out else 0.02
-                p.normal_(0.0, std, generator=generator)
+            set_to(p, start, generator)
+
+    def plain_start(self, name, p):
+        """What a parameter of a plain layer starts at: a number or a Normal."""
+        if p.dim() < 2:
+            return 0.0 if name.endswith("bias") else 1.0
+        into_stream = name.endswith("c_proj.weight")
+        if self.config.zero_init and (into_stream or name == "lm_head.weight"):
+            return 0.0
+        return Normal(0.02 / math.sqrt(2 * self.config.n_layer) if into_stream else 0.02)
 
     # ---- forward ----
 
@@ -603,7 +595,7 @@ class GPT(HeadControl, nn.Module):
         out = self.head(x) if logits or targets is None else None
         loss = nats = None
         if targets is not None:
-            loss, nats = self.cross_entropy(x, targets, out, each=self.needs_nats)
+            loss, nats = self.cross_entropy(x, targets, out, per_token=self.needs_nats)
         outcome = Outcome(x, results["predictions"], inputs, positions, targets, nats, traced)
         for cls in MECHANISM_CLASSES:
             aux.update(cls.model_losses(self, outcome))
@@ -707,8 +699,8 @@ class GPT(HeadControl, nn.Module):
             rope = {size: tuple(getattr(self, f"{name}{size}")[positions] for name in ("cos", "sin"))
                     for size in self.head_sizes}
         if isinstance(positions, slice):
-            known = counted or self.needs_positions
-            positions = torch.arange(past, past + T, device=device) if known else None
+            are_read = counted or self.needs_positions
+            positions = torch.arange(past, past + T, device=device) if are_read else None
         elif self.needs_positions and pad is not None:
             valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
         if counted or self.needs_positions:
@@ -747,11 +739,11 @@ class GPT(HeadControl, nn.Module):
             logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         return logits
 
-    def cross_entropy(self, x, targets, logits=None, each=False):
+    def cross_entropy(self, x, targets, logits=None, per_token=False):
         """(mean nats of the scored tokens, the nats of each token [B, T] or None).
 
-        logits: head(x), where it was computed already. each: the nats of each token are needed; in portions
-        they come anyway.
+        logits: head(x), where it was computed already. per_token: the nats of each token are needed; in
+        portions they come anyway.
         """
         chunks, flat_targets = 1, targets.flatten()
         if logits is None:
@@ -763,7 +755,7 @@ class GPT(HeadControl, nn.Module):
                 self.config.softcap, torch.is_grad_enabled())
             return total / (targets != -1).sum(), nats.view_as(targets)
         logits = (self.head(x) if logits is None else logits).flatten(0, 1)
-        if not each:
+        if not per_token:
             return F.cross_entropy(logits, flat_targets, ignore_index=-1), None
         nats = F.cross_entropy(logits, flat_targets, ignore_index=-1, reduction="none").view_as(targets)
         return nats.sum() / (targets != -1).sum(), nats
@@ -793,9 +785,9 @@ class GPT(HeadControl, nn.Module):
         try:
             for n in range(T, T + max_new_tokens):
                 if cache is None:
-                    left = int(begin.min())
-                    pad = (begin - left).to(idx.device) if (begin > left).any() else None
-                    cache, unread = KVCache(self.config), text[:, left:n]
+                    first_read = int(begin.min())
+                    pad = (begin - first_read).to(idx.device) if (begin > first_read).any() else None
+                    cache, unread = KVCache(self.config), text[:, first_read:n]
                 logits = self.head(self.hidden(unread, cache, pad, **inputs)[:, -1])
                 if repetition_penalty != 1.0:
                     for row in range(B):
@@ -809,7 +801,8 @@ class GPT(HeadControl, nn.Module):
                 yield token
                 if stop_token is not None and bool(done.all()):
                     break
-                if n + 1 - left > block_size:  # the longest row is full: such rows keep half, all start anew
+                # the longest row is full: such rows keep half, and all start anew
+                if n + 1 - first_read > block_size:
                     begin = torch.where(n + 1 - begin > block_size, n + 1 - max(1, block_size // 2), begin)
                     cache = None
         finally:
@@ -842,7 +835,7 @@ class GPT(HeadControl, nn.Module):
         attention = 0
         for layer, block in enumerate(self.transformer.h):
             width = block.attn.n_total * block.attn.head_size * self.mask_of(layer).mean_context()
-            attention += width * (1 + sum(m.attention_cost for m in block.attn.mechanisms()))
+            attention += width * (1 + sum(map(attention_cost, block.attn.mechanisms())))
         return int(6 * self.num_params(non_embedding=True) + 12 * attention)
 
     def crop_block_size(self, block_size):
@@ -869,11 +862,17 @@ class GPT(HeadControl, nn.Module):
             if isinstance(m, Mechanism):
                 m.at_step(self.config, step)
 
-    def aux_at_step(self, aux, step):
-        """The losses of an Output with the weights that they have in this training step."""
-        for cls in MECHANISM_CLASSES:
-            aux = cls.aux_at_step(self.config, aux, step)
-        return aux
+
+def attention_cost(mechanism):
+    """FLOPs of a mechanism beyond those of plain attention, as a share of them."""
+    if mechanism.name in ("diff", "diff_v1", "paired_heads"):
+        return 1.0  # a second attention map
+    if mechanism.name != "acag":
+        return 0.0
+    # products T x T, of the six of plain attention: the logits again for the spread, or for log_p2 beside
+    # the mean key for the entropy; and their gradients
+    values, gradients = (1, 2) if mechanism.published else (3, 3)
+    return (values if mechanism.detaches_row_stats else values + gradients) / 6
 
 
 # ---- what a forward pass returns, its cache and its mask ----
@@ -910,8 +909,8 @@ class KVCache:
     def extend(self, layer, name, value):
         """Keep a mechanism's value [B, T, ...] of the new tokens; return those of all tokens, [B, S, ...]."""
         before = self.values.get((layer, name))
-        self.values[layer, name] = every = value if before is None else torch.cat((before, value), 1)
-        return every
+        self.values[layer, name] = value if before is None else torch.cat((before, value), 1)
+        return self.values[layer, name]
 
     def swap(self, layer, name, value):
         """Keep a mechanism's value in place of the one before, which is returned; None at first."""
@@ -1044,9 +1043,6 @@ class Routing(Mechanism):
     uniform = {"routing_top_k": "n_head", "router.out.weight": 0.0, "router.split.weight": 0.0,
                "router.shared.weight": 0.0}
     neutral = {"routing_moh": uniform, "routing_sigmoid": uniform, "moh": uniform}
-    averages = ("routing_coef",)
-    trace_axes = {"routing_weights": ("row", "token", "base"), "selected": ("row", "token", "base"),
-                  "routing_logits": ("row", "token", "routed")}
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1117,21 +1113,22 @@ class Routing(Mechanism):
             return
         weights, selected, logits = self(heads.x)
         # the router knows of no pruning
-        left = weights if attn.n_head == weights.size(-1) else weights[..., attn.head_ids]
-        gate = F.pad(left, (0, attn.n_extra), value=1.0).transpose(1, 2)  # constraint heads are always on
-        heads.gates["routing"] = gate[..., None]
+        kept = weights if attn.n_head == weights.size(-1) else weights[..., attn.head_ids]
+        gate = F.pad(kept, (0, attn.n_extra), value=1.0).transpose(1, 2)  # constraint heads are always on
+        heads.gates[self.name] = gate[..., None]
         if self.skips(heads):
             heads.close_all_but(gate.squeeze(-1) > 0)
-        if heads.wants_losses:
+        if heads.forward_pass.wants_losses:
             heads.losses.update(self.penalty(weights, selected, logits))
-        if heads.wants_traces:
+        if heads.forward_pass.wants_traces:
             heads.traces.update(routing_weights=weights, selected=selected, routing_logits=logits)
 
     def skips(self, heads):
         """Whether only the heads that the token uses are computed: when decoding, where that pays."""
         if heads.x.size(1) != 1 or self.training or not self.skip:
             return False
-        keys = 1 + (heads.cache.length if heads.cache is not None else 0)
+        cache = heads.forward_pass.cache
+        keys = 1 + (cache.length if cache is not None else 0)
         return keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled())
 
     def penalty(self, weights, selected, logits):
@@ -1163,25 +1160,19 @@ class Sentinel(Mechanism):
     name = flag = "sentinel"
     modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
     neutral = {"sentinel": {"sentinel_init": 50.0}, "sentinel_l0": {}}  # l0: as it starts, when evaluated
-    # in a trained model it cannot start at its neutral setting, where a sigmoid has no slope to learn by: it
-    # starts at sentinel_init, and the model's weights make up for that factor
-    absorbs = True
     per_head = ("logit",)
     BETA, LOW, HIGH = 2 / 3, -0.1, 1.1  # the paper's values
 
     def __init__(self, config, attn):
         super().__init__()
         self.hard = config.sentinel == "hard_concrete"
-        self.coef, self.start = config.sentinel_coef, config.sentinel_init
-        self.logit = nn.Parameter(torch.empty(attn.n_total))
+        self.coef = config.sentinel_coef
+        self.logit = nn.Parameter(torch.full((attn.n_total,), config.sentinel_init))
 
-    def initial_values(self):
-        return {"logit": self.start}
-
-    def static_gate(self, noisy=None):
+    def gate(self, noisy):
+        """[H]; noisy: with the noise of training, where hard_concrete has it."""
         if not self.hard:
             return self.logit.sigmoid()
-        noisy = self.training if noisy is None else noisy
         # one draw for the whole batch: the gates are weights
         return self.hard_concrete(self.logit, torch.rand_like(self.logit) if noisy else None)
 
@@ -1198,8 +1189,9 @@ class Sentinel(Mechanism):
         """The probability that such a gate is not 0."""
         return (s - cls.BETA * math.log(-cls.LOW / cls.HIGH)).sigmoid()
 
-    def before_attention(self, attn, heads):
-        if heads.wants_losses:
+    def before_projection(self, attn, heads):
+        heads.gates[self.name] = self.gate(noisy=self.training)[:, None, None]
+        if heads.forward_pass.wants_losses:
             heads.losses.update(self.penalty())
 
     def set_coef(self, value):
@@ -1237,7 +1229,6 @@ class Agency(Mechanism):
     no_effect_because = "all heads are active at first; between steps the controller changes their states"
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
-    trace_axes = dict.fromkeys(("agency", "agency_utilisation", "agency_last_signal"), ("head",))
     METRICS = 6  # numbers that are measured of a head: those of features() in lab/heads/measuring.py
 
     def __init__(self, config, attn):
@@ -1246,8 +1237,8 @@ class Agency(Mechanism):
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
         self.learned = config.agency_learned
         if self.learned:
-            self.weight = nn.Parameter(torch.empty(len(self.STATES), self.METRICS))
-            self.bias = nn.Parameter(torch.empty(len(self.STATES)))
+            self.weight = nn.Parameter(torch.zeros(len(self.STATES), self.METRICS))
+            self.bias = nn.Parameter(torch.tensor([3.0, 0.0, 0.0, 0.0]))
             self.register_buffer("metrics", torch.zeros(n, self.METRICS))
         self.register_buffer("state", torch.zeros(n, dtype=torch.long))
         self.register_buffer("consent", torch.ones(n, dtype=torch.bool))
@@ -1256,21 +1247,14 @@ class Agency(Mechanism):
         *factors, withdrawn = self.STATES.values()
         factors = torch.tensor([*factors, withdrawn if self.enforce else 1.0])
         self.register_buffer("factors", factors, persistent=False)
-
-    @classmethod
-    def training_problems(cls, c, training):
-        if c.agency_learned and not training.dynamic_heads:
-            yield "agency_learned predicts from what is measured of the heads: set controller_log"
-
-    def initial_values(self):
-        return {"weight": 0.0, "bias": torch.tensor([3.0, 0.0, 0.0, 0.0])} if self.learned else {}
+        self.register_load_state_dict_post_hook(self.check_states)
 
     def logits(self):
         """Of each head's states, [H, states], where they are learned."""
         return float32_linear(self, self.metrics)
 
-    def static_gate(self, noisy=None):
-        """Factor of each head, [H]; no consent means withdrawn, unless that is not enforced."""
+    def gate(self, noisy=False):
+        """[H]; no consent means withdrawn, unless that is not enforced. There is no noise in it."""
         withdrawn = len(self.STATES) - 1
         gate = self.factors[self.state.masked_fill(~self.consent, withdrawn) if self.enforce else self.state]
         if self.learned:  # adds 0, and the gradient; from a head without consent nothing is learned
@@ -1278,15 +1262,17 @@ class Agency(Mechanism):
             gate = gate + torch.where(self.consent, expected - expected.detach(), 0.0)
         return gate
 
-    def before_attention(self, attn, heads):
-        if heads.wants_traces:
-            # with what was signalled last: utilisation as measured, the step of the last change
-            heads.traces.update(agency=self.static_gate(), agency_utilisation=self.utilisation.clone(),
+    def before_projection(self, attn, heads):
+        heads.gates[self.name] = self.gate()[:, None, None]
+        if heads.forward_pass.wants_traces:
+            # what was signalled last: utilisation as measured, the step of the last change
+            heads.traces.update(agency_utilisation=self.utilisation.clone(),
                                 agency_last_signal=self.last_signal.clone())
 
-    def check_loaded(self, name):
+    def check_states(self, *args):
+        """After states were loaded: ValueError where one is impossible."""
         if not {*self.state.flatten().tolist()} <= {*range(len(self.STATES))}:
-            raise ValueError(f"{name}.state={self.state.tolist()} must be from 0 to {len(self.STATES) - 1}")
+            raise ValueError(f"agency.state={self.state.tolist()} must be from 0 to {len(self.STATES) - 1}")
 
     def set(self, i, state=None, consent=None, step=0):
         """Move head i to a state, or set its consent. Raises ValueError for a state that there is not."""
@@ -1322,15 +1308,20 @@ class A2C(Mechanism):
     modes = {"a2c_published": dict(a2c="published"), "a2c_temperature": dict(a2c="temperature"),
              "a2c_key_bias": dict(a2c="key_bias")}
     neutral = {"a2c_temperature": {}, "a2c_key_bias": {}}  # as they start
-    trace_axes = {"advantage": ("row", "token", "own")}
+    per_head = ("critic.weight", "critic.bias", "mix")
     MAX = 8.0  # temperature: a is held below it, since exp(a) overflows at 88 in float32 and at 11 in float16
 
     def __init__(self, config, attn):
         super().__init__()
         self.mode, self.needs_nats = config.a2c, self.learns(config)
         self.critic = nn.Linear(config.n_embd, attn.n_head, bias=self.mode == "published")
-        if self.mode == "key_bias":
-            self.mix = nn.Parameter(torch.empty(attn.n_head))
+        if self.mode == "published":  # nn.Linear's own
+            start_at(self.critic.weight, Uniform(config.n_embd ** -0.5))
+            start_at(self.critic.bias, Uniform(config.n_embd ** -0.5))
+        elif self.mode == "temperature":
+            start_at(self.critic.weight, 0.0)
+        else:
+            self.mix = nn.Parameter(torch.zeros(attn.n_head))
 
     @staticmethod
     def problems(config):
@@ -1345,14 +1336,6 @@ class A2C(Mechanism):
         """Whether a critic and a value head are trained on the returns to come."""
         return config.a2c in ("temperature", "key_bias")
 
-    @staticmethod
-    def queries_are_keys(config):
-        return config.a2c == "published"
-
-    @staticmethod
-    def needs_one_input(config):
-        return config.a2c == "published"
-
     @classmethod
     def model_modules(cls, config):
         return {"value": A2CValue(config)} if cls.learns(config) else {}
@@ -1364,25 +1347,16 @@ class A2C(Mechanism):
         return model.value.losses(outcome.x, outcome.nats.detach(), outcome.targets != -1,
                                   outcome.predictions, outcome.traces, outcome.positions)
 
-    def initial_values(self):
-        linear = Uniform(self.critic.in_features ** -0.5)  # nn.Linear's own
-        return {"published": {"critic.weight": linear, "critic.bias": linear},
-                "temperature": {"critic.weight": 0.0}, "key_bias": {"mix": 0.0}}[self.mode]
-
-    def head_axes(self):
-        return [HeadAxis(self.critic, "weight", extra=False), HeadAxis(self.critic, "bias", extra=False),
-                HeadAxis(self, "mix", extra=False)]
-
     def before_attention(self, attn, heads):
         a = float32_linear(self.critic, heads.x)
         heads.predictions["advantage"] = a
-        if heads.wants_traces:
+        if heads.forward_pass.wants_traces:
             heads.traces["advantage"] = a
-        per_head = a.transpose(1, 2)[..., None]
+        factor = a.transpose(1, 2)[..., None]
         if self.mode == "published":
-            heads.q = heads.q * per_head.to(heads.q.dtype)
+            heads.q = heads.q * factor.to(heads.q.dtype)
         elif self.mode == "temperature":
-            heads.q = heads.q * per_head.clamp_max(self.MAX).exp().to(heads.q.dtype)
+            heads.q = heads.q * factor.clamp_max(self.MAX).exp().to(heads.q.dtype)
 
     @property
     def changes_scores(self):
@@ -1390,8 +1364,8 @@ class A2C(Mechanism):
 
     def score_mod(self, attn, heads):
         a = heads.predictions["advantage"]
-        if heads.cache is not None:
-            a = heads.cache.extend(attn.layer, self.name, a)
+        if heads.forward_pass.cache is not None:
+            a = heads.forward_pass.cache.extend(attn.layer, self.name, a)
         bias = self.mix[:, None] * a.transpose(1, 2)  # (B, H, S), one for each key
         return lambda score, b, h, t, s: score + bias[b, h, s]
 
@@ -1402,8 +1376,6 @@ class A2CValue(nn.Linear):
     The return G_s discounts the log-probabilities of the tokens to come. It is a target and never an input.
     The value reads the last hidden state, into which its error sends no gradient.
     """
-
-    trace_axes = dict.fromkeys(("a2c.return", "a2c.value", "a2c.advantage"), ("row", "token"))
 
     def __init__(self, config):
         super().__init__(config.n_embd, 1)
@@ -1444,14 +1416,15 @@ class Roles(Mechanism):
     name = flag = "roles"
     modes = {"roles": dict(roles=["local", "long", "previous", "free"])}
     neutral = {"roles": {"roles_strength": 0.0}}
+    per_head = ("strength", "priors")
     # role -> (sign, offset, shortest wavelength), in tokens
     ROLES = {"local": (1, 0, 16), "long": (-1, 0, 16), "previous": (1, 1, 2), "free": (0, 0, 16)}
     GROWTH = 1.5  # of each wavelength over the one before; with 2 there would be more peaks
 
     def __init__(self, config, attn):
         super().__init__()
-        self.waves, self.start = config.roles_waves, config.roles_strength
-        self.strength = nn.Parameter(torch.empty(attn.n_head))
+        self.waves = config.roles_waves
+        self.strength = nn.Parameter(torch.full((attn.n_head,), config.roles_strength))
         priors = torch.tensor([self.ROLES[self.role_of(config, head)] for head in attn.head_ids],
                               dtype=torch.float32)
         self.register_buffer("priors", priors.view(-1, 3), persistent=False)
@@ -1473,12 +1446,6 @@ class Roles(Mechanism):
         """The role of a base head, by its original number."""
         return config.roles[head % len(config.roles)]
 
-    def initial_values(self):
-        return {"strength": self.start}
-
-    def head_axes(self):
-        return [HeadAxis(self, "strength", extra=False), HeadAxis(self, "priors", extra=False)]
-
     def score_mod(self, attn, heads):
         dtype = torch.promote_types(self.strength.dtype, torch.float32)  # bfloat16 cannot count to 257
         distance = torch.arange(heads.k.size(2), dtype=dtype, device=heads.k.device)[:, None]
@@ -1489,7 +1456,7 @@ class Roles(Mechanism):
         return lambda score, b, h, t, s: score + strength[h] * prior[h, (t - s).abs()]
 
 
-class ConstraintHeads(Mechanism):
+class ConstraintHeads(AddedHeads):
     """Heads of their own for named constraints, with projections, a router over them and a score per token.
 
     Source: the constraint write-up. The router reads the running mean of x, or its first token, or a hint
@@ -1536,15 +1503,10 @@ class ConstraintHeads(Mechanism):
                # constraint_b has no neutral setting: all heads of its layers have another size
                "constraint_published": {"constraint.c_proj.weight": 0.0}}
     needs_positions = True
-    scores_added_heads = True
-    adds_heads = True
     # {name: [B, T]}, see label_losses(); [B, C], which the router reads instead of the text so far; another
     # model's predictions() on the same tokens, or with constraint_features a tensor [B, T, C] of that width
     takes = ("constraint_targets", "router_hint", "teacher")
     SMALLEST_GATE = 1e-30  # in its logarithm: below it a gate is as good as 0, and gets no gradient
-    starts = {"b1": 0.0, "b2": 0.0}
-    averages = ("constraint_sparsity_coef", "constraint_entropy_coef")
-    trace_axes = {"router_gates": ("row", "token", "added"), "head_scores": ("row", "added", "token")}
 
     @classmethod
     def on(cls, config, layer):
@@ -1571,23 +1533,23 @@ class ConstraintHeads(Mechanism):
         super().__init__()
         n, C, D = attn.n_extra, config.n_embd, attn.head_size
         self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
-        self.trace_axes = {**self.trace_axes,
-                           **{f"constraint.{name}": ("row", "token") for name in self.names}}
         self.published, self.gate = config.constraint_mode == "published", config.constraint_gate
         self.hard = config.constraint_router == "hard_concrete"
         self.of_first = config.constraint_router_input == "first"
         self.sparsity_coef = config.constraint_sparsity_coef
         self.entropy_coef = config.constraint_entropy_coef
         self.skip, self.stopped = config.constraint_skip, False
+        warmup = torch.ones(()) if config.constraint_warmup else None
+        self.register_buffer("warmup", warmup, persistent=False)  # a tensor: moving it compiles nothing anew
         self.c_attn = Linear(C, 3 * n * D, bias=config.bias, stacked=3)
         self.c_proj = Linear(n * D, C, bias=False, stacked=1)
         self.fc = nn.Linear(C, config.constraint_hidden)
         self.out = nn.Linear(config.constraint_hidden, n)
         # the scorers, one MLP per head
-        self.w1 = nn.Parameter(torch.empty(n, D, D))
-        self.b1 = nn.Parameter(torch.empty(n, D))
-        self.w2 = nn.Parameter(torch.empty(n, D))
-        self.b2 = nn.Parameter(torch.empty(n))
+        self.w1 = start_at(nn.Parameter(torch.empty(n, D, D)), Normal(0.02))
+        self.b1 = nn.Parameter(torch.zeros(n, D))
+        self.w2 = start_at(nn.Parameter(torch.empty(n, D)), Normal(0.02))
+        self.b2 = nn.Parameter(torch.zeros(n))
         # what a teacher's features are compared with, in training alone
         self.features = nn.Linear(n * D, config.constraint_features) if config.constraint_features else None
 
@@ -1611,16 +1573,9 @@ class ConstraintHeads(Mechanism):
             if size == 0:
                 yield (f"constraint_variant='B' leaves {c.n_embd} / {n} heads, less than "
                        f"{c.constraint_round} wide each")
-            for cls in c.mechanisms():
-                if 0 < size < cls.least_head_size:
-                    yield (f"{cls.flag} needs a head size of at least {cls.least_head_size}: "
-                           f"constraint_variant='B' leaves {size}")
-                if cls.one_head_size:
-                    yield (f"{cls.flag}=True needs heads of one size: constraint_variant='B' makes some "
-                           "layers' narrower")
             if c.queries_are_keys:
-                yield (f"{c.queries_are_keys} takes x in n_head slices as values, which "
-                       "constraint_variant='B' makes too narrow")
+                yield ("a2c='published' takes x in n_head slices as values, which constraint_variant='B' "
+                       "makes too narrow")
         elif c.constraint_round != 1:
             yield (f"constraint_round={c.constraint_round} needs constraint_variant='B': heads of 'A' are as "
                    "wide as the layer's others")
@@ -1642,17 +1597,17 @@ class ConstraintHeads(Mechanism):
     def before_attention(self, attn, heads):
         heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
         x = heads.x.detach() if self.stopped else heads.x
-        logits = self.router_logits(x, heads, attn.layer)
-        gates = self.router_gates(logits, heads.begins)
-        if heads.wants_losses:
+        logits = self.router_logits(x, heads.forward_pass, attn.layer)
+        gates = self.router_gates(logits, heads.forward_pass.begins)
+        if heads.forward_pass.wants_losses:
             self.penalties(heads, logits, gates)
-        if heads.wants_traces:
+        if heads.forward_pass.wants_traces:
             heads.traces["router_gates"] = gates
         factor = gates.transpose(1, 2)[..., None]  # (B, heads, T or 1, 1)
         if self.gate == "output":
-            heads.gates["constraint"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
+            heads.gates[self.name] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
             # scores are wanted of every head, open or not
-            if self.skip and not self.training and not self.wants_scores(heads):
+            if self.skip and not self.training and not self.wants_scores(heads.forward_pass):
                 heads.close_all_but(F.pad((gates > 0).any(1), (attn.n_head, 0), value=True))
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
         q, k, v = attn.split(qkv, heads, self.n_head, self.n_head)
@@ -1675,8 +1630,8 @@ class ConstraintHeads(Mechanism):
         log_gate = gate.log().expand(-1, -1, heads.q.size(2))
 
         def score_mod(score, b, h, t, s):
-            own = score + log_gate[b, (h - n).clamp_min(0), t - past]
-            return torch.where((h >= n) & (t == s), own, score)
+            gated = score + log_gate[b, (h - n).clamp_min(0), t - past]
+            return torch.where((h >= n) & (t == s), gated, score)
         return score_mod
 
     def penalties(self, heads, logits, gates):
@@ -1692,17 +1647,18 @@ class ConstraintHeads(Mechanism):
         return out + self.c_proj(y.transpose(1, 2).flatten(2))
 
     @staticmethod
-    def wants_scores(heads):
-        """Whether a pass asks for the scores of these heads."""
-        return heads.wants_predictions or "constraint_targets" in heads.inputs or "teacher" in heads.inputs
+    def wants_scores(forward_pass):
+        """Whether the scores of these heads are asked for."""
+        inputs = forward_pass.inputs
+        return forward_pass.wants_predictions or "constraint_targets" in inputs or "teacher" in inputs
 
     def after_attention(self, attn, heads):
-        wants_scores = self.wants_scores(heads)
-        if not (wants_scores or heads.wants_traces):
+        wants_scores, wants_traces = self.wants_scores(heads.forward_pass), heads.forward_pass.wants_traces
+        if not (wants_scores or wants_traces):
             return
         y = heads.y[:, attn.n_head:]
         if self.published and self.gate == "output":
-            y = y * heads.gates["constraint"][:, attn.n_head:].to(y.dtype)
+            y = y * heads.gates[self.name][:, attn.n_head:].to(y.dtype)
         if wants_scores:
             heads.predictions["constraint_y"] = y
             if self.features is not None:
@@ -1711,27 +1667,27 @@ class ConstraintHeads(Mechanism):
         means = scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)
         named = {f"constraint.{name}": score for name, score in zip(self.names, means)}
         heads.predictions.update(named)
-        if heads.wants_traces:
+        if wants_traces:
             heads.traces.update(named, head_scores=scores)
 
-    def router_logits(self, x, heads, layer):
+    def router_logits(self, x, forward_pass, layer):
         """[B, T, heads] (T is 1 for a hint)."""
-        if (hint := heads.inputs.get("router_hint")) is not None:
-            if heads.begins is not None:
+        if (hint := forward_pass.inputs.get("router_hint")) is not None:
+            if forward_pass.begins is not None:
                 raise ValueError("router_hint has one entry for a row, and by positions a row holds several "
                                  "documents")
             read = hint[:, None].to(x.dtype)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = x if heads.valid is None else x * heads.valid
-            x = x * (heads.positions == 0)[..., None] if self.of_first else x
-            read = sum_so_far(x, heads.begins)
-            if heads.cache is not None:
-                before = heads.cache.values.get((layer, "sum"))
+            x = x if forward_pass.valid is None else x * forward_pass.valid
+            x = x * (forward_pass.positions == 0)[..., None] if self.of_first else x
+            read = sum_so_far(x, forward_pass.begins)
+            if forward_pass.cache is not None:
+                before = forward_pass.cache.values.get((layer, "sum"))
                 read = read if before is None else read + before
-                heads.cache.swap(layer, "sum", read[:, -1:])
+                forward_pass.cache.swap(layer, "sum", read[:, -1:])
             if not self.of_first:
-                read = read / (heads.positions + 1)[..., None]
+                read = read / (forward_pass.positions + 1)[..., None]
         return float32_linear(self.out, F.relu(self.fc(read.to(self.fc.weight.dtype))))
 
     def router_gates(self, logits, begins=None):
@@ -1754,11 +1710,14 @@ class ConstraintHeads(Mechanism):
 
     @classmethod
     def model_losses(cls, model, outcome):
-        losses, given = {}, outcome.inputs
-        if given.get("constraint_targets") is not None:
-            losses = cls.losses(model.config, outcome.predictions, given["constraint_targets"])
-        if given.get("teacher") is not None:
-            losses.update(cls.match(model.config, outcome.predictions, given["teacher"]))
+        losses, inputs = {}, outcome.inputs
+        if inputs.get("constraint_targets") is not None:
+            losses = cls.losses(model.config, outcome.predictions, inputs["constraint_targets"])
+        if inputs.get("teacher") is not None:
+            losses.update(cls.match(model.config, outcome.predictions, inputs["teacher"]))
+        if losses and model.training and model.config.constraint_warmup:
+            share = model.transformer.h[cls.blocks(model.config)[0]].attn.constraint.warmup
+            losses = {name: loss * share for name, loss in losses.items()}
         return losses
 
     @classmethod
@@ -1792,23 +1751,16 @@ class ConstraintHeads(Mechanism):
         keys = [f"constraint.{name}" for name in config.constraint_names] if by_scores else ["constraint_y"]
         terms = []
         for key in keys:
-            ours, theirs = ([value.float() for name, value in each.items() if name.split(".", 2)[2] == key]
-                            for each in (predictions, teacher))
+            ours, theirs = ([value.float() for name, value in model.items() if name.split(".", 2)[2] == key]
+                            for model in (predictions, teacher))
             terms += [distance_to_teacher(s, t, config.constraint_match)
                       for s, t in zip(ours, theirs, strict=True)]
         return {"constraint_match": config.constraint_match_coef * sum(terms) / len(terms)}
 
     def at_step(self, config, step):
         self.stopped = step < config.constraint_stop
-
-    @classmethod
-    def aux_at_step(cls, config, aux, step):
-        """constraint_warmup is over when its last step has been made."""
-        share = min(1.0, (step + 1) / config.constraint_warmup) if config.constraint_warmup else 1.0
-        if share == 1.0:
-            return aux
-        return {name: term * share if name.startswith("constraint.") or name == "constraint_match" else term
-                for name, term in aux.items()}
+        if self.warmup is not None:  # over when its last step has been made
+            self.warmup.fill_(min(1.0, (step + 1) / config.constraint_warmup))
 
     @classmethod
     def training_problems(cls, c, training):
@@ -1856,36 +1808,31 @@ class ACAG(Mechanism):
     neutral = {"acag": {}, "acag_elementwise": {}, "acag_detach": {},  # as they start
                "acag_published": {"acag.weight": 0.0, "acag.bias": 50.0}}
     per_head = ("weight", "bias")
-    needs_row_stats = "shape"
+    needs_row_stats = ("entropy", "log_p2")
 
     def __init__(self, config, attn):
         super().__init__()
         shape = (attn.n_total,) if config.acag == "headwise" else (attn.n_total, attn.head_size)
-        self.published, self.detach = config.acag_mode == "published", config.acag_detach
+        self.published, self.detaches_row_stats = config.acag_mode == "published", config.acag_detach
         if self.published:
-            self.needs_row_stats, self.needs_spread = "lse", True
+            self.needs_row_stats = ("lse", "spread")
         self.length = config.acag_length
-        # products T x T, of the six of plain attention: the logits again for the spread, or for log_p2 beside
-        # the mean key for the entropy; and their gradients
-        needed, of_gradients = (1, 2) if self.published else (3, 3)
-        self.attention_cost = (needed if self.detach else needed + of_gradients) / 6
-        self.weight = nn.Parameter(torch.empty(*shape, 3))
-        self.bias = nn.Parameter(torch.empty(*shape))
+        self.weight = nn.Parameter(torch.zeros(*shape, 3))
+        self.bias = nn.Parameter(torch.zeros(*shape))
+        if self.published:
+            start_at(self.weight, Uniform(3 ** -0.5))
+            start_at(self.bias, Uniform(3 ** -0.5))
 
     @staticmethod
     def settle(config):
         if config.acag and config.acag_length is None:
             config.acag_length = config.block_size  # stays when the context is cropped
 
-    def initial_values(self):
-        start = Uniform(3 ** -0.5) if self.published else 0.0
-        return {"weight": start, "bias": start}
-
     def forward(self, stats, n_keys, positions):
         """Gate [B, H, T, 1 or D] from RowStats, the keys seen and the tokens before each token, [T] or
         [B, 1, T].
         """
-        if self.detach:  # another mechanism may have asked for the gradient
+        if self.detaches_row_stats:  # another mechanism may have asked for the gradient
             stats = RowStats(*(s if s is None else s.detach() for s in stats))
         lse, entropy, log_p2, spread = stats
         before = positions.to(lse.dtype)
@@ -1904,7 +1851,8 @@ class ACAG(Mechanism):
         return z.sigmoid() if self.published else 2 * z.sigmoid()
 
     def after_attention(self, attn, heads):
-        heads.add_gate("acag_gate", self(heads.row_stats, heads.n_keys, heads.positions_per_head))
+        forward_pass = heads.forward_pass
+        heads.gates[self.name] = self(heads.row_stats, forward_pass.n_keys, forward_pass.positions_per_head)
 
 
 # ---- mechanisms outside the layers ----
@@ -1914,7 +1862,7 @@ def identity_of_x(shape):
     return torch.cat((torch.zeros(shape[0], shape[0]), torch.eye(shape[0])), 1)
 
 
-class UNet(Mechanism, nn.ModuleList):
+class UNet(BetweenBlocks, nn.ModuleList):
     """U-Net: each decoder block's output is joined by that of its partner among the encoder blocks.
 
     Source: Adaptive Transformer, section 2.3. It is the list of a UNetSkip for each decoder block.
@@ -1993,27 +1941,19 @@ class UNetSkip(Mechanism):
         super().__init__()
         C = config.n_embd
         self.mode, self.skips = config.unet, config.unet_skips
-        self.share = config.unet_init * (1 - depth / (config.n_layer // 2))
         ramp = torch.ones(()) if config.unet_from or config.unet_ramp else None
         self.register_buffer("ramp", ramp, persistent=False)  # a tensor: moving it compiles nothing anew
-        if self.mode == "add":
-            self.logit = nn.Parameter(torch.empty(1))
-        else:
-            self.weight = nn.Parameter(torch.empty(1) if self.mode == "scalar" else torch.empty(C, 2 * C))
-        if self.mode == "published":
-            self.bias = nn.Parameter(torch.empty(C))
-
-    def initial_values(self):
+        share = config.unet_init * (1 - depth / (config.n_layer // 2))
         if self.mode == "add":
             # 7 is 0.999: at 1 itself the sigmoid has no slope to learn by
-            return {"logit": max(-50.0, min(7.0, logit(self.share)))}
-        if self.mode == "scalar":
-            return {"weight": self.share}
-        if self.mode == "concat":
-            C = len(self.weight)
-            return {"weight": torch.cat((self.share * torch.eye(C), torch.zeros(C, C)), 1)}
-        linear = Uniform(self.weight.size(1) ** -0.5)  # nn.Linear's own
-        return {"weight": linear, "bias": linear}
+            self.logit = nn.Parameter(torch.full((1,), max(-50.0, min(7.0, logit(share)))))
+        elif self.mode == "scalar":
+            self.weight = nn.Parameter(torch.full((1,), share))
+        elif self.mode == "concat":
+            self.weight = nn.Parameter(torch.cat((share * torch.eye(C), torch.zeros(C, C)), 1))
+        else:  # nn.Linear's own
+            self.weight = start_at(nn.Parameter(torch.empty(C, 2 * C)), Uniform((2 * C) ** -0.5))
+            self.bias = start_at(nn.Parameter(torch.empty(C)), Uniform((2 * C) ** -0.5))
 
     def forward(self, x, skip):
         if self.ramp is not None:
@@ -2176,8 +2116,8 @@ class GPTConfig(NamedFlags):
 
     def flags(self):
         """{flag: value} of all flags; of mechanisms in files of one's own, where they are on."""
-        mine = {name: getattr(self, name) for cls in OWN if cls.is_on(self) for name in cls.fields()}
-        return {**{name: value for name, value in asdict(self).items() if name != "own"}, **mine}
+        of_own = {name: getattr(self, name) for cls in OWN if cls.is_on(self) for name in flags_of(cls)}
+        return {**{name: value for name, value in asdict(self).items() if name != "own"}, **of_own}
 
     @property
     def unit(self):
@@ -2187,7 +2127,7 @@ class GPTConfig(NamedFlags):
     @property
     def in_pairs(self):
         """Whether a mechanism that is on joins heads in pairs."""
-        return any(cls.in_pairs for cls in self.mechanisms())
+        return any(cls.flag in PAIRED for cls in self.mechanisms())
 
     def mechanisms(self):
         """The classes of the mechanisms that are on."""
@@ -2195,23 +2135,19 @@ class GPTConfig(NamedFlags):
 
     def added_heads(self, layer):
         """How many heads mechanisms add to those of block `layer`."""
-        return sum(cls.added_heads(self, layer) for cls in HEAD_MECHANISMS)
+        return sum(cls.added_heads(self, layer) for cls in HEAD_MECHANISMS if issubclass(cls, AddedHeads))
 
     def head_size_in(self, layer):
         """The head size of block `layer`."""
-        sizes = [cls.head_size_in(self, layer) for cls in HEAD_MECHANISMS]
+        sizes = [cls.head_size_in(self, layer) for cls in HEAD_MECHANISMS if issubclass(cls, AddedHeads)]
         return next((size for size in sizes if size is not None), self.head_size)
 
     @property
     def queries_are_keys(self):
-        """By which flag a layer's queries are its keys too, as in "a2c='published'"; "": by none."""
-        return next((f"{cls.flag}={getattr(self, cls.flag)!r}" for cls in HEAD_MECHANISMS
-                     if cls.queries_are_keys(self)), "")
-
-    @property
-    def joined(self):
-        """The flags of the mechanisms that are on and differ from block to block (joins_blocks)."""
-        return [cls.flag for cls in self.mechanisms() if cls.joins_blocks]
+        """Whether a layer's projection gives one set of vectors, which are queries and keys; values are then
+        slices of its input.
+        """
+        return getattr(self, "a2c", None) == "published"
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
@@ -2219,7 +2155,7 @@ class GPTConfig(NamedFlags):
         chosen = [name for name in choices(type(self)) if name not in plain]
         bad = [*range_problems(self, plain), *plain_problems(self), *range_problems(self, chosen)]
         # the mechanisms' checks assume that the sizes make sense
-        return bad or [problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
+        return bad or [problem for cls in MECHANISM_CLASSES for problem in flag_problems(cls, self)]
 
 
 def add_mechanism(cls):
@@ -2231,15 +2167,16 @@ def add_mechanism(cls):
     OWN.append(cls)
     MECHANISM_CLASSES.append(cls)
     last = len(HEAD_MECHANISMS)
-    HEAD_MECHANISMS.insert(next((i for i, each in enumerate(HEAD_MECHANISMS) if each.adds_heads), last), cls)
+    first = next((i for i, other in enumerate(HEAD_MECHANISMS) if issubclass(other, AddedHeads)), last)
+    HEAD_MECHANISMS.insert(first, cls)
     MECHANISMS.update(cls.modes)
     NEUTRAL.update(cls.neutral)
 
 
 def remove_mechanism(cls):
     """Take back what add_mechanism() did."""
-    for every in (OWN, MECHANISM_CLASSES, HEAD_MECHANISMS):
-        every.remove(cls)
+    for classes in (OWN, MECHANISM_CLASSES, HEAD_MECHANISMS):
+        classes.remove(cls)
     for name in cls.modes:
         MECHANISMS.pop(name)
         NEUTRAL.pop(name, None)

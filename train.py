@@ -67,8 +67,7 @@ def forward_backward(run, x, y, targets=None, scored=None, positions=None):
             more["positions"] = positions.chunk(run.portions)[i]
         with run.autocast:
             out = run.forward(x_part, y_part, **more)
-        aux = run.model.aux_at_step(out.aux, run.step)
-        terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in aux.items()}}
+        terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in out.aux.items()}}
         # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch: so
         # divide by the number of portions or, where they differ in tokens, weigh each one by its tokens
         divisor = run.portions if scored is None else scored / ((y_part != -1).sum() * run.process.world)

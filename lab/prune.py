@@ -53,14 +53,18 @@ from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import near, read_file
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.files import only_writer
-from nanoheads.pruning import pack, prune_heads
+from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.scoring import load, score_windows
 from nanoheads.tasks import TaskData, rows_per_level, score_levels, summary
 from nanoheads.timing import progress_bar, take_turns, time_rows
-from lab.heads.measuring import attentions, cache_bytes, closed, fixed_text, measure, nats_on, static_gates
+from lab.heads.measuring import (attentions, cache_bytes, closed, constant_gates, fixed_text, measure,
+                                 nats_on)
 
 LARGEST = 2**63 - 1  # the largest seed, and no count is larger
 RECOVER_FROM = 0.3   # of the peak learning rates
+# flags of mechanisms whose part differs from block to block, so that no block can be taken out
+DIFFER_BY_BLOCK = ("value_residual", "value_embedding", "diff_v1", "stream_scalars", "depth_attention",
+                   "mudd")
 DECODED = 256        # tokens that a timed text has at most
 
 
@@ -72,7 +76,7 @@ def random(model, x, y, seed):
 
 
 def gate(model, x, y, seed):
-    return static_gates(model)
+    return constant_gates(model)
 
 
 def entropy(model, x, y, seed):
@@ -381,15 +385,16 @@ def arguments(argv):
 
 def unfit(by, model):
     """Why a criterion means nothing for a model; None: it does."""
-    if by == "gate" and any(attn.static_gate(noisy=False) is None for attn in attentions(model)):
+    if by == "gate" and any(constant_gate(attn) is None for attn in attentions(model)):
         return "has no gates: it was trained without sentinel and agency"
     if by == "blocks" and model.config.unet:
         return "has U-Net skips, which join blocks in pairs"
     numbered = [key for key in ("window_layers", "constraint_loss_layers") if getattr(model.config, key)]
     if by == "blocks" and numbered:
         return f"has {', '.join(numbered)}, which names blocks by their numbers"
-    if by == "blocks" and model.config.joined:
-        return f"has {', '.join(model.config.joined)}, for which blocks are not of one kind"
+    uneven = [cls.flag for cls in model.config.mechanisms() if cls.flag in DIFFER_BY_BLOCK]
+    if by == "blocks" and uneven:
+        return f"has {', '.join(uneven)}, for which blocks are not of one kind"
 
 
 def check_model(args, path, state, model):

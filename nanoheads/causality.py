@@ -104,9 +104,9 @@ class Perturbation:
         place = torch.arange(T, device=self.ids.device)
         for all_after in (False, True):
             for tokens in positions:
-                at = torch.tensor(tokens, device=self.ids.device)[:, None]
-                ids = torch.where(place >= at if all_after else place == at, self.other, self.ids)
-                wrong = self.changed(ids, place < at)
+                changed = torch.tensor(tokens, device=self.ids.device)[:, None]
+                ids = torch.where(place >= changed if all_after else place == changed, self.other, self.ids)
+                wrong = self.changed(ids, place < changed)
                 if wrong.any():
                     position = int(wrong.any(0).nonzero()[0])
                     yield Ahead(position, tokens[int(wrong[:, position].nonzero()[0])], all_after)
@@ -232,7 +232,7 @@ def crossing(model, mode):
     ids = torch.where(column < T // 2, perturbation.other, perturbation.ids)
     if perturbation.changed(ids, (column >= T // 2).expand_as(ids)).any():
         return (f"a document changes with the one before it in its row ({mode}; leave documents_packed out, "
-                "or see heads.begins in docs/add-a-mechanism.md)")
+                "or see begins in docs/add-a-mechanism.md)")
 
 
 # ---- a model ----
@@ -272,8 +272,8 @@ def modes_of(model, batch_size, dtype="float32", scores=False):
     device, c = next(model.parameters()).device, model.config
     rows, _ = rows_at_once(device, c.block_size, c.vocab_size)
     dtypes = dict.fromkeys((precision(dtype, device.type)[0], "float32"))
-    return [Mode(training, rows if not training else batch_size, each, scores)
-            for training in (True, False) for each in dtypes]
+    return [Mode(training, rows if not training else batch_size, name, scores)
+            for training in (True, False) for name in dtypes]
 
 
 def leak_in(model, modes, step=None, of_documents=False):

@@ -31,7 +31,6 @@ from model import GPT, RECIPES, GPTConfig
 from nanoheads.common import (UserError, fault_of_own_file, from_lab, of_an_older_version, ran_out_of_memory,
                               write_atomic)
 from nanoheads.configurator import keys_of, nearest, parse, type_name, typed
-from nanoheads.mechanism import Mechanism
 
 VERSION = 1  # of new files; to be raised when an older program would misread them
 
@@ -192,7 +191,10 @@ def build(state, path, device="cpu", settings=(), **overrides):
         model.at_step(max(0, state.get("step", math.inf) - 1))
     for key, layer, head, value in heads:
         try:
-            model.set_head(layer, head, step=state.get("step") or 0, **{key: value})
+            if key == "gate":
+                model.set_gate(layer, head, value)
+            else:
+                model.set_state(layer, head, step=state.get("step") or 0, **{key: value})
         except ValueError as e:
             raise UserError(f"{path}: --set {key}.{layer}.{head}={value}: {e}")
     return model
@@ -209,9 +211,6 @@ def load_weights(model, weights, path, strict=True):
     Raises ValueError, RuntimeError: they do not fit the model; UserError: they are not finite.
     """
     loaded = model.load_state_dict(weights, strict=strict)
-    for name, m in model.named_modules():
-        if isinstance(m, Mechanism):
-            m.check_loaded(name)
     for name, p in model.named_parameters():
         if not is_finite(p):
             raise UserError(f"{path}: {name} holds NaN or infinities: its weights are damaged, or its "
@@ -243,7 +242,7 @@ def same_vocabulary(state, dataset, path):
 
 # ---- switches of a trained model ----
 
-# <key>.<layer>.<head>, for GPT.set_head()
+# <key>.<layer>.<head>, for set_gate() and set_state() of a GPT
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}
 # what the tensors mean depends on these, even where their shapes do not
 FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")

@@ -6,16 +6,19 @@ models show, before it is trained (start.py). What it computes is tried in causa
 """
 
 import difflib
+import math
 import re
 import typing
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
 
 import torch
+from torch import nn
 
 import model
 from nanoheads.configurator import check, keys_of, near, type_name
-from nanoheads.mechanism import Mechanism
+from nanoheads.mechanism import Mechanism, flags_of
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # what models are tried at
 
@@ -32,7 +35,7 @@ def problems_of_class(cls):
     if not is_dataclass(cls.Options):
         yield "it needs a class Options inside, with its flags as annotated fields"
         return
-    flags = cls.fields()
+    flags = flags_of(cls)
     if not cls.flag or cls.flag not in flags:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
         return
@@ -85,81 +88,82 @@ def problems_of_modes(cls):
         yield f"neutral: there is no mode {name}{did_you_mean(name, cls.modes)}"
 
 
-def did_you_mean(name, known):
-    """Words behind a name that is none of the known ones; "": nothing is like it."""
-    nearest = near(str(name), known)
+def did_you_mean(name, names):
+    """Words behind a name that is none of these; "": nothing is like it."""
+    nearest = near(str(name), names)
     return f"; did you mean {nearest}?" if nearest else ""
 
 
 # ---- in small models ----
 
+@contextmanager
+def values_missing():
+    """Inside of it, memory that is not set is NaN, as by torch.empty(), and plain layers leave theirs so."""
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    methods = {layer: layer.reset_parameters for layer in (nn.Linear, nn.Embedding, nn.LayerNorm)}
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for layer in methods:
+            layer.reset_parameters = lambda self: [p.data.fill_(math.nan) for p in self.parameters()]
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        for layer, method in methods.items():
+            layer.reset_parameters = method
+
+
 class AsConstructed(model.GPT):
-    """A GPT that also keeps what constructors put into its parameters, before init_weights() sets them."""
+    """A GPT whose parameters are as their constructors leave them; NaN: without a value."""
 
     def init_weights(self):
-        self.constructed = {name: p.detach().clone() for name, p in self.named_parameters()}
-        super().init_weights()
+        pass
 
 
 def small_models(cls):
-    """Yield (mode, AsConstructed, its first layer of this class, what initial_values() names) for each mode,
-    and for each of its numbers moved a little, by which a parameter may be filled: then the mode's name is
-    "mode, flag=number".
-
-    Where memory is not set, as by torch.empty(), it is NaN in what was constructed, and so no constant. A
-    mode that cannot be built so small is left to the run that builds it.
+    """Yield (mode, AsConstructed, its first mechanism of this class) of each mode that can be built so small.
     """
-    strict = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    tried = [*cls.modes.items()]
     for mode, flags in cls.modes.items():
-        numbers = {f.name: flags.get(f.name, f.default) for f in fields(cls.Options)}
-        moved = {name: 0.75 * value + 0.0625 for name, value in numbers.items() if type(value) is float}
-        tried += [(f"{mode}, {name}={value:g}", {**flags, name: value}) for name, value in moved.items()]
-    for mode, flags in tried:
         try:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            with torch.random.fork_rng(devices=[]):
+            with values_missing():
                 gpt = AsConstructed(model.GPTConfig(**SMALL, **flags))
-            layer = next(m for m in gpt.modules() if isinstance(m, cls))
-            starts = [*layer.initial_values()]
-        except Exception:  # a mechanism of one's own may raise anything
+            yield mode, gpt, next(m for m in gpt.modules() if isinstance(m, cls))
+        except Exception:  # a mechanism of one's own may raise anything; the run that builds it will tell
             continue
-        finally:
-            torch.use_deterministic_algorithms(strict, warn_only=warns)
-        yield mode, gpt, layer, starts
 
 
 def problems_of_models(cls):
-    """Yield what small models of its modes show, sentence by sentence: names in initial_values() and in
-    `neutral` that are none of a parameter or a flag, and constants that would be overwritten before training.
+    """Yield what small models of its modes show, sentence by sentence: names in `per_head` and `neutral` that
+    are none of a tensor or a flag, and initial values that are missing or would be lost.
     """
-    for mode, gpt, layer, starts in small_models(cls):
-        of_layer = [name for name, _ in layer.named_parameters()]
-        for name in (name for name in starts if name not in of_layer):
-            yield (f"initial_values() names {name!r}, which is none of its parameters"
-                   f"{did_you_mean(name, of_layer)}")
-        flags, parameters = model.GPTConfig.defaults(), [name for name, _ in gpt.named_parameters()]
-        for pattern in cls.neutral.get(mode, ()):  # of a moved number there is none
-            if pattern not in flags and not any(fnmatch(name, f"*{pattern}") for name in parameters):
-                known = [*cls.fields(), *(f"{cls.name}.{name}" for name in of_layer)]
+    for mode, gpt, layer in small_models(cls):
+        tensors = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+        for pattern in cls.neutral.get(mode, ()):
+            names = [*model.GPTConfig.defaults(), *(name for name, _ in gpt.named_parameters())]
+            if pattern not in names and not any(fnmatch(name, f"*{pattern}") for name in names):
+                candidates = [*flags_of(cls), *(f"{cls.name}.{name}" for name in tensors)]
                 yield (f"neutral: {mode} names {pattern!r}, which is none of its flags and parameters"
-                       f"{did_you_mean(pattern, known)}")
-        yield from lost_constants(cls, mode, gpt)
+                       f"{did_you_mean(pattern, candidates)}")
+        yield from problems_of_values(mode, layer)
+    if per_head := {name for _, _, layer in small_models(cls) for name in layer.per_head}:
+        tensors = {name for _, gpt, _ in small_models(cls) for m in gpt.modules() if isinstance(m, cls)
+                   for name, _ in (*m.named_parameters(), *m.named_buffers())}
+        for name in sorted(per_head - tensors):
+            yield f"per_head names {name!r}, which is none of its tensors{did_you_mean(name, tensors)}"
 
 
-def lost_constants(cls, mode, gpt):
-    """Yield which constant, or which vector, that __init__ puts into a parameter is overwritten, unless the
-    class says with what. A matrix may be filled at random, as layers are.
+def problems_of_values(mode, mechanism):
+    """Yield which parameter of a mechanism that was built in values_missing() has no initial value, and which
+    weight of a plain layer has one that the model would overwrite.
     """
-    for path, layer in gpt.named_modules():
-        for name, p in layer.named_parameters(recurse=False) if isinstance(layer, cls) else ():
-            value, start = gpt.constructed[f"{path}.{name}"].flatten(), p.flatten()
-            if name in layer.initial_values() or not len(value) or torch.equal(value, start):
+    for path, module in mechanism.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            name, missing = f"{path}.{name}".lstrip("."), p.isnan().any()
+            if hasattr(p, "initial_value"):
                 continue
-            if (value == value[0]).all():
-                yield (f"{mode}: __init__ fills {name} with {value[0]:g}, and the model would start with "
-                       f"{start[0]:.3g}; say it in `starts`: {{{name!r}: {value[0]:g}}}")
-            elif p.dim() < 2 and not value.isnan().any():
-                yield (f"{mode}: __init__ fills {name} with {value[0]:.3g}, {value[1]:.3g}, ..., and the "
-                       f"model would start with {start[0]:.3g}; give them in initial_values()")
+            if not isinstance(module, model.PLAIN_LAYERS) and missing:
+                yield (f"{mode}: {name} has no initial value: fill it in __init__, as torch.zeros() does, or "
+                       f"have the model draw it, start_at(self.{name}, Normal(0.02))")
+            if isinstance(module, model.PLAIN_LAYERS) and not missing:
+                yield (f"{mode}: __init__ fills {name}, and the model would start it as GPT-2 starts a "
+                       f"{type(module).__name__}; say start_at(self.{name}, value)")

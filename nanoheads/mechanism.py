@@ -5,9 +5,7 @@ repository; a file of one's own is read by --mechanism=mine.py (docs/add-a-mecha
 
 import copy
 import functools
-import math
 import typing
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, Optional
 
@@ -91,9 +89,10 @@ def plain_problems(config):
         yield f"n_kv_head={config.n_kv_head} must divide n_head={config.n_head}, into groups of heads"
     if config.qk_max is not None and not config.qk_norm:
         yield f"qk_max={config.qk_max} needs qk_norm, without which nothing bounds the logits"
-    every = range(config.n_head)
-    if config.head_ids is not None and (len(config.head_ids) != config.n_layer
-                                      or any(h != sorted({*h}.intersection(every)) for h in config.head_ids)):
+    known_heads = range(config.n_head)
+    if config.head_ids is not None and (
+            len(config.head_ids) != config.n_layer
+            or any(heads != sorted({*heads}.intersection(known_heads)) for heads in config.head_ids)):
         yield (f"head_ids={config.head_ids} must list, for each of the {config.n_layer} layers, "
                f"heads from 0 to {config.n_head - 1} in order")
     elif config.head_ids is not None and any(not whole_groups(h, config.unit) for h in config.head_ids):
@@ -105,22 +104,38 @@ def plain_problems(config):
 CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # of the constraint write-up: heads, labels
 
 
-class HeadAxis(NamedTuple):
-    """A tensor with a head axis: what pruning slices."""
-
-    module: nn.Module
-    tensor: str         # its name there; where the module has no such tensor, nothing is sliced
-    dim: int = 0
-    size: int = 1       # entries of one head along dim
-    extra: bool = True  # constraint heads come behind the base heads
-    parts: int = 1      # how often that is repeated along dim: 3 where q, k and v are stacked
-    shared: int = 0     # how many of those parts, the last ones, have a row for each group of heads alone
-
-
 class Uniform(NamedTuple):
-    """An initial value: uniform in (-bound, bound)."""
+    """An initial value for start_at(): uniform in (-bound, bound)."""
 
     bound: float
+
+
+class Normal(NamedTuple):
+    """An initial value for start_at(): normal around 0, with this standard deviation."""
+
+    std: float
+
+
+def start_at(parameter, value):
+    """Declare what a parameter starts at, and return it. value: a number, a tensor, Normal or Uniform.
+
+    A parameter of a mechanism keeps what its constructor puts into it, so this is for two kinds only: a
+    random one, which the model draws from the seed and the parameter's name, and a weight of a plain layer
+    (nn.Linear, nn.Embedding), which the model would otherwise start as GPT-2 starts all of them.
+    """
+    parameter.initial_value = value
+    return parameter
+
+
+@torch.no_grad()
+def set_to(parameter, value, generator=None):
+    """Set a parameter to an initial value, as start_at() takes it; a random one is drawn now."""
+    if isinstance(value, Uniform):
+        parameter.uniform_(-value.bound, value.bound, generator=generator)
+    elif isinstance(value, Normal):
+        parameter.normal_(0.0, value.std, generator=generator)
+    else:
+        parameter.copy_(torch.as_tensor(value))
 
 
 class Outcome(NamedTuple):
@@ -145,8 +160,10 @@ def no_dropout(config, flag):
 class Mechanism(nn.Module):
     """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
 
-    Weight decay leaves its own parameters alone, but not those of layers inside it. It must not keep `attn`,
-    because then two modules would contain each other.
+    A layer calls the hooks in the order in which they stand below, with itself (attn) and its heads in this
+    forward pass (heads, a Heads of model.py). A gate, which is a factor on the heads' outputs, is put into
+    heads.gates by whichever hook knows it first. A mechanism must not keep `attn`, because then two modules
+    would contain each other. Weight decay leaves its own parameters alone, but not those of layers inside it.
     """
 
     class Options:
@@ -158,31 +175,16 @@ class Mechanism(nn.Module):
     # mode -> {flag or parameter (* stands for any text): value} at which it equals the plain GPT. A mode that
     # is missing has no such setting.
     neutral = {}
-    # What it reads: "lse" of each attention row, or "shape", which is its entropy and log_p2 too.
-    needs_row_stats = None
-    needs_spread = False     # and its spread
-    detach = False           # no gradient goes into those statistics
-    needs_positions = False  # it reads heads.positions or heads.n_keys
-    needs_nats = False       # model_losses() reads the loss of each token
-    takes = ()               # arguments of GPT.forward() that are for it: heads.inputs has what is given
-    scores_added_heads = False  # its score_mod() acts on heads that another mechanism adds, too
-    adds_heads = False       # added_heads() is not 0 everywhere. Own mechanisms act before heads are added
-    # Its tensors. GPT.init_weights() overwrites what __init__ puts into them.
-    starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
-    per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
-    trace_axes = {}          # trace -> its axes, where they are not those of a gate: see nanoheads/traces.py
-    # What it means for pruning and growing.
-    in_pairs = False         # heads 0 and 1 belong together, 2 and 3, ...: they are pruned together
-    joins_blocks = False     # its part differs from block to block: none can be taken out
-    passes_on = False        # others read what its layer's heads hold, not only what the layer sends out
-    least_head_size = 1      # it needs heads of so many dimensions
-    one_head_size = False    # it needs heads of the same size in all layers
-    absorbs = False          # it starts as a constant factor, for which a checkpoint's weights can make up
     no_effect_because = ""   # why a new model of it computes what the plain GPT does, where it is meant to
-    # How it is trained, what it costs and what it averages.
-    learning_rate = None     # of one between blocks: the key of its rate, where that is not mechanism_lr
-    averages = ()            # its flags for means over all tokens of a row, padding included
-    attention_cost = 0.0     # FLOPs beyond those of plain attention, as a share of them
+    takes = ()               # arguments of GPT.forward() that are for it: forward_pass.inputs has those given
+    # names of the RowStats that it reads in heads.row_stats: lse, entropy, log_p2, spread
+    needs_row_stats = ()
+    detaches_row_stats = False  # no gradient goes into those statistics, which makes them cheaper
+    needs_positions = False  # it reads positions or n_keys of the forward pass
+    needs_nats = False       # model_losses() reads the loss of each token
+    # its tensors with a row for each head, which pruning slices: their names, as in ("strength",
+    # "proj.weight"), or a dict of names and HeadAxis (nanoheads/pruning.py) where heads are not single rows
+    per_head = ()
 
     # ---- flags ----
 
@@ -194,50 +196,14 @@ class Mechanism(nn.Module):
         super().__init__()
 
     @classmethod
-    def fields(cls):
-        """The names of its fields in GPTConfig."""
-        return [f.name for f in fields(cls.Options)]
-
-    @classmethod
     def is_on(cls, config):
         """Whether a model has it."""
         return getattr(config, cls.flag) not in (None, False)
 
     @classmethod
-    def is_idle(cls, config):
-        """Whether its parameters act on nothing, by a flag of its own."""
-        return False
-
-    @classmethod
     def on(cls, config, layer):
         """Whether block `layer` has it."""
         return cls.is_on(config)
-
-    @classmethod
-    def added_heads(cls, config, layer):
-        """How many heads it adds to those of block `layer`; see merge_added()."""
-        return 0
-
-    @classmethod
-    def head_size_in(cls, config, layer):
-        """The head size that it gives block `layer`; None: it leaves that as it is."""
-
-    @staticmethod
-    def queries_are_keys(config):
-        """Whether a layer's projection gives one set of vectors, which are queries and keys; values are then
-        slices of its input.
-        """
-        return False
-
-    @staticmethod
-    def needs_one_input(config):
-        """Whether it takes a layer's queries, keys and values for projections of one input."""
-        return False
-
-    @classmethod
-    def model_modules(cls, config):
-        """{attribute of the GPT: module} of what it has outside of the layers, for model_losses()."""
-        return {}
 
     @staticmethod
     def settle(config):
@@ -248,56 +214,10 @@ class Mechanism(nn.Module):
         """Yield what is wrong with its flags where it is on, sentence by sentence."""
         return ()
 
-    @classmethod
-    def training_problems(cls, config, training):
-        """Yield what is wrong with its flags, or for want of it, beside a TrainConfig, on or off."""
-        return ()
-
-    @classmethod
-    def all_problems(cls, config):
-        """Yield all that is wrong with its flags: details of what is off, and what goes with no kernel."""
-        if cls.is_on(config):
-            yield from [*range_problems(config, options=cls.Options)] or cls.problems(config)
-            if cls.in_pairs and config.n_head % 2:
-                yield f"{cls.flag}=True joins heads in pairs: n_head={config.n_head} is odd"
-            if config.head_size < cls.least_head_size:
-                yield (f"{cls.flag} needs a head size of at least {cls.least_head_size}: it is "
-                       f"{config.head_size}")
-            if cls.needs_row_stats:
-                yield from no_dropout(config, cls.flag)
-            return
-        for f in fields(cls.Options):
-            value = getattr(config, f.name)
-            if f.name != cls.flag and value != f.default:
-                yield f"{f.name}={value!r} means nothing while {cls.flag} is off"
-
-    @property
-    def changes_scores(self):
-        """Whether score_mod() gives a function. A class says so itself where that depends on its flags."""
-        return type(self).score_mod is not Mechanism.score_mod
-
-    # ---- tensors ----
-
-    def initial_values(self):
-        """`starts`, where it depends on flags."""
-        return self.starts
-
-    def check_loaded(self, name):
-        """ValueError where what was loaded into its buffers is impossible. name: its path in the model."""
-
-    def head_axes(self):
-        """The HeadAxis of each tensor that has one: of `per_head`, where no tensor is more complicated."""
-        return [HeadAxis(self, name) for name in self.per_head]
-
     # ---- training ----
 
     def at_step(self, config, step):
         """Set what of it depends on the number of a training step, before that step."""
-
-    @classmethod
-    def aux_at_step(cls, config, aux, step):
-        """The losses `aux` at their weights in a training step."""
-        return aux
 
     # ---- the forward pass ----
 
@@ -311,8 +231,13 @@ class Mechanism(nn.Module):
     def before_attention(self, attn, heads):
         """Before attention: rewrite heads.q, heads.k, heads.v; add gates and losses that need heads.x alone.
 
-        What it puts into heads.for_later, later layers find in heads.shared by the same name.
+        What it puts into heads.for_later, later layers find in forward_pass.shared by the same name.
         """
+
+    @property
+    def changes_scores(self):
+        """Whether score_mod() gives a function. A class says so itself where that depends on its flags."""
+        return type(self).score_mod is not Mechanism.score_mod
 
     def score_mod(self, attn, heads):
         """What it makes of the attention scores: None, or a function (score, b, h, t, s) -> score.
@@ -322,8 +247,7 @@ class Mechanism(nn.Module):
         function indexes tensors with them, such as rate[h] or c[b, h, s], and computes with them, as in t -
         s. These tensors get gradients; on a GPU each of them may be indexed once in a function, so whoever
         needs one twice captures c and -c, say. t and s count the columns read so far: with a cache the T
-        queries are the last ones. It acts on the layer's own heads, and with scores_added_heads on added ones
-        too.
+        queries are the last ones. It acts on the layer's own heads.
         """
         return None
 
@@ -336,70 +260,72 @@ class Mechanism(nn.Module):
     def after_attention(self, attn, heads):
         """After attention: rewrite heads.y; add gates that need heads.y, heads.v or heads.row_stats."""
 
-    def merge_added(self, out, y):
-        """Where it adds heads: what the layer's own heads send out [B, T, C], joined by what the added heads'
-        outputs y [B, added heads, T, D] give.
+    def trace_map(self, attn, weights, heads):
+        """Where attention maps are traced: give back the weights [B, H, T, S] as this mechanism leaves them.
         """
-        return out
+        return weights
+
+    # ---- the whole model ----
+
+    @classmethod
+    def model_modules(cls, config):
+        """{attribute of the GPT: module} of what it has outside of the layers, for model_losses()."""
+        return {}
 
     @classmethod
     def model_losses(cls, model, outcome):
         """After the last block: {name: weighted loss} of an Outcome, asked of each class, on or off."""
         return {}
 
-    def trace_map(self, attn, weights, heads):
-        """Where attention maps are traced: give back the weights [B, H, T, S] as this mechanism leaves them.
+
+class BetweenBlocks(Mechanism):
+    """A mechanism of the whole model, which acts between its blocks; it is built as cls(config)."""
+
+    learning_rate = None
+
+    def before_block(self, x, layer, outputs, shared):
+        """What block `layer` reads, or at n_layer the last norm, in place of the residual stream x [B, T, C].
+
+        outputs: the embedding and what each block before has put out; x is the last of them, as other
+        mechanisms between blocks have left it. shared: a dict for what later blocks read.
         """
-        return weights
-
-    def static_gate(self, noisy=None):
-        """A factor per head that depends on no token, [H], or None."""
+        return x
 
 
-LARGEST_GATE = torch.finfo(torch.float32).max
+class AddedHeads(Mechanism):
+    """A mechanism whose heads join those of a layer, behind them. Its score function sees all heads."""
 
+    @classmethod
+    def added_heads(cls, config, layer):
+        """How many heads it adds to those of block `layer`."""
+        raise NotImplementedError
 
-class HeadControl:
-    """What the heads of a GPT can be set to by hand: gates, states and consent."""
+    @classmethod
+    def head_size_in(cls, config, layer):
+        """The head size that it gives block `layer`; None: it leaves that as it is."""
 
-    def place_of(self, layer, head):
-        """(the attention of a head by its original number, its place there). ValueError: there is none.
+    def merge_added(self, out, y):
+        """What the layer's own heads send out [B, T, C], joined by what its heads' outputs y
+        [B, added heads, T, D] give.
         """
-        if not 0 <= layer < self.config.n_layer:
-            raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
-        attn = self.transformer.h[layer].attn
-        heads = attn.all_head_ids()
-        if head not in heads:
-            raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
-        return attn, heads.index(head)
+        raise NotImplementedError
 
-    def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
-        """Set a head's gate by hand (above its own ones; None leaves it), its agency state, its consent.
 
-        Raises ValueError for a head or a state that there is not.
-        """
-        attn, i = self.place_of(layer, head)
-        if gate is not None:
-            if abs(gate) > LARGEST_GATE:  # NaN is none by hand
-                raise ValueError(f"the gate must be a number of at most {LARGEST_GATE:g} either way")
-            if attn.gate_override is None:
-                attn.gate_override = torch.full((attn.n_total,), math.nan, device=attn.c_proj.weight.device)
-            attn.gate_override[i] = gate
-        if state is not None or consent is not None:
-            agency = getattr(attn, "agency", None)  # with no Agency in model.py no head has states
-            if agency is None:
-                raise ValueError("the model has no head states: it was trained with agency off")
-            agency.set(i, state, consent, step)
+def flags_of(cls):
+    """The names of the fields that a mechanism's class has in GPTConfig."""
+    return [f.name for f in fields(cls.Options)]
 
-    @contextmanager
-    def gates(self, by_layer):
-        """Inside of it, gates set by hand: {layer: [H], NaN: the layer's own; None: all}. Then as before."""
-        layers = [block.attn for block in self.transformer.h]
-        before = [attn.gate_override for attn in layers]
-        try:
-            for layer, gate in by_layer.items():
-                layers[layer].gate_override = gate
-            yield self
-        finally:
-            for attn, gate in zip(layers, before):
-                attn.gate_override = gate
+
+def flag_problems(cls, config):
+    """Yield all that is wrong with the flags of a mechanism's class: also details of one that is off, and
+    attention dropout, with which no kernel gives row statistics.
+    """
+    if cls.is_on(config):
+        yield from [*range_problems(config, options=cls.Options)] or cls.problems(config)
+        if cls.needs_row_stats:
+            yield from no_dropout(config, cls.flag)
+        return
+    for f in fields(cls.Options):
+        value = getattr(config, f.name)
+        if f.name != cls.flag and value != f.default:
+            yield f"{f.name}={value!r} means nothing while {cls.flag} is off"

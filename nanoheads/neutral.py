@@ -15,6 +15,11 @@ from nanoheads.common import UserError
 from nanoheads.pruning import scale_heads
 
 
+# flags of mechanisms that cannot start at their neutral setting, where they have no slope to learn by: they
+# start as in a new model, as constant factors, and the checkpoint's weights make up for these
+ABSORBED = ("sentinel",)
+
+
 def mode_of(cls, config):
     """The mode of a mechanism that a config's flags are, the most specific one; None: none of them."""
     def fits(mode):
@@ -41,7 +46,7 @@ def neutral_flags(cls, config, given):
     Raises UserError, naming the mechanism, where it has no such setting.
     """
     mode, flags = mode_of(cls, config), {}
-    if cls.absorbs:
+    if cls.flag in ABSORBED:
         return flags
     what = f"{cls.flag}={given[cls.flag]!r}"
     anyway = "--init_anyway starts it as in a new model"
@@ -62,7 +67,8 @@ def extended(state, path, device, turned_on, anyway, changes):
     turned_on: {class: {flag: value}} that were given. changes: {flag: value} of other flags. anyway: one
     without such a setting starts as in a new model. Raises UserError without, naming it.
     """
-    classes, given = list(turned_on), {key: value for own in turned_on.values() for key, value in own.items()}
+    classes = list(turned_on)
+    given = {key: value for of_class in turned_on.values() for key, value in of_class.items()}
     flags = {**changes, **given}
     config, modes = config_of(state, path, **flags), []
     for cls in classes:
@@ -86,8 +92,8 @@ def extended(state, path, device, turned_on, anyway, changes):
     make_neutral(model, modes)
     for block in model.transformer.h:
         for m in block.attn.mechanisms():
-            if m.absorbs and type(m) in classes:
-                scale_heads(block.attn, 1 / m.static_gate(noisy=False))
+            if m.flag in ABSORBED and type(m) in classes:
+                scale_heads(block.attn, 1 / m.gate(noisy=False))
     model.to(device).eval()
     if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
         raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "

@@ -28,10 +28,10 @@ from nanoheads import causality, configurator, own_mechanism
 from nanoheads.causality import Perturbation
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.config import flags_by_name
-from nanoheads.mechanism import Mechanism
+from nanoheads.mechanism import flags_of
 from nanoheads.neutral import make_neutral
 from nanoheads.optim import of_mechanisms
-from nanoheads.pruning import prune_heads
+from nanoheads.pruning import HeadAxis, head_axes, prune_heads
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
 T = 13
@@ -43,7 +43,7 @@ def tokens(seed, *shape):
     return torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(flags, recipe, random=True, **sizes):
+def random_model(flags, recipe, random=True, **sizes):
     """A GPT in float64; random: every parameter is drawn, so that nothing is hidden behind a zero."""
     model = GPT(GPTConfig(**{**SIZES, **sizes}, recipe=recipe, **flags)).double().eval()
     generator = torch.Generator().manual_seed(2)
@@ -78,8 +78,8 @@ def perturbations(model):
 @torch.no_grad()
 def causal(model, plain):
     for when, perturbation in perturbations(model):
-        for found in perturbation.ahead([[t, t] for t in range(T - 1, 0, -1)]):
-            return f"it looks ahead: {found} ({when})"
+        for ahead in perturbation.ahead([[t, t] for t in range(T - 1, 0, -1)]):
+            return f"it looks ahead: {ahead} ({when})"
 
 
 @torch.no_grad()
@@ -91,19 +91,19 @@ def rows(model, plain):
 
 @torch.no_grad()
 def cache(model, plain):
-    idx, held = tokens(1, 2, T), KVCache(model.config)
+    idx, kv_cache = tokens(1, 2, T), KVCache(model.config)
     want = model.hidden(idx)
-    got = torch.cat([model.hidden(piece, held) for piece in idx.split([5, 1, 1, 6], 1)], 1)
+    got = torch.cat([model.hidden(piece, kv_cache) for piece in idx.split([5, 1, 1, 6], 1)], 1)
     if (off := far(got, want)) > 1e-9:
         return f"with a cache the hidden states are off by {off:.1e}"
 
 
 def note_on_cache(config, classes):
     """A line where mechanisms of these classes, as a GPTConfig has them, differ with a cache; None."""
-    flags = {key: getattr(config, key) for cls in classes for key in cls.fields()}
+    flags = {key: getattr(config, key) for cls in classes for key in flags_of(cls)}
     try:
         with torch.random.fork_rng(devices=[]):
-            wrong = cache(made(flags, config.recipe), None)
+            wrong = cache(random_model(flags, config.recipe), None)
     except Exception:  # they cannot be so small, or are wrong in another way, of which training will tell
         return None
     return wrong and (f"Note: {', '.join(cls.__name__ for cls in classes)}: {wrong}. Training and scores use "
@@ -125,16 +125,16 @@ def documents(model, plain):
     idx = tokens(1, 2, T - 5)
     want, first = model.hidden(idx), tokens(2, 2, 5)
     positions = torch.cat((torch.arange(5), torch.arange(T - 5))).expand(2, -1)
-    found = [model.hidden(torch.cat((before, idx), 1), positions=positions)[:, 5:]
-             for before in (first, (first + 5) % SIZES["vocab_size"])]
-    if (off := far(*found)) > 1e-9:
+    behind = [model.hidden(torch.cat((before, idx), 1), positions=positions)[:, 5:]
+              for before in (first, (first + 5) % SIZES["vocab_size"])]
+    if (off := far(*behind)) > 1e-9:
         return f"a document changes with the one before it in its row, its hidden states by {off:.1e}{BEGINS}"
-    if (off := far(found[0], want)) > 1e-9:
+    if (off := far(behind[0], want)) > 1e-9:
         return f"behind another document in its row the hidden states of one are off by {off:.1e}{BEGINS}"
 
 
-BEGINS = ("; where a row holds several documents heads.begins [B, T] is the column at which each token's own "
-          "begins, else None, and heads.positions counts from there")
+BEGINS = ("; where a row holds several documents, forward_pass.begins [B, T] is the column at which the "
+          "document of each token begins, else None, and forward_pass.positions counts from there")
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def pruned(model, plain):
         gone = {0: [*range(model.config.unit)], 1: [*range(model.config.unit, 2 * model.config.unit)]}
     for layer, heads in gone.items():
         for head in heads:
-            model.set_head(layer, head, gate=0.0)
+            model.set_gate(layer, head, 0.0)
     want = model(idx).logits
     prune_heads(model, gone)
     if (off := far(model(idx).logits, want)) > 1e-9:
@@ -160,21 +160,18 @@ def with_added_heads(flags, recipe):
     """The model beside constraint heads in both blocks; None where they do not go together."""
     added = {**flags, "constraint_names": ["a"], "constraint_layers": [0, 1]}
     fits = "constraint_names" not in flags and not GPTConfig(**SIZES, recipe=recipe, **added).problems()
-    return made(added, recipe) if fits else None
+    return random_model(added, recipe) if fits else None
 
 
 def declared(model, plain):
-    """Whether each tensor with rows for each head has rows for added heads, if it is said to have them."""
+    """Whether each tensor that per_head names has rows for the layer's own heads, or for all heads."""
     for attn in (block.attn for block in model.transformer.h) if model else ():
-        for axis in attn.head_axes():
-            t = getattr(axis.module, axis.tensor, None)
-            heads = attn.n_total if axis.extra else attn.n_head
-            if isinstance(axis.module, Mechanism) and t is not None and axis.parts == 1 and not axis.shared \
-                    and t.size(axis.dim) != heads * axis.size:
-                right = "attn.n_total, which counts constraint heads" if axis.extra else "attn.n_head"
-                return (f"{axis.tensor} of {type(axis.module).__name__} has {t.size(axis.dim)} rows beside a "
-                        f"constraint head, and must have {right}; what has attn.n_head rows is declared by "
-                        "head_axes() with extra=False")
+        for module, name, axis in head_axes(attn):
+            t = getattr(module, name, None)
+            if module in attn.mechanisms() and t is not None and axis.parts == 1 and not axis.shared \
+                    and t.size(axis.dim) not in (attn.n_head * axis.size, attn.n_total * axis.size):
+                return (f"{name} of {type(module).__name__} has {t.size(axis.dim)} rows beside a constraint "
+                        "head, and must have attn.n_head, or attn.n_total, which counts constraint heads")
 
 
 def learns(model, plain):
@@ -237,11 +234,7 @@ def neutral(model, plain):
     with_same = plain.state_dict()
     model.load_state_dict({**model.state_dict(), **with_same})
     if (off := far(model(idx).logits, plain(idx).logits)) > 1e-9:
-        unset = sorted({name for m in model.modules() if isinstance(m, Mechanism)
-                        for name, _ in m.named_parameters(recurse=False) if name not in m.initial_values()})
-        why = (f"; what __init__ puts into {', '.join(unset)} is overwritten, unless `starts` or "
-               "initial_values() gives it") if unset else ""
-        return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's{why}"
+        return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's"
 
 
 def runs(model, plain):
@@ -286,83 +279,82 @@ def check(name, flags):
         config = GPTConfig(**SIZES, recipe=recipe, **flags)
         if bad := config.problems():
             raise UserError(f"{name}: {'; '.join(bad)}")
-        if wrong := broken(runs, lambda: made(flags, recipe)):
+        if wrong := broken(runs, lambda: random_model(flags, recipe)):
             yield name, recipe, "runs", wrong
             return
         if not may_be_idle:
-            plain = made({}, recipe, block_size=LONG)
-            yield name, recipe, "acts", broken(acts, lambda: made(flags, recipe, block_size=LONG), plain)
+            plain = random_model({}, recipe, block_size=LONG)
+            wrong = broken(acts, lambda: random_model(flags, recipe, block_size=LONG), plain)
+            yield name, recipe, "acts", wrong
         for promise in PROMISES:
-            wrong = broken(promise, lambda: made(flags, recipe))
+            wrong = broken(promise, lambda: random_model(flags, recipe))
             if promise is learns and wrong and "no gradient" in wrong:
-                wrong = broken(promise, lambda: made(flags, recipe, block_size=LONG))
+                wrong = broken(promise, lambda: random_model(flags, recipe, block_size=LONG))
             if promise is pruned:
                 wrong = wrong or broken(declared, lambda: with_added_heads(flags, recipe))
             if wrong and promise is pruned:
                 wrong += f"; {how_to_declare(flags, recipe)}"
             yield name, recipe, promise.__name__, wrong
         if not GPTConfig(**SIZES, recipe=recipe, n_kv_head=2, **flags).problems():
-            wrong = broken(grouped, lambda: made(flags, recipe, n_kv_head=2))
+            wrong = broken(grouped, lambda: random_model(flags, recipe, n_kv_head=2))
             yield name, recipe, "grouped", wrong
         # it is that of the mode's own flags
         if name in NEUTRAL and all(MECHANISMS[name].get(key) == value for key, value in flags.items()):
             yield name, recipe, "neutral", broken(neutral, lambda: at_neutral(name, flags, recipe),
-                                                  made({}, recipe))
+                                                  random_model({}, recipe))
 
 
 def how_to_declare(flags, recipe):
     """What to write into a mechanism's class so that its tensors with rows for each head are pruned."""
     advice = []
-    for cls, axes in axes_of(flags, recipe).items():
-        missing = [code for code, named in axes.items() if not named]
-        if not missing:
+    for cls, (axes, declared_names) in tensors_with_heads(flags, recipe).items():
+        if set(axes) <= declared_names:
             continue
-        if cls.head_axes is not Mechanism.head_axes:
-            advice.append(f"add to the list that head_axes() of {cls.__name__} returns: {', '.join(missing)}")
-        else:  # this takes the place of per_head, which may name what is no tensor
-            advice.append(f"write `from nanoheads.mechanism import HeadAxis`, and in class {cls.__name__} "
-                          f"`def head_axes(self): return [{', '.join(axes)}]`")
-    return "; ".join(advice) or "do head_axes() or per_head name each tensor with a row for each head?"
+        names = ", ".join(f'"{name}"' for name in axes)
+        code = f"per_head = ({names},)" if len(axes) == 1 else f"per_head = ({names})"
+        where = f"in class {cls.__name__} `{code}`"
+        if any(axis != HeadAxis() for axis in axes.values()):
+            code = ", ".join(f'"{name}": {code_of(axis)}' for name, axis in axes.items())
+            where = (f"`from nanoheads.pruning import HeadAxis`, and at the end of {cls.__name__}.__init__ "
+                     f"`self.per_head = {{{code}}}`")
+        advice.append(f"write {where}")
+    return "; ".join(advice) or "does per_head name each tensor with a row for each head?"
 
 
-def axes_of(flags, recipe):
-    """{class of a mechanism: {HeadAxis, as code: whether its head_axes() names that tensor}}, of each tensor
-    that has rows for each head. Which have is seen from models of more heads, and of constraint heads.
+def tensors_with_heads(flags, recipe):
+    """{class of a mechanism: ({tensor with rows for each head: HeadAxis}, what its per_head names)}.
+
+    Which tensors these are is seen from a model of more heads.
     """
-    config = dict(SIZES, recipe=recipe, head_dim=SIZES["n_embd"] // SIZES["n_head"], **flags)
-    more = dict(n_head=SIZES["n_head"] + 2)
-    constrained = dict(constraint_names=["a"], constraint_layers=[0, 1])
-    found = {}
+    sizes = dict(SIZES, recipe=recipe, head_dim=SIZES["n_embd"] // SIZES["n_head"], **flags)
+    by_class = {}
     try:
-        models = [GPT(GPTConfig(**{**config, **change})) for change in ({}, more, constrained)]
+        small, large = (GPT(GPTConfig(**{**sizes, "n_head": n_head}))
+                        for n_head in (SIZES["n_head"], SIZES["n_head"] + 2))
     except Exception:  # sizes that the mechanism does not go with
-        return found
-    for attn, larger, extra in zip(*([block.attn for block in model.transformer.h] for model in models)):
-        named = {(axis.module, axis.tensor) for axis in attn.head_axes()}
+        return by_class
+    for attn, larger in zip(*([block.attn for block in model.transformer.h] for model in (small, large))):
         for m in attn.mechanisms():
-            for path, t in tensors_of(m).items():
-                shape, with_extra = (tensors_of(at.get_submodule(m.name))[path].shape
-                                     for at in (larger, extra))
-                grown = [dim for dim in range(t.dim()) if t.size(dim) != shape[dim]]
+            axes, names = by_class.setdefault(type(m), ({}, set()))
+            names.update(m.per_head)
+            of_larger = dict(tensors_of(larger.get_submodule(m.name)))
+            for name, t in tensors_of(m):
+                grown = [dim for dim in range(t.dim()) if t.size(dim) != of_larger[name].size(dim)]
                 if len(grown) == 1:
-                    dim, (inside, _, name) = grown[0], path.rpartition(".")
-                    size = (shape[dim] - t.size(dim)) // 2
-                    code = head_axis(inside, name, dim, size, extra=with_extra != t.shape)
-                    found.setdefault(type(m), {})[code] = (m.get_submodule(inside), name) in named
-    return found
+                    dim = grown[0]
+                    axes[name] = HeadAxis(dim, (of_larger[name].size(dim) - t.size(dim)) // 2)
+    return by_class
 
 
 def tensors_of(module):
-    """{path: parameter or buffer} of a module."""
-    return dict((*module.named_parameters(), *module.named_buffers()))
+    """[(name, parameter or buffer)] of a module and what is in it."""
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
-def head_axis(inside, name, dim, size, extra):
-    """The code of a HeadAxis: the tensor `name` of the mechanism's module at the path `inside`."""
-    parts = inside.split(".") if inside else []
-    module = "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
-    details = [f"dim={dim}"] * (dim > 0) + [f"size={size}"] * (size > 1) + ["extra=False"] * (not extra)
-    return f"HeadAxis({', '.join([module, repr(name), *details])})".replace("'", '"')
+def code_of(axis):
+    """A HeadAxis as it is written."""
+    details = [f"dim={axis.dim}"] * (axis.dim > 0) + [f"size={axis.size}"] * (axis.size > 1)
+    return f"HeadAxis({', '.join(details)})"
 
 
 def at_neutral(name, flags, recipe):
@@ -370,7 +362,7 @@ def at_neutral(name, flags, recipe):
     sizes = GPTConfig(**SIZES)
     keys = {key: getattr(sizes, value) if isinstance(value, str) else value
             for key, value in NEUTRAL[name].items() if key in GPTConfig.defaults()}
-    model = made({**flags, **keys}, recipe, random=False)
+    model = random_model({**flags, **keys}, recipe, random=False)
     make_neutral(model, [name])
     return model
 
@@ -394,7 +386,7 @@ def at_size(model_config, config):
     return broken(promise, lambda: causality.grown(GPT(model_config).to(pick_device("auto"))))
 
 
-def asked(command):
+def configs_of(command):
     """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of
     train.py's Command; but each mechanism is turned on by itself. UserError.
     """
@@ -404,11 +396,11 @@ def asked(command):
     names = command.names().get("mechanism", [])
     for name in names or [None]:
         alone = command.with_arguments(mechanism=name) if name else command
-        (model_config, config), given = configurator.made(alone, mechanisms=named)
+        (model_config, config), values = configurator.made(alone, mechanisms=named)
         configurator.checked((model_config, config))
         flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
-        details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in cls.fields()}
-        configs[name] = model_config, {key: given[key] for key in given if key in flags or key in details}
+        details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in flags_of(cls)}
+        configs[name] = model_config, {key: values[key] for key in values if key in flags or key in details}
     if not names:
         raise UserError("--check: name a mechanism: --mechanism=mine.py, or one of the repository's")
     return command.values().get("scale"), config, configs
@@ -418,7 +410,7 @@ def main(command):
     """--check: a table of the promises of the mechanisms that train.py's Command names. UserError: one is
     broken.
     """
-    scale, config, configs = asked(command)
+    scale, config, configs = configs_of(command)
     if config.json:
         writable(config.json)
     results = []
@@ -446,9 +438,9 @@ def refuse_broken(variants):
     """
     notes = {}
     for name, flags in variants.items():
-        mine = {key: value for cls in own_mechanism.ADDED if isinstance(flags, dict) and flags.get(cls.flag)
-                for key, value in flags.items() if key in cls.fields()}
-        for _, recipe, promise, wrong in check(name, mine) if mine else ():
+        of_own = {key: value for cls in own_mechanism.ADDED if isinstance(flags, dict) and flags.get(cls.flag)
+                for key, value in flags.items() if key in flags_of(cls)}
+        for _, recipe, promise, wrong in check(name, of_own) if of_own else ():
             if wrong and promise in NEEDED:
                 raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
             if wrong:  # of two recipes the first is enough

@@ -1,15 +1,60 @@
-"""Heads removed for good, from parameters, buffers, cache and optimizers: the HeadAxis of a layer are sliced.
+"""Heads removed for good, from parameters, buffers, cache and optimizers.
 
-Nothing here imports the model: a layer of another library that has head_axes() is pruned in the same way.
+Nothing here imports the model: a layer of another library that has `per_head` is pruned in the same way.
 """
 
 import copy
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanoheads.mechanism import whole_groups
+
+
+PAIRED = ("paired_heads", "diff_v1")  # flags that join heads 0 and 1, 2 and 3, ...: these go together
+
+
+class HeadAxis(NamedTuple):
+    """Where a tensor has its heads: in rows of dim 0, one a head, unless these say otherwise.
+
+    Whether heads that were added behind the layer's own have rows too follows from the tensor's size.
+    """
+
+    dim: int = 0
+    size: int = 1    # entries of one head along dim
+    parts: int = 1   # how often the heads are repeated along dim: 3 where q, k and v are stacked
+    shared: int = 0  # how many of those parts, the last ones, have a row for each group of heads alone
+
+
+def head_axes(attn):
+    """[(module, name of a tensor there, HeadAxis)] of all tensors of a layer that have rows for each head."""
+    axes = []
+    for part in (attn, *attn.mechanisms()):
+        per_head = part.per_head
+        if not isinstance(per_head, dict):
+            per_head = dict.fromkeys(per_head, HeadAxis())
+        for path, axis in per_head.items():
+            module, _, name = path.rpartition(".")
+            axes.append((part.get_submodule(module), name, axis))
+    return axes
+
+
+# mechanisms whose gate of a head is the same whatever the text; gate() of each gives it, [H]
+CONSTANT_GATES = ("sentinel", "agency")
+
+
+def constant_gate(attn, noisy=False):
+    """The product of a layer's gates that depend on no text, [H]; None: it has no such gate.
+
+    noisy: with the noise that a gate may have in training.
+    """
+    modules = [getattr(attn, name, None) for name in CONSTANT_GATES]
+    gates = [attn.gate_by_hand, *(m.gate(noisy) for m in modules if m is not None)]
+    gates = [gate for gate in gates if gate is not None]
+    return math.prod(gates) if gates else None
 
 
 def prune_heads(model, heads, optimizers=()):
@@ -48,7 +93,7 @@ def pack_in_place(model):
 
 def closed_heads(attn):
     """The base heads whose gate is exactly 0 when evaluated, of whole groups, by their original numbers."""
-    gate = attn.static_gate(noisy=False)
+    gate = constant_gate(attn)
     if gate is None:
         return []
     closed = {i for i, g in zip(attn.head_ids, gate.tolist()) if g == 0}
@@ -59,25 +104,36 @@ def closed_heads(attn):
 @torch.no_grad()
 def prune_layer(attn, gone, optimizers=()):
     """Drop base heads, by their original numbers, from every tensor of a layer and from the moments."""
-    left = torch.tensor([i not in gone for i in attn.head_ids], dtype=torch.bool)
-    for axis in attn.head_axes():
-        keep_rows(axis.module, axis.tensor, axis.dim, rows_of(axis, left, attn), optimizers)
+    stays = torch.tensor([i not in gone for i in attn.head_ids], dtype=torch.bool)
+    for module, name, axis in head_axes(attn):
+        if (tensor := getattr(module, name, None)) is not None:
+            keep_rows(module, name, axis.dim, rows_of(axis, tensor, stays, attn), optimizers)
     set_heads(attn, [i for i in attn.head_ids if i not in gone])
 
 
-def rows_of(axis, heads, attn):
-    """The places along a HeadAxis of the base heads that a bool [H] names, and of all constraint heads."""
-    every = torch.cat((heads, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
-    shared = heads[::attn.group] if attn.group > 1 else every
-    parts = [every] * (axis.parts - axis.shared) + [shared] * axis.shared
+def rows_of(axis, tensor, heads, attn):
+    """The places along a HeadAxis of the own heads that a bool [H] names, and of all added heads.
+
+    tensor: what has the axis, with rows for each of these own heads that the layer has now.
+    """
+    shared = heads[::attn.group] if attn.group > 1 else heads
+    parts = [heads] * (axis.parts - axis.shared) + [shared] * axis.shared
+    if has_added_heads(axis, tensor, attn):
+        parts.append(torch.ones(attn.n_extra, dtype=torch.bool))
     return torch.cat(parts).repeat_interleave(axis.size).nonzero().flatten()
+
+
+def has_added_heads(axis, tensor, attn):
+    """Whether a tensor with this HeadAxis has rows for the heads that are added to the layer's own."""
+    own_rows = attn.n_head * (axis.parts - axis.shared) + attn.n_head // attn.group * axis.shared
+    return tensor.size(axis.dim) != own_rows * axis.size
 
 
 def keep_rows(module, name, dim, rows, optimizers):
     """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold."""
-    def left(t):
+    def select(t):
         return t.index_select(dim, rows.to(t.device))
-    put(module, name, dim, left, left, optimizers)
+    put(module, name, dim, select, select, optimizers)
 
 
 def put(module, name, dim, change, change_moments, optimizers):

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from nanoheads.attention import attend
 from nanoheads.kernels import (Linear, float32_linear, float32_product, for_each_head, normed_and_rotated,
                                rms_norm, short_convolution, weighted_sum)
-from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
+from nanoheads.mechanism import BetweenBlocks, Mechanism, Normal, Uniform, flag, start_at
+from nanoheads.pruning import HeadAxis
 
 
 class ShortConv(Mechanism):
@@ -37,28 +38,20 @@ class ShortConv(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         self.of = config.short_conv
-        count = sum(self.head_counts(attn)[part] for part in self.of if part != "x")
-        channels = config.n_embd if self.of == "x" else count * attn.head_size
-        self.head_size = attn.head_size
-        self.weight = nn.Parameter(torch.empty(config.short_conv_width, channels))
-        self.bias = nn.Parameter(torch.empty(1, channels))  # two dimensions: it starts as the weights do
+        channels = config.n_embd
+        if self.of != "x":
+            channels = attn.head_size * sum(self.head_counts(attn)[part] for part in self.of)
+            shared = len(self.of.lstrip("q"))
+            axis = HeadAxis(dim=1, size=attn.head_size, parts=len(self.of), shared=shared)
+            self.per_head = {"weight": axis, "bias": axis}
+        self.weight = start_at(nn.Parameter(torch.empty(config.short_conv_width, channels)), Normal(0.02))
+        self.bias = start_at(nn.Parameter(torch.empty(1, channels)), Normal(0.02))
 
     @staticmethod
     def problems(config):
         if config.queries_are_keys and config.short_conv != "x":
             yield (f"short_conv={config.short_conv!r} convolves queries, keys and values of a projection: "
-                   f"{config.queries_are_keys} has queries alone")
-
-    @staticmethod
-    def needs_one_input(config):
-        return config.short_conv == "x"
-
-    def head_axes(self):
-        if self.of == "x":
-            return []
-        shared = len(self.of.lstrip("q"))
-        how = dict(dim=1, size=self.head_size, extra=False, parts=len(self.of), shared=shared)
-        return [HeadAxis(self, name, **how) for name in ("weight", "bias")]
+                   "a2c='published' has queries alone")
 
     @staticmethod
     def head_counts(attn):
@@ -67,25 +60,25 @@ class ShortConv(Mechanism):
 
     def before_projection(self, attn, heads):
         if self.of == "x":
-            heads.x = self.convolved(heads.x, attn, heads)
+            heads.x = self.convolve(heads.x, attn, heads.forward_pass)
 
     def after_projection(self, attn, qkv, heads):
         if self.of == "x":
             return qkv
         counts = self.head_counts(attn)
         first = sum(counts[part] for part in "qkv"[:"qkv".index(self.of)])
-        return self.convolved(qkv.flatten(2), attn, heads, first * attn.head_size).view(qkv.shape)
+        return self.convolve(qkv.flatten(2), attn, heads.forward_pass, first * attn.head_size).view(qkv.shape)
 
-    def convolved(self, x, attn, heads, first=0):
+    def convolve(self, x, attn, forward_pass, first=0):
         """x [B, T, C] with the channels from `first` convolved."""
-        if heads.valid is not None:
-            x = x * heads.valid  # padding is no token
-        both, T, reach = x, x.size(1), len(self.weight) - 1
-        if heads.cache is not None:
-            before = heads.cache.swap(attn.layer, self.name, None)
+        if forward_pass.valid is not None:
+            x = x * forward_pass.valid  # padding is no token
+        both, T, reach, cache = x, x.size(1), len(self.weight) - 1, forward_pass.cache
+        if cache is not None:
+            before = cache.swap(attn.layer, self.name, None)
             both = x if before is None else torch.cat((before, x), 1)
-            heads.cache.swap(attn.layer, self.name, both[:, -reach:])
-        positions = None if heads.begins is None else heads.positions
+            cache.swap(attn.layer, self.name, both[:, -reach:])
+        positions = None if forward_pass.begins is None else forward_pass.positions
         y = short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first, positions)
         return y[:, -T:]
 
@@ -101,27 +94,26 @@ class ValueResidual(Mechanism):
         value_residual: bool = flag(False, "values are mixed with those of the first layer")
 
     name = flag = "value_residual"
-    joins_blocks = True
-    one_head_size = True
     modes = {"value_residual": dict(value_residual=True)}
     neutral = {"value_residual": {"value_residual.share": 0.0}}
-    starts = {"share": 0.5}
 
     def __init__(self, config, attn):
         super().__init__()
-        self.share = nn.Parameter(torch.empty(1)) if attn.layer else None
-        self.passes_on = self.share is None
+        self.share = nn.Parameter(torch.full((1,), 0.5)) if attn.layer else None
 
     @staticmethod
     def problems(config):
         if config.n_layer < 2:
             yield "value_residual=True mixes later layers' values with the first one's: n_layer=1 has none"
+        if len({config.head_size_in(layer) for layer in range(config.n_layer)}) > 1:
+            yield ("value_residual=True needs heads of one size: constraint_variant='B' makes some layers' "
+                   "narrower")
 
     def before_attention(self, attn, heads):
         if self.share is None:
             heads.for_later["values"] = self.of_all_heads(attn, heads)
             return
-        first = heads.shared["values"]
+        first = heads.forward_pass.shared["values"]
         first = first if attn.n_head == attn.n_base else first[:, self.groups(attn)]
         heads.v = torch.lerp(heads.v, first.to(heads.v.dtype), self.share.to(heads.v.dtype))
 
@@ -129,8 +121,9 @@ class ValueResidual(Mechanism):
     def of_all_heads(attn, heads):
         """The layer's values; those of heads that are closed or pruned are 0."""
         v = heads.v
-        if "gate" in heads.gates:  # of a group any
-            opened = (heads.gates["gate"][:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
+        gate = heads.constant_gate()
+        if gate is not None:  # of a group any
+            opened = (gate[:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
             v = v * opened.to(v.dtype)
         if attn.n_head == attn.n_base:
             return v
@@ -154,30 +147,27 @@ class ValueEmbedding(Mechanism):
         value_embedding: bool = flag(False, "every second layer's values have a part of the token's own")
 
     name = flag = "value_embedding"
-    joins_blocks = True
     modes = {"value_embedding": dict(value_embedding=True)}
     neutral = {"value_embedding": {"value_embedding.wte.weight": 0.0}}
     CHANNELS = 12  # of x, that its gate reads: nanochat's number
 
     def __init__(self, config, attn):
         super().__init__()
-        self.head_size = attn.head_size
         n = attn.n_head // attn.group
         self.wte = nn.Embedding(config.vocab_size, n * attn.head_size)
         self.gate = nn.Linear(min(self.CHANNELS, config.n_embd), n, bias=False)
+        self.per_head = {"wte.weight": HeadAxis(dim=1, size=attn.head_size, shared=1),
+                         "gate.weight": HeadAxis(shared=1)}
 
     @classmethod
     def on(cls, config, layer):
         return cls.is_on(config) and (config.n_layer - 1 - layer) % 2 == 0
 
-    def head_axes(self):
-        return [HeadAxis(self.wte, "weight", dim=1, size=self.head_size, extra=False, shared=1),
-                HeadAxis(self.gate, "weight", extra=False, shared=1)]
-
     def before_attention(self, attn, heads):
-        own = self.wte(heads.tokens).unflatten(-1, (heads.v.size(1), attn.head_size)).transpose(1, 2)
-        gate = 3 * self.gate(heads.x[..., :self.gate.in_features]).sigmoid()
-        heads.v = heads.v + (gate.transpose(1, 2)[..., None] * own).to(heads.v.dtype)
+        rows = self.wte(heads.forward_pass.tokens)
+        of_tokens = rows.unflatten(-1, (heads.v.size(1), attn.head_size)).transpose(1, 2)
+        share = 3 * self.gate(heads.x[..., :self.gate.in_features]).sigmoid()
+        heads.v = heads.v + (share.transpose(1, 2)[..., None] * of_tokens).to(heads.v.dtype)
 
 
 class QueryGain(Mechanism):
@@ -192,13 +182,11 @@ class QueryGain(Mechanism):
     name = flag = "query_gain"
     modes = {"query_gain": dict(query_gain=True)}
     neutral = {"query_gain": {}}  # as it starts
+    per_head = ("gain",)
 
     def __init__(self, config, attn):
         super().__init__()
-        self.gain = nn.Parameter(torch.empty(attn.n_head))
-
-    def head_axes(self):
-        return [HeadAxis(self, "gain", extra=False)]
+        self.gain = nn.Parameter(torch.ones(attn.n_head))
 
     def before_attention(self, attn, heads):
         heads.q = heads.q * self.gain[:, None, None].to(heads.q.dtype)
@@ -219,11 +207,11 @@ class SSMax(Mechanism):
     name = flag = "ssmax"
     modes = {"ssmax": dict(ssmax=True)}
     needs_positions = True
+    per_head = ("strength",)
 
     def __init__(self, config, attn):
         super().__init__()
-        self.start = config.ssmax_init
-        self.strength = nn.Parameter(torch.empty(attn.n_head))
+        self.strength = nn.Parameter(torch.full((attn.n_head,), config.ssmax_init))
 
     @staticmethod
     def settle(config):
@@ -231,14 +219,8 @@ class SSMax(Mechanism):
             logs = [math.log(n) for n in range(1, config.block_size + 1)]
             config.ssmax_init = len(logs) / (sum(logs) or 1.0)
 
-    def initial_values(self):
-        return {"strength": self.start}
-
-    def head_axes(self):
-        return [HeadAxis(self, "strength", extra=False)]
-
     def before_attention(self, attn, heads):
-        log_n = heads.n_keys.log()[..., None]  # [T, 1] or [B, 1, T, 1]
+        log_n = heads.forward_pass.n_keys.log()[..., None]  # [T, 1] or [B, 1, T, 1]
         heads.q = heads.q * (self.strength[:, None, None] * log_n).to(heads.q.dtype)
 
 
@@ -279,13 +261,14 @@ class Alibi(Mechanism):
     name = flag = "alibi"
     modes = {"alibi": dict(alibi="fixed"), "alibi_learned": dict(alibi="learned")}
     neutral = {"alibi_learned": {"alibi.log_slope": -60.0}}
+    per_head = ("slope", "log_slope")
 
     def __init__(self, config, attn):
         super().__init__()
         slopes = torch.tensor(self.slopes(config.n_head))[attn.head_ids]
-        self.learned, self.start = config.alibi == "learned", slopes.log()
+        self.learned = config.alibi == "learned"
         if self.learned:
-            self.log_slope = nn.Parameter(torch.empty(attn.n_head))
+            self.log_slope = nn.Parameter(slopes.log())
         else:
             self.register_buffer("slope", slopes, persistent=False)
 
@@ -296,12 +279,6 @@ class Alibi(Mechanism):
         first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
         finer = [2 ** (-4 * (i + 1) / power) for i in range(2 * power)]
         return first + finer[::2][:n - power]
-
-    def initial_values(self):
-        return {"log_slope": self.start} if self.learned else {}
-
-    def head_axes(self):
-        return [HeadAxis(self, name, extra=False) for name in ("slope", "log_slope")]
 
     def score_mod(self, attn, heads):
         slope = self.log_slope.exp() if self.learned else self.slope
@@ -325,11 +302,12 @@ class RelativeBias(Mechanism):
     name = flag = "relative_bias"
     modes = {"relative_bias": dict(relative_bias=True)}
     neutral = {"relative_bias": {"relative_bias.bias": 0.0}}
+    per_head = ("bias",)
 
     def __init__(self, config, attn):
         super().__init__()
         n = config.relative_bias_buckets
-        self.bias = nn.Parameter(torch.empty(attn.n_head, n))  # N(0, 0.02)
+        self.bias = start_at(nn.Parameter(torch.empty(attn.n_head, n)), Normal(0.02))
         buckets = self.buckets(config.block_size, n, config.relative_bias_far)
         self.register_buffer("bucket", torch.tensor(buckets), persistent=False)
 
@@ -345,9 +323,6 @@ class RelativeBias(Mechanism):
         exact = n // 2
         share = [math.log(max(d, 1) / exact) / math.log(far / exact) for d in range(length)]
         return [d if d < exact else min(n - 1, exact + int(share[d] * (n - exact))) for d in range(length)]
-
-    def head_axes(self):
-        return [HeadAxis(self, "bias", extra=False)]
 
     def score_mod(self, attn, heads):
         by_distance = self.bias[:, self.bucket[:heads.k.size(2)]]  # (H, S)
@@ -367,23 +342,20 @@ class FoX(Mechanism):
     modes = {"fox": dict(fox=True)}
     neutral = {"fox": {"fox.proj.weight": 0.0, "fox.proj.bias": 50.0}}
     needs_positions = True
-    trace_axes = {"log_forget": ("row", "token", "own")}
+    per_head = ("proj.weight", "proj.bias")
 
     def __init__(self, config, attn):
         super().__init__()
         self.proj = nn.Linear(config.n_embd, attn.n_head)
 
-    def head_axes(self):
-        return [HeadAxis(self.proj, "weight", extra=False), HeadAxis(self.proj, "bias", extra=False)]
-
     def score_mod(self, attn, heads):
-        log_f = F.logsigmoid(float32_linear(self.proj, heads.x))
-        if heads.valid is not None:
-            log_f = log_f * heads.valid  # padding fades nothing
-        if heads.wants_traces:
+        log_f, forward_pass = F.logsigmoid(float32_linear(self.proj, heads.x)), heads.forward_pass
+        if forward_pass.valid is not None:
+            log_f = log_f * forward_pass.valid  # padding fades nothing
+        if forward_pass.wants_traces:
             heads.traces["log_forget"] = log_f
-        if heads.cache is not None:
-            log_f = heads.cache.extend(attn.layer, self.name, log_f)
+        if forward_pass.cache is not None:
+            log_f = forward_pass.cache.extend(attn.layer, self.name, log_f)
         # (B, H, S), one for each key. In c_t - c_s nothing is left of documents before the one of both
         c = log_f.cumsum(1).transpose(1, 2)
         minus_c = -c  # FlexAttention has no gradient of a tensor that is indexed twice
@@ -396,16 +368,16 @@ def own_heads(attn, heads):
     return heads.q[:, :attn.n_head], k, v
 
 
-def with_extra(attn, own, y):
-    """y [B, H, ...] of all heads, with `own` in place of what the layer's own heads have there."""
-    return torch.cat((own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else own.to(y.dtype)
+def with_extra(attn, y_own, y):
+    """y [B, H, ...] of all heads, with y_own in place of what the layer's own heads have there."""
+    return torch.cat((y_own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else y_own.to(y.dtype)
 
 
 def attend_once_more(attn, heads, q, k, v):
     """Attention of the layer's own heads with other queries, keys or values, [B, H, T, D]."""
     dropout = attn.attn_dropout if attn.training else 0.0
-    return attend(q.to(v.dtype), k, v, scale=attn.scale, mask=heads.mask, score_mod=heads.score_mod,
-                  dropout=dropout)[0]
+    return attend(q.to(v.dtype), k, v, scale=attn.scale, mask=heads.forward_pass.mask,
+                  score_mod=heads.score_mod, dropout=dropout)[0]
 
 
 class Diff(Mechanism):
@@ -421,26 +393,19 @@ class Diff(Mechanism):
 
     name = flag = "diff"
     modes = {"diff": dict(diff=True)}
-    attention_cost = 1.0
 
     def __init__(self, config, attn):
         super().__init__()
-        bias, self.head_size = config.bias or config.qkv_bias, attn.head_size
-        self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=bias, stacked=1)
+        self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=config.bias or config.qkv_bias,
+                          stacked=1)
         self.share = nn.Linear(config.n_embd, attn.n_head, bias=False)
-
-    @staticmethod
-    def needs_one_input(config):
-        return True
-
-    def head_axes(self):
-        rows = [HeadAxis(self.c_q, name, size=self.head_size, extra=False) for name in ("weight", "bias")]
-        return [*rows, HeadAxis(self.share, "weight", extra=False)]
+        queries = HeadAxis(size=attn.head_size)
+        self.per_head = {"c_q.weight": queries, "c_q.bias": queries, "share.weight": HeadAxis()}
 
     def queries(self, attn, heads):
         """The queries of the second map, [B, H, T, D]."""
         q = self.c_q(heads.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
-        rope = heads.rope[attn.head_size] if attn.rope else None
+        rope = heads.forward_pass.rope[attn.head_size] if attn.rope else None
         scale = None if attn.qk_scale is None else attn.qk_scale[0].to(q.dtype)
         return normed_and_rotated(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
 
@@ -449,8 +414,8 @@ class Diff(Mechanism):
         return self.share(heads.x).sigmoid().transpose(1, 2)[..., None]
 
     def after_kernel(self, attn, heads, y, row_stats):
-        own = slice(attn.n_head)  # constraint heads that no gate opens have no keys
-        second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, own], heads.v[:, own])
+        n = attn.n_head  # constraint heads that no gate opens have no keys
+        second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, :n], heads.v[:, :n])
         return with_extra(attn, y[:, :attn.n_head] - self.shares(heads).to(y.dtype) * second, y), row_stats
 
     def trace_map(self, attn, weights, heads):
@@ -471,13 +436,11 @@ class DiffV1(Mechanism):
 
     name = flag = "diff_v1"
     modes = {"diff_v1": dict(diff_v1=True)}
-    in_pairs = True
-    joins_blocks = True  # l_0 is that of its layer
-    attention_cost = 1.0
 
     def __init__(self, config, attn):
         super().__init__()
-        self.vectors = nn.Parameter(torch.empty(4, attn.head_size))  # a, b, c, d: N(0, 0.02); there 0.1
+        # a, b, c and d; there they start at N(0, 0.1)
+        self.vectors = start_at(nn.Parameter(torch.empty(4, attn.head_size)), Normal(0.02))
         self.start = 0.8 - 0.6 * math.exp(-0.3 * attn.layer)
 
     @staticmethod
@@ -486,6 +449,8 @@ class DiffV1(Mechanism):
             yield "diff=True and diff_v1=True are two forms of one thing: choose one"
         if config.group > 1:
             yield f"diff_v1 joins the values of two heads, which n_kv_head={config.n_kv_head} makes one"
+        if config.n_head % 2:
+            yield f"diff_v1=True joins heads in pairs: n_head={config.n_head} is odd"
 
     def after_kernel(self, attn, heads, y, row_stats):
         (q, k, v), pairs = own_heads(attn, heads), (attn.n_head // 2, 2)
@@ -516,25 +481,26 @@ class PairedHeads(Mechanism):
 
     name = flag = "paired_heads"
     modes = {"paired_heads": dict(paired_heads=True)}
-    needs_row_stats = "lse"
-    in_pairs = True
-    attention_cost = 1.0
+    needs_row_stats = ("lse",)
 
     @staticmethod
     def problems(config):
         if config.group > 1:
             yield f"paired_heads needs keys and values of each head: not n_kv_head={config.n_kv_head}"
+        if config.n_head % 2:
+            yield f"paired_heads=True joins heads in pairs: n_head={config.n_head} is odd"
 
     def after_kernel(self, attn, heads, y, row_stats):
         if not attn.n_head:
             return y, row_stats
         n, (q, k, v) = attn.n_head, own_heads(attn, heads)
-        other, rows = attend(q, in_other_order(k), in_other_order(v), scale=attn.scale, mask=heads.mask,
-                             score_mod=heads.score_mod, stats="lse")
-        own, lse = row_stats.lse[:, :n], rows.lse
-        share = (own - lse).sigmoid()[..., None].to(y.dtype)
+        other, rows = attend(q, in_other_order(k), in_other_order(v), scale=attn.scale,
+                             mask=heads.forward_pass.mask, score_mod=heads.score_mod, stats="lse")
+        own_lse, other_lse = row_stats.lse[:, :n], rows.lse
+        share = (own_lse - other_lse).sigmoid()[..., None].to(y.dtype)
         y = with_extra(attn, torch.lerp(other, y[:, :n], share), y)
-        return y, row_stats._replace(lse=torch.cat((torch.logaddexp(own, lse), row_stats.lse[:, n:]), 1))
+        joined = torch.logaddexp(own_lse, other_lse)
+        return y, row_stats._replace(lse=torch.cat((joined, row_stats.lse[:, n:]), 1))
 
     def trace_map(self, attn, weights, heads):
         """A map has one column a token: the weights on both heads' keys of it are added."""
@@ -543,8 +509,8 @@ class PairedHeads(Mechanism):
         q, k, _ = own_heads(attn, heads)
         s = attn.masked_logits(heads, q, in_other_order(k))
         other = (s - heads.row_stats.lse[:, :attn.n_head, :, None]).exp()  # weights beside the head's own
-        own = weights[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
-        return with_extra(attn, own + other.to(weights.dtype), weights)
+        beside = weights[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
+        return with_extra(attn, beside + other.to(weights.dtype), weights)
 
 
 class HeadMix(Mechanism):
@@ -561,23 +527,21 @@ class HeadMix(Mechanism):
     name = flag = "head_mix"
     modes = {"head_mix": dict(head_mix=True)}
     neutral = {"head_mix": {}}  # as it starts
-    passes_on = True
-    starts = {"write.weight": 0.0}
+    per_head = ("read_from.weight", "write.weight")
 
     def __init__(self, config, attn):
         super().__init__()
         self.read_from = nn.Linear(config.n_embd, attn.n_head, bias=False)
         self.write = nn.Linear(config.n_embd, attn.n_head, bias=False)
-
-    def head_axes(self):
-        return [HeadAxis(layer, "weight", extra=False) for layer in (self.read_from, self.write)]
+        start_at(self.write.weight, 0.0)
 
     def after_attention(self, attn, heads):
         y = heads.y[:, :attn.n_head]
         a, b = (layer(heads.x).transpose(1, 2)[..., None].to(y.dtype)
                 for layer in (self.read_from, self.write))
-        for gate in (heads.gates[name] for name in ("gate", "routing") if name in heads.gates):
-            a = a * (gate[..., :attn.n_head, :, :] != 0)  # what is closed, or not chosen, gives nothing
+        for gate in (heads.constant_gate(), heads.gates.get("router")):
+            if gate is not None:  # what is closed, or not chosen, gives nothing
+                a = a * (gate[..., :attn.n_head, :, :] != 0)
         heads.y = with_extra(attn, y + b * (a * y).sum(1, keepdim=True), heads.y)
 
 
@@ -595,7 +559,6 @@ class KeyOffset(Mechanism):
     name = flag = "key_offset"
     modes = {"key_offset": dict(key_offset=True)}
     needs_positions = True
-    least_head_size = 4  # with fewer no part of a key is moved
 
     def __init__(self, config, attn):
         super().__init__()
@@ -603,10 +566,17 @@ class KeyOffset(Mechanism):
         moved = torch.arange(attn.head_size) % half >= (half + 1) // 2
         self.register_buffer("moved", moved, persistent=False)
 
+    @staticmethod
+    def problems(config):
+        smallest = min(config.head_size_in(layer) for layer in range(config.n_layer))
+        if 0 < smallest < 4:  # then no part of a key is moved
+            yield f"key_offset needs a head size of at least 4: it is {smallest}"
+
     def before_attention(self, attn, heads):
-        last = None if heads.cache is None else heads.cache.swap(attn.layer, "key", heads.k[:, :, -1:])
+        cache = heads.forward_pass.cache
+        last = None if cache is None else cache.swap(attn.layer, "key", heads.k[:, :, -1:])
         before = torch.cat((heads.k[:, :, :1] if last is None else last, heads.k[:, :, :-1]), 2)
-        begins = heads.positions_per_head[..., None] == 0
+        begins = heads.forward_pass.positions_per_head[..., None] == 0
         heads.k = torch.where(self.moved & ~begins, before, heads.k)
 
 
@@ -623,12 +593,11 @@ class XSA(Mechanism):
     name = flag = "xsa"
     modes = {"xsa": dict(xsa=True)}
     neutral = {"xsa": {}}
-    starts = {"strength": 0.0}
     per_head = ("strength",)
 
     def __init__(self, config, attn):
         super().__init__()
-        self.strength = nn.Parameter(torch.empty(attn.n_total))
+        self.strength = nn.Parameter(torch.zeros(attn.n_total))
 
     def after_attention(self, attn, heads):
         v = for_each_head(heads.v, heads.y.size(1))
@@ -658,18 +627,16 @@ class OutputGate(Mechanism):
         self.size = attn.head_size if config.output_gate == "elementwise" else 1
         self.width = config.output_gate_width or config.n_embd
         self.proj = Linear(self.width, attn.n_total * self.size, bias=False)
+        self.per_head = {"proj.weight": HeadAxis(size=self.size)}
 
     @staticmethod
     def problems(c):
         if c.output_gate_width is not None and not 1 <= c.output_gate_width <= c.n_embd:
             yield f"output_gate_width={c.output_gate_width} must be from 1 to n_embd={c.n_embd}"
 
-    def head_axes(self):
-        return [HeadAxis(self.proj, "weight", size=self.size)]
-
     def before_attention(self, attn, heads):
         gate = self.proj(heads.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
-        heads.add_gate("output_gate", gate.transpose(1, 2))  # (B, H, T, 1 or D)
+        heads.gates[self.name] = gate.transpose(1, 2)  # (B, H, T, 1 or D)
 
 
 class Sink(Mechanism):
@@ -684,22 +651,21 @@ class Sink(Mechanism):
     name = flag = "sink"
     modes = {"sink": dict(sink=True)}
     neutral = {"sink": {"sink.logit": -50.0}}
-    starts = {"logit": 0.0}
     per_head = ("logit",)
-    needs_row_stats = "lse"
+    needs_row_stats = ("lse",)
 
     def __init__(self, config, attn):
         super().__init__()
-        self.logit = nn.Parameter(torch.empty(attn.n_total))
+        self.logit = nn.Parameter(torch.zeros(attn.n_total))
 
     def after_attention(self, attn, heads):
-        heads.add_gate("sink_gate", (heads.row_stats.lse - self.logit[:, None]).sigmoid()[..., None])
+        heads.gates[self.name] = (heads.row_stats.lse - self.logit[:, None]).sigmoid()[..., None]
 
     def trace_map(self, attn, weights, heads):
-        return weights * heads.gates["sink_gate"].to(weights.dtype)  # rows sum to what the sink leaves
+        return weights * heads.gates[self.name].to(weights.dtype)  # rows sum to what the sink leaves
 
 
-class StreamScalars(Mechanism):
+class StreamScalars(BetweenBlocks):
     """Two numbers a block: it reads a x + b x_0, where x is the stream and x_0 the embedding.
 
     Source: nanochat (2026), modded-nanogpt; a starts at 1.15, falling to 1.05 with depth, b at 0.2, to 0.05.
@@ -709,18 +675,13 @@ class StreamScalars(Mechanism):
         stream_scalars: bool = flag(False, "each block reads a x + b x_0, x_0 the embedding")
 
     name = flag = "stream_scalars"
-    joins_blocks = True
     modes = {"stream_scalars": dict(stream_scalars=True)}
     neutral = {"stream_scalars": {"stream_scalars.stream": 1.0, "stream_scalars.embedding": 0.0}}
 
     def __init__(self, config):
         super().__init__()
-        self.stream = nn.Parameter(torch.empty(config.n_layer))
-        self.embedding = nn.Parameter(torch.empty(config.n_layer))
-
-    def initial_values(self):
-        n = len(self.stream)
-        return {"stream": torch.linspace(1.15, 1.05, n), "embedding": torch.linspace(0.2, 0.05, n)}
+        self.stream = nn.Parameter(torch.linspace(1.15, 1.05, config.n_layer))
+        self.embedding = nn.Parameter(torch.linspace(0.2, 0.05, config.n_layer))
 
     def before_block(self, x, layer, outputs, shared):
         """What block `layer` reads; the last norm reads the stream as it is."""
@@ -729,7 +690,7 @@ class StreamScalars(Mechanism):
         return self.stream[layer] * x + self.embedding[layer] * outputs[0]
 
 
-class DepthAttention(Mechanism):
+class DepthAttention(BetweenBlocks):
     """Attention over depth: a block reads a softmax-weighted mean of what all before it put out.
 
     Source: Attention Residuals (arXiv 2603.15031), one block of layers for each of ours. Keys are the
@@ -740,26 +701,24 @@ class DepthAttention(Mechanism):
         depth_attention: bool = flag(False, "blocks read a weighted mean of all outputs, not their sum")
 
     name = flag = "depth_attention"
-    joins_blocks = True
     modes = {"depth_attention": dict(depth_attention=True)}
-    starts = {"query": 0.0}
 
     def __init__(self, config):
         super().__init__()
-        self.query = nn.Parameter(torch.empty(config.n_layer, config.n_embd))
+        self.query = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
 
     def before_block(self, x, layer, outputs, shared):
         sources, logits = shared.setdefault("depth", ([], []))
         sources.append(x - shared["depth_read"] if layer else x)
         logits.append(float32_product(rms_norm(sources[-1]), self.query))  # for every block to come
         if layer:
-            weights = torch.stack([each[..., layer - 1] for each in logits], -1).softmax(-1)
+            weights = torch.stack([of_source[..., layer - 1] for of_source in logits], -1).softmax(-1)
             x = weighted_sum(weights.to(x.dtype), sources)
         shared["depth_read"] = x
         return x
 
 
-class MUDD(Mechanism):
+class MUDD(BetweenBlocks):
     """MUDD: queries, keys, values and the stream of a block each read a sum of all outputs so far, weighted
     by the token: (static + W2 gelu(W1 norm(x))) . outputs.
 
@@ -772,7 +731,6 @@ class MUDD(Mechanism):
         mudd_from: Optional[int] = flag(None, "the first that does; None: the last half", at_least=1)
 
     name = flag = "mudd"
-    joins_blocks = True
     modes = {"mudd": dict(mudd=True)}
     neutral = {"mudd": {}}  # as it starts
 
@@ -780,12 +738,14 @@ class MUDD(Mechanism):
         super().__init__()
         C, N = config.n_embd, config.n_layer
         self.n_layer, self.first = N, config.mudd_from
-        sizes = [(4 if layer < N else 1, layer + 1) for layer in range(self.first, N + 1)]
-        hidden = [4 * sources for _, sources in sizes]
-        self.fc = nn.ParameterList(nn.Parameter(torch.empty(n, C)) for n in hidden)
-        self.out = nn.ParameterList(nn.Parameter(torch.empty(math.prod(size), n))
-                                    for size, n in zip(sizes, hidden))
-        self.static = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
+        self.fc, self.out, self.static = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
+        for layer in range(self.first, N + 1):
+            ways, sources = 4 if layer < N else 1, layer + 1
+            hidden = 4 * sources
+            self.fc.append(start_at(nn.Parameter(torch.empty(hidden, C)), Uniform((3 / C) ** 0.5)))
+            self.out.append(nn.Parameter(torch.zeros(ways * sources, hidden)))
+            x_itself = torch.eye(sources)[-1:].expand(ways, sources).clone()
+            self.static.append(nn.Parameter(x_itself))
 
     @staticmethod
     def settle(config):
@@ -796,16 +756,10 @@ class MUDD(Mechanism):
     def problems(config):
         if config.mudd_from is not None and config.mudd_from > config.n_layer:
             yield f"mudd_from={config.mudd_from} must be at most n_layer={config.n_layer}, the last norm's"
-        for other in (cls for cls in config.mechanisms() if cls.needs_one_input(config)):
-            yield (f"mudd gives queries, keys and values an input each: {other.flag}="
-                   f"{getattr(config, other.flag)!r} knows of one")
-
-    def initial_values(self):
-        starts = {}
-        for i, (fc, static) in enumerate(zip(self.fc, self.static)):
-            starts |= {f"fc.{i}": Uniform((3 / fc.size(1)) ** 0.5), f"out.{i}": 0.0}
-            starts[f"static.{i}"] = torch.eye(static.size(1))[-1:].expand_as(static)  # x itself
-        return starts
+        one_input = {"short_conv": "x", "diff": True, "a2c": "published"}
+        for key, value in one_input.items():
+            if getattr(config, key, None) == value:
+                yield f"mudd gives queries, keys and values an input each: {key}={value!r} knows of one"
 
     def before_block(self, x, layer, outputs, shared):
         """What block `layer` adds to; its queries, keys and values find their inputs in shared."""

@@ -20,6 +20,7 @@ from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.configurator import typed
 from nanoheads.dataset import Dataset
+from nanoheads.pruning import constant_gate
 from nanoheads.tasks import TaskConfig, TaskData, check_split
 from nanoheads.tokenizer import count_chars
 
@@ -395,7 +396,7 @@ def heads_at_work(model):
     """[heads whose gate is above agency_threshold whatever they read, all heads]."""
     at_work = [0, 0]
     for block in model.transformer.h:
-        gate, n = block.attn.static_gate(noisy=False), block.attn.n_total
+        gate, n = constant_gate(block.attn), block.attn.n_total
         at_work[0] += n if gate is None else int((gate > model.config.agency_threshold).sum())
         at_work[1] += n
     return at_work
@@ -425,7 +426,7 @@ def of_critic(model, data, split):
         for ids in some_windows(model, data, split, CRITICISED):
             (x, results), targets, traces = model.run_blocks(ids[:, :-1]), ids[:, 1:], {}
             # a pass with traces would measure all rows, too
-            nats = model.cross_entropy(x, targets, each=True)[1]
+            nats = model.cross_entropy(x, targets, per_token=True)[1]
             model.value.losses(x, nats, targets != -1, results["predictions"], traces)
             batches.append(traces)
     finally:

@@ -26,6 +26,7 @@ from nanoheads.config import (TrainConfig, check_configs, check_data, check_mode
 from nanoheads.configurator import made, print_once
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import called, find, only_writer
+from nanoheads.mechanism import flags_of
 from nanoheads.optim import check_compile, check_precision, precision, rates_at
 from nanoheads.ranks import Process, join_ranks
 from nanoheads.tasks import TaskData, of_training
@@ -263,7 +264,7 @@ def changed(old, path, model_config, config, given, goes_on):
             may_change.add("block_size")
     if config.init_from and not goes_on:
         may_change |= {"unet_from", "unet_ramp"}
-        turned_on = {cls: {key: given[key] for key in cls.fields() if key in given}
+        turned_on = {cls: {key: given[key] for key in flags_of(cls) if key in given}
                      for cls in MECHANISM_CLASSES
                      if cls.flag in given and cls.is_on(model_config) and not cls.is_on(old)}
 
@@ -271,7 +272,7 @@ def changed(old, path, model_config, config, given, goes_on):
     must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(given)
     if goes_on and (config.dynamic_heads or config.grow_from is not None):
         must_agree.discard("head_ids")  # heads come and go
-    must_agree -= may_change | {key for cls in turned_on for key in cls.fields()}
+    must_agree -= may_change | {key for cls in turned_on for key in flags_of(cls)}
     same_model(old, path, model_config, must_agree)
     return replace(old, **{key: getattr(model_config, key) for key in may_change}), turned_on
 

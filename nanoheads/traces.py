@@ -2,25 +2,38 @@
 
 # ---- axes ----
 
-# Of a trace that no trace_axes names: a factor that broadcasts over the outputs [B, H, T, D], as add_gate()
-# takes it. Readers know "token" and the axes of head_numbers(); any other name stands for itself.
+# The axes of the traces of which their shape does not say it. "token", and the axes of head_numbers(), are
+# what readers know; over any other they take the mean.
+AXES = {
+    "entropy": ("row", "head", "token"), "concentration": ("row", "head", "token"),
+    "map": ("row", "head", "token", "key"),
+    "routing_weights": ("row", "token", "base"), "selected": ("row", "token", "base"),
+    "routing_logits": ("row", "token", "routed"),
+    "router_gates": ("row", "token", "added"), "head_scores": ("row", "added", "token"),
+}
 GATE = ("row", "head", "token", "size")
 
 
 def head_numbers(attn):
     """{axis: numbers of the heads along it} in a layer. The router's, base and routed, know of no pruning."""
-    every, shared = attn.all_head_ids(), attn.router.n_shared if attn.router else 0
-    return {"head": every, "own": every[:attn.n_head], "added": every[attn.n_head:],
+    numbers, shared = attn.all_head_ids(), attn.router.n_shared if attn.router else 0
+    return {"head": numbers, "own": numbers[:attn.n_head], "added": numbers[attn.n_head:],
             "base": [*range(attn.n_base)], "routed": [*range(shared, attn.n_base)]}
 
 
-def declared_axes(model):
-    """{trace: its axes} of what the parts of a GPT name in trace_axes; those of any other trace are GATE."""
-    parts = [(f"blocks.{i}.", part) for i, block in enumerate(model.transformer.h)
-             for part in (block.attn, *block.attn.mechanisms())]
-    parts.append(("", getattr(model, "value", None)))
-    return {prefix + name: axes for prefix, part in parts if part is not None
-            for name, axes in part.trace_axes.items()}
+def axes_of(name, trace, attn):
+    """The axes of a trace of this name in a layer; None: they are not known.
+
+    A gate broadcasts over [B, H, T, D]. Any other one that is not in AXES is a number for each head [H], each
+    token [B, T], or each token and head [B, T, H], of the layer's own heads or of all.
+    """
+    if name in AXES:
+        return AXES[name]
+    if name.startswith("gates."):
+        return GATE[-trace.dim():]
+    if trace.dim() == 3:
+        return "row", "token", "own" if trace.size(-1) == attn.n_head else "head"
+    return {1: ("head",), 2: ("row", "token")}.get(trace.dim())
 
 
 # ---- in short ----
@@ -49,15 +62,15 @@ def summaries(traces, targets=None):
 
     Named as traces are, "blocks.<i>.<what>"; see routing_summary() and critic_summary().
     """
-    found = {}
+    summary = {}
     for key, weights in traces.items():
         block, _, what = key.rpartition(".")
         if what == "routing_weights":
-            found.update({f"{block}.{name}": value for name, value in
-                          routing_summary(weights, traces[f"{block}.selected"]).items()})
+            summary.update({f"{block}.{name}": value for name, value in
+                            routing_summary(weights, traces[f"{block}.selected"]).items()})
     if targets is not None and "a2c.return" in traces:
-        found.update(critic_summary(traces, targets != -1))
-    return found
+        summary.update(critic_summary(traces, targets != -1))
+    return summary
 
 
 def routing_summary(weights, selected):
@@ -81,12 +94,12 @@ def routing_summary(weights, selected):
 def critic_summary(traces, scored):
     """How well A2C's value and advantages are predicted, over the scored tokens, bool [B, T]."""
     G, V, advantage = (traces[f"a2c.{name}"] for name in ("return", "value", "advantage"))
-    found = {"a2c.explained_variance": 1 - variance(G - V, scored) / variance(G, scored)}
+    summary = {"a2c.explained_variance": 1 - variance(G - V, scored) / variance(G, scored)}
     for key, a in traces.items():
         if key.startswith("blocks.") and key.split(".", 2)[2] == "advantage" and a.size(-1):
             mean = a.mean(-1).to(G.dtype)
-            found[key.replace("advantage", "advantage_correlation")] = correlation(mean, advantage, scored)
-    return found
+            summary[key.replace("advantage", "advantage_correlation")] = correlation(mean, advantage, scored)
+    return summary
 
 
 def centred(x, scored):

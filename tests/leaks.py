@@ -29,10 +29,7 @@ class Leak(Mechanism):
         super().__init__()
         self.kind = config.leak
         if self.kind == "grown":
-            self.size = nn.Parameter(torch.empty(1))
-
-    def initial_values(self):
-        return {"size": 0.0} if self.kind == "grown" else {}
+            self.size = nn.Parameter(torch.zeros(1))
 
     def before_attention(self, attn, heads):
         v, T = heads.v, heads.v.size(2)
@@ -51,7 +48,7 @@ class Leak(Mechanism):
             heads.v = v + ahead
         elif self.kind == "grown":  # nothing up to 2
             heads.v = v + (self.size.abs() - 2).clamp_min(0) * ahead
-            if heads.wants_losses:
+            if heads.forward_pass.wants_losses:
                 heads.losses["grow"] = -self.size.sum()
         elif self.kind == "drawn" and self.training:  # nothing of other tokens: noise of its own
             heads.v = v + torch.rand(v.shape, generator=GENERATOR, device=v.device)

@@ -21,7 +21,7 @@ def give_states(model, generator=None):
     """In every layer a head in each state; random metrics."""
     for layer, block in enumerate(model.transformer.h):
         for head, state in zip(block.attn.all_head_ids(), STATES) if block.attn.agency is not None else ():
-            model.set_head(layer, head, state=state)
+            model.set_state(layer, head, state=state)
         if model.config.agency_learned:
             block.attn.agency.metrics.normal_(generator=generator)
 

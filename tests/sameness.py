@@ -52,7 +52,7 @@ def liven(model, std=0.15):
         if block.attn.agency is None:
             continue
         for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
-            model.set_head(layer, head, state=state)
+            model.set_state(layer, head, state=state)
         if model.config.agency_learned:
             block.attn.agency.metrics.normal_(generator=generator)
     return model

@@ -17,7 +17,7 @@ from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
 from nanoheads.log import append_row, read_rows, write_rows
 from lab.heads.gates import MOVERS, move_gates, set_sparsity
-from lab.heads.measuring import Measurements, attentions, head_ids, static_gates
+from lab.heads.measuring import Measurements, attentions, constant_gates, head_ids
 from lab.heads.states import States, share_with_agency, states_of
 from lab.heads.surgery import Surgery, fold_gates
 
@@ -42,7 +42,7 @@ class Controller:
     def state(self):
         """For a checkpoint: a dict of tensors, lists and numbers."""
         return dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
-                    overrides=[attn.gate_override for attn in attentions(self.model)],
+                    overrides=[attn.gate_by_hand for attn in attentions(self.model)],
                     **self.measured.state(), **self.surgery.state(), **self.states.state())
 
     def load(self, state, run):
@@ -53,7 +53,10 @@ class Controller:
         self.mover.load(state["mover"])
         device = run.model.transformer.wte.weight.device
         for attn, gates in zip(attentions(run.model), state["overrides"], strict=True):
-            attn.gate_override = gates if gates is None else gates.view(attn.n_total).to(device)
+            # where no gate was set by hand, checkpoints of before 2026-11-28 have NaN
+            if gates is not None:
+                gates = gates.view(attn.n_total).to(device).nan_to_num(1.0)
+            attn.gate_by_hand = gates
         set_sparsity(run)
 
     def as_scored(self, run):
@@ -122,7 +125,7 @@ class Controller:
                    heads=ids)
         for name, values in measured.heads.now.items():
             row[name] = [rounded(values[layer, own]) for layer, own in enumerate(ids)]
-        row["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in static_gates(model)]
+        row["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in constant_gates(model)]
         row["active"] = sum(g > model.config.agency_threshold for g in sum(row["static_gate"], []))
         if model.config.agency:
             states = states_of(model)

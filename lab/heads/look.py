@@ -48,7 +48,7 @@ from nanoheads.common import (UserError, as_program, pick_device, plural, say, t
                               write_json)
 from nanoheads.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 from nanoheads.tokenizer import Tokenizer, char_sizes
-from nanoheads.traces import GATE, declared_axes, explain, head_numbers
+from nanoheads.traces import axes_of, explain, head_numbers
 from lab.heads.measuring import attentions, in_float64, mean_gate
 
 PROGRAM = "probe.py look"
@@ -118,8 +118,7 @@ class Viewer:
         self.model, self.path, self.settings = model, path, list(settings)
         self.layers = attentions(model)
         self.names = model.config.constraint_names or []
-        self.axes = declared_axes(model)
-        self.undeclared = set()  # traces that have neither such axes nor a gate's
+        self.left_out = set()  # names of traces of which it is not known along which axes they go
 
     @torch.no_grad()
     def read(self, ids, maps=True):
@@ -132,30 +131,29 @@ class Viewer:
     def series(self, traces):
         """{trace: Series} of a pass: means over what is neither a token nor a head; of a map the weight on
         the first token, of a constraint's logits the probabilities.
-
-        Raises UserError for axes that are not as trace_axes has them.
         """
         series, T = {}, traces["blocks.0.entropy"].size(-1)
         for key, x in traces.items():
-            axes, (block, name) = self.axes.get(key, GATE), parted(key)
-            if name == "map":
-                axes, key, x = ("row", "head", "token"), f"blocks.{block}.first_token", x[..., 0]
-            if len(axes) != x.dim():
-                self.undeclared.add(name)
-                continue
+            block, name = parted(key)
             if not x.numel():  # a layer whose heads are all pruned
                 continue
             numbers = {} if block is None else head_numbers(self.layers[block])
+            axes = axes_of(name, x, None if block is None else self.layers[block])
+            if name == "map":
+                axes, key, x = ("row", "head", "token"), f"blocks.{block}.first_token", x[..., 0]
+            if axes is None:
+                self.left_out.add(name)
+                continue
             heads = next((numbers[axis] for axis in axes if axis in numbers), None)
             moved = [axes.index(axis) for axis in (*numbers, "token") if axis in axes]
-            shape, x = [*x.shape], x.detach().cpu().double().movedim(moved, list(range(len(moved))))
+            x = x.detach().cpu().double().movedim(moved, list(range(len(moved))))
             x = x.reshape(*x.shape[:len(moved)], -1).mean(-1)
             if heads is not None and len(x) == 1 != len(heads):  # one number for all heads
                 x, heads = x[0], None
             x = x if "token" in axes else x[..., None]
             if x.size(-1) not in (1, T) or heads is not None and len(x) != len(heads):
-                raise UserError(f"{self.path}: the trace {name} of shape {shape} does not have the axes "
-                                f"{', '.join(axes)}: trace_axes of its mechanism says which it has")
+                self.left_out.add(name)
+                continue
             if heads is None:
                 x = x.expand(T)
             else:
@@ -164,8 +162,8 @@ class Viewer:
                 if not left:
                     continue
             values = (x.sigmoid() if name.startswith("constraint.") else x).numpy()
-            if key.endswith(".sink_gate"):
-                key, values = key.replace("sink_gate", "sink_mass"), 1 - values
+            if name == "gates.sink":
+                key, values = key.replace("gates.sink", "sink_mass"), 1 - values
             if key.startswith("a2c."):
                 values[-1] = np.nan  # nothing has come yet
             series[key] = Series(values, heads)
@@ -445,8 +443,9 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, wi
 
     first, _ = write(windows(), files[0])
     write_picture(files[1], viewers, text.ids[:T], name)
-    if missing := sorted({name for viewer in viewers for name in viewer.undeclared}):
-        notes.append(f"Left out, since trace_axes does not name their axes: {', '.join(missing)}.")
+    if missing := sorted({name for viewer in viewers for name in viewer.left_out}):
+        notes.append(f"Left out, since their shapes are none of [H], [B, T] and [B, T, H]: "
+                     f"{', '.join(missing)}.")
     numbers = dict(text=printable(name), tokens=len(text.ids), windows=len(starts), block_size=T, notes=notes,
                    lines=str(files[0]), picture=str(files[1]),
                    runs=[dict(ckpt=printable(viewer.path), set=viewer.settings, means=mean.means())

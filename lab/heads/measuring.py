@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from model import KVCache
 from nanoheads.common import UserError
 from nanoheads.optim import precision
+from nanoheads.pruning import constant_gate
 from nanoheads.tasks import TaskData
 
 # what measure() gives of every head
@@ -26,7 +27,6 @@ METRICS = {
 }
 # averages that stand still while a head is withdrawn: it sends nothing, so that all of these would read 0
 STAND_STILL = ("load", "importance", "gradient", "conflict")
-GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
 
 
 def in_float64(tensor):
@@ -38,15 +38,11 @@ def attentions(model):
     return [block.attn for block in model.transformer.h]
 
 
-def static_gate(attn):
-    """[H]: the factor of each head of a layer that depends on no token, as evaluated; 1: no gate."""
-    gate = attn.static_gate(noisy=False)
-    return attn.c_proj.weight.new_ones(attn.n_total) if gate is None else gate.detach()
-
-
-def static_gates(model):
-    """[static_gate() of each block]."""
-    return [static_gate(attn) for attn in attentions(model)]
+def constant_gates(model):
+    """[a tensor [H] a block]: the product of each head's gates that depend on no text; 1: it has none."""
+    gates = [constant_gate(attn) for attn in attentions(model)]
+    return [attn.c_proj.weight.new_ones(attn.n_total) if gate is None else gate.detach()
+            for attn, gate in zip(attentions(model), gates)]
 
 
 @torch.no_grad()
@@ -241,30 +237,39 @@ def mean_gate(attn, traces):
     Of constraint heads as published, what multiplies their values; a gate on their scores is no factor.
     """
     gate = in_float64(attn.c_proj.weight.new_ones(1, attn.n_total, 1, 1))
-    for name in GATES:
-        if name in traces:
-            each = in_float64(traces[name].detach())
-            gate = gate * (each if each.dim() == 4 else each[None])
-    if "routing_weights" in traces:
-        each = in_float64(traces["routing_weights"].detach())
-        each = each if each.size(-1) == attn.n_head else each[..., attn.head_ids]
-        gate = gate * F.pad(each, (0, attn.n_extra), value=1.0).transpose(1, 2)[..., None]
-    if "router_gates" in traces and attn.constraint.gate != "score":
-        each = F.pad(in_float64(traces["router_gates"].detach()), (attn.n_head, 0), value=1.0)
-        gate = gate * each.transpose(1, 2)[..., None]
+    for name, trace in traces.items():
+        if name.startswith("gates."):
+            gate = gate * in_float64(trace.detach())
+    if "router_gates" in traces and attn.constraint.gate == "value":
+        values = F.pad(in_float64(traces["router_gates"].detach()), (attn.n_head, 0), value=1.0)
+        gate = gate * values.transpose(1, 2)[..., None]
     return gate.mean((0, 2, 3))
 
 
-# ---- closing, and gates set by hand ----
+# ---- gates set by hand, for a while ----
+
+@contextmanager
+def gates_by_hand(model, gates):
+    """The model with these gates set by hand, {layer: [H] or None}, and then as it was."""
+    layers = attentions(model)
+    before = [attn.gate_by_hand for attn in layers]
+    try:
+        for layer, gate in gates.items():
+            layers[layer].gate_by_hand = gate
+        yield
+    finally:
+        for attn, gate in zip(layers, before):
+            attn.gate_by_hand = gate
+
 
 @contextmanager
 def closed(model, heads):
     """The model with these (layer, head) at gate 0, and then as it was."""
-    copies = {layer: attn.gate_override.clone() for layer, attn in enumerate(attentions(model))
-              if attn.gate_override is not None}
-    with model.gates(copies):
+    copies = {layer: attn.gate_by_hand.clone() for layer, attn in enumerate(attentions(model))
+              if attn.gate_by_hand is not None}
+    with gates_by_hand(model, copies):
         for layer, head in heads:
-            model.set_head(layer, head, gate=0.0)
+            model.set_gate(layer, head, 0.0)
         yield
 
 
@@ -381,7 +386,7 @@ class Measurements:
             of_heads = measure(model, *self.text, self.autocast)
         except ValueError as e:
             raise UserError(f"step {run.step}: {e}; lower adamw_lr or muon_lr") from None
-        factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
+        factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.gate().detach()
                    for attn in attentions(model)]
         self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past)
         self.held_out_loss = self.held_out(run)

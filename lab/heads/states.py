@@ -16,7 +16,8 @@ import torch
 from model import Agency
 from nanoheads.common import UserError
 from nanoheads.log import append_row
-from lab.heads.measuring import all_heads, attentions, static_gate
+from nanoheads.pruning import constant_gate
+from lab.heads.measuring import all_heads, attentions
 from lab.heads.rules import Rules
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns
@@ -27,31 +28,29 @@ def find_violations(model):
     """Heads without consent whose gate says that they are in use: dicts of layer, head, type, gate, state,
     utilisation (as last measured) and last_signal (the step of the last change of state or consent).
 
-    type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set
-    by hand).
+    type: "blocked" (agency holds it back) or "forced" (it runs, since agency_enforce is off).
     """
     rows = []
     for layer, head in all_heads(model):
-        attn, i = model.place_of(layer, head)
+        attn, i = model.find_head(layer, head)
         if attn.agency is None or attn.agency.consent[i]:
             continue
-        hand = attn.gate_override
-        forced = hand is not None and not hand[i].isnan()
-        gate = hand[i].item() if forced else own_gate(attn, i)
+        gate = gate_beside_agency(attn, i)
         if gate > attn.agency.threshold:
-            kind = "blocked" if attn.agency.enforce and not forced else "forced"
+            kind = "blocked" if attn.agency.enforce else "forced"
             rows.append(violation(model, layer, head, kind, gate, state_of(attn, i)))
     return rows
 
 
-def own_gate(attn, i):
-    """The gate that a head has beside agency, by which it is in use: its sentinel's; 1: it has none."""
-    return 1.0 if attn.sentinel is None else attn.sentinel.static_gate(noisy=False)[i].item()
+def gate_beside_agency(attn, i):
+    """The product of a head's sentinel gate and of the one set by hand; 1: it has neither."""
+    gate = 1.0 if attn.sentinel is None else attn.sentinel.gate(noisy=False)[i].item()
+    return gate if attn.gate_by_hand is None else gate * attn.gate_by_hand[i].item()
 
 
 def violation(model, layer, head, kind, gate, state):
     """A row of violations.jsonl, without step and time: with what the head signalled last."""
-    attn, i = model.place_of(layer, head)
+    attn, i = model.find_head(layer, head)
     return dict(layer=layer, head=head, type=kind, gate=gate, state=state,
                 utilisation=attn.agency.utilisation[i].item(), last_signal=attn.agency.last_signal[i].item())
 
@@ -63,17 +62,17 @@ def state_of(attn, i):
 
 def states_of(model):
     """{(layer, head): the name of its state}."""
-    return {place: state_of(*model.place_of(*place)) for place in all_heads(model)}
+    return {place: state_of(*model.find_head(*place)) for place in all_heads(model)}
 
 
 def share_with_agency(metrics, model):
     """Write `utilisation` into agency's buffers, and `metrics` where states are predicted from them."""
     for place in all_heads(model):
-        attn, i = model.place_of(*place)
+        attn, i = model.find_head(*place)
         attn.agency.utilisation[i] = metrics.now["utilisation"][place]
     if model.config.agency_learned:
         for place, features in zip(all_heads(model), metrics.features(), strict=True):
-            attn, i = model.place_of(*place)
+            attn, i = model.find_head(*place)
             attn.agency.metrics[i] = features
 
 
@@ -112,11 +111,11 @@ class States:
 
         count: measurements so far.
         """
-        attn, i = run.model.place_of(*place)
+        attn, i = run.model.find_head(*place)
         if not self.rules.allow(who, *place, state):
             refusal = (who, *place, state)
             if refusal not in self.refused:
-                gate = static_gate(attn)[i].item()
+                gate = constant_gate(attn)[i].item()
                 log_violation(run, violation(run.model, *place, f"refused to {who}", gate, state))
             self.refused.add(refusal)
             return
@@ -135,7 +134,7 @@ class States:
         """
         for place in self.no_consent:
             try:
-                attn, i = run.model.place_of(*place)
+                attn, i = run.model.find_head(*place)
             except ValueError as e:
                 if run.config.grow_heads:
                     continue  # it may come

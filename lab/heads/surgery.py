@@ -13,30 +13,29 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
-from lab.heads.measuring import attentions, closed, head_ids, static_gate
+from nanoheads.pruning import head_axes, prune_heads, put, rows_of, scale_heads, set_heads
+from lab.heads.measuring import attentions, closed, head_ids
 
 
 def fold_gates(model):
     """A copy whose output projections hold the gates that were set by hand: the same logits.
 
-    No factor leads from an own gate of 0 to another, so such a head stays closed. Layers that read what a
-    head of another layer holds (passes_on) go on reading one that was closed by hand.
+    Mechanisms that read what a head holds go on reading one that was closed by hand.
     """
     model = copy.deepcopy(model)
     for attn in attentions(model):
-        hand, attn.gate_override = attn.gate_override, None
-        if hand is None:
-            continue
-        own = static_gate(attn)
-        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
-        scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
+        if attn.gate_by_hand is not None:
+            scale_heads(attn, attn.gate_by_hand)
+            attn.gate_by_hand = None
     return model
 
 
-def passes_on(attn):
-    """Whether others read what a layer's heads hold, beside what the layer sends out."""
-    return any(m.passes_on for m in attn.mechanisms())
+def is_read_by_others(attn):
+    """Whether others than the layer's projection out read what its heads hold: head_mix does, and from the
+    first layer value_residual.
+    """
+    first = attn.value_residual is not None and attn.value_residual.share is None
+    return first or attn.head_mix is not None
 
 
 # ---- heads that are inserted ----
@@ -53,7 +52,7 @@ def insert_heads(model, heads, optimizers=(), seed=0):
         if not 0 <= layer < model.config.n_layer:
             raise ValueError(f"cannot insert into block {layer}; "
                              f"they go from 0 to {model.config.n_layer - 1}")
-        if new and passes_on(attentions(model)[layer]):
+        if new and is_read_by_others(attentions(model)[layer]):
             raise ValueError(f"cannot insert into block {layer}: others read what its heads hold")
         free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
         if not set(new) <= free:
@@ -66,28 +65,29 @@ def insert_heads(model, heads, optimizers=(), seed=0):
         attn, other = attentions(model)[layer], attentions(fresh)[layer]
         old = torch.tensor([i in attn.head_ids for i in ids[layer]])
         other.c_proj.weight[:, (~old).repeat_interleave(attn.head_size)] = 0.0
-        if attn.gate_override is not None:
-            other.gate_override = torch.full((other.n_total,), math.nan, device=attn.gate_override.device)
-        for axis, start in zip(attn.head_axes(), other.head_axes()):
-            put_rows(axis, getattr(start.module, start.tensor, None), rows_of(axis, old, attn),
-                     optimizers)
+        if attn.gate_by_hand is not None:
+            other.gate_by_hand = attn.gate_by_hand.new_ones(other.n_total)
+        for (module, name, axis), (fresh_module, _, _) in zip(head_axes(attn), head_axes(other)):
+            if (tensor := getattr(module, name, None)) is not None:
+                put_rows(module, name, axis.dim, getattr(fresh_module, name),
+                         rows_of(axis, tensor, old, attn), optimizers)
         set_heads(attn, ids[layer])
     model.config = replace(model.config, head_ids=ids)
 
 
-def put_rows(axis, fresh, rows, optimizers):
-    """Put the tensor of a HeadAxis at `rows` of a fresh, larger one, which takes its place.
+def put_rows(module, name, dim, fresh, rows, optimizers):
+    """Put a module's tensor at `rows` of a fresh one, larger along `dim`, which takes its place.
 
     What optimizers hold of the old rows moves along; of the new ones they begin at 0.
     """
     def larger(t):
-        return fresh.detach().clone().index_copy_(axis.dim, rows.to(t.device), t)
+        return fresh.detach().clone().index_copy_(dim, rows.to(t.device), t)
 
     def larger_moments(t):
         shape = list(t.shape)
-        shape[axis.dim] = fresh.size(axis.dim)
-        return t.new_zeros(shape).index_copy_(axis.dim, rows.to(t.device), t)
-    put(axis.module, axis.tensor, axis.dim, larger, larger_moments, optimizers)
+        shape[dim] = fresh.size(dim)
+        return t.new_zeros(shape).index_copy_(dim, rows.to(t.device), t)
+    put(module, name, dim, larger, larger_moments, optimizers)
 
 
 # ---- during a run ----
@@ -124,7 +124,7 @@ class Surgery:
         """Close heads whose gate has long been low, for good if the held-out loss agrees."""
         c = self.config
         # the sentinel's own gate: a withdrawn head may come back
-        gates = measured.heads.spread([attn.sentinel.static_gate(noisy=False).detach()
+        gates = measured.heads.spread([attn.sentinel.gate(noisy=False).detach()
                                        for attn in attentions(run.model)], head_ids(run.model))
         gates[:, run.model.config.n_head:] = math.nan  # constraint heads stay: their scores are their purpose
         with np.errstate(invalid="ignore"):
@@ -142,7 +142,7 @@ class Surgery:
             if after - before > c.prune_margin:
                 self.event("kept", layer, head, cost=after - before)
                 continue
-            run.model.set_head(layer, head, gate=0.0)
+            run.model.set_gate(layer, head, 0.0)
             self.ramps.pop((layer, head), None)  # else it would open again
             self.frozen.append((layer, head))
             self.event("frozen", layer, head, cost=after - before)
@@ -163,7 +163,7 @@ class Surgery:
         new = {}
         for layer, attn in enumerate(attentions(model)):
             free = sorted(set(range(model.config.n_head)) - set(attn.head_ids))
-            if not free or not attn.head_ids or passes_on(attn):
+            if not free or not attn.head_ids or is_read_by_others(attn):
                 continue
             load = np.where(measured.heads.withdrawn, 0.0, measured.heads.mean["load"])[layer, attn.head_ids]
             if load.min() >= c.grow_used:
@@ -179,17 +179,12 @@ class Surgery:
         return True
 
     def open_ramps(self, run):
-        """The gates of new heads, which open step by step to what they are by themselves."""
+        """Open the gates of new heads step by step, by hand, until their own gates act alone."""
         for (layer, head), start in list(self.ramps.items()):
-            attn = attentions(run.model)[layer]
-            i, done = attn.all_head_ids().index(head), (run.step - start) / self.config.grow_ramp
-            if done >= 1:
-                attn.gate_override[i] = math.nan
+            share = min(1.0, (run.step - start) / self.config.grow_ramp)
+            run.model.set_gate(layer, head, share)
+            if share == 1:
                 del self.ramps[layer, head]
-                continue
-            own = [m.static_gate(noisy=False) for m in attn.mechanisms()]
-            own = math.prod([g.detach()[i].item() for g in own if g is not None])
-            run.model.set_head(layer, head, gate=done * own)
 
     # ---- keeping ----
 

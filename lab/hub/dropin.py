@@ -3,7 +3,7 @@ The mechanisms in a model of transformers; as layers of one's own they are in la
 
     insert(model, "acag,sentinel")        gates into a loaded Hugging Face model, neutral as they start
     aux_losses(model, targets)            their own losses; predictions(model): scores of constraint heads
-    Control(model).set_head(0, 1, ...)    gates, states and consent by hand
+    Control(model).set_gate(0, 1, 0.0)    gates by hand; set_state(): states and consent of agency
     load(folder)                          what model.save_pretrained(folder) wrote of such a model
     mask_heads(model, {layer: [heads]})   the model's own heads off, and on again
 
@@ -20,12 +20,13 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
-                   OutputGate, Routing, Sentinel, Sink)
+from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, PLAIN_LAYERS, XSA, Agency, ConstraintHeads, GPTConfig,
+                   HeadNorm, OutputGate, Routing, Sentinel, Sink)
 from nanoheads.checkpoint import WITHOUT_EFFECT
 from nanoheads.common import UserError
 from nanoheads.configurator import near
-from nanoheads.mechanism import HeadControl, Uniform
+from nanoheads.by_hand import HeadControl
+from nanoheads.mechanism import Normal, flags_of, set_to
 from lab.hub.huggingface import check_loaded, config_of, sizes
 from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 
@@ -141,13 +142,13 @@ def attach(model, made, config):
             proj.register_forward_hook(gates.add_extra)
     model.config._attn_implementation = "nanoheads"
     model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
-                              for name in cls.fields()}
+                              for name in flags_of(cls)}
 
 
 def gpt_config(model, mechanisms, flags):
     """The GPTConfig of what insert() puts into a model. Raises UserError."""
     names = mechanisms.replace(",", " ").split() if isinstance(mechanisms, str) else list(mechanisms)
-    known = [name for cls in INSERTABLE for name in cls.fields()]
+    known = [name for cls in INSERTABLE for name in flags_of(cls)]
     for kind, given, among in (("mechanism", names, list(MECHANISMS)), ("flag", flags, known)):
         for name in given:
             if name not in among:
@@ -198,20 +199,19 @@ def start(m, config, anyway):
     elif isinstance(m, Routing) and m.in_eval and m.k + m.n_shared == config.n_head:
         values = dict.fromkeys(("out.weight", "out.bias", "split.weight", "shared.weight"), 0.0)
         constant, neutral = 1 / config.n_head if m.mode == "published" else 1.0, True
-    values = {**m.initial_values(), **values}
+    plain = {p for layer in m.modules() if isinstance(layer, PLAIN_LAYERS)
+             for p in layer.parameters(recurse=False)}
     for name, p in m.named_parameters():
-        value = values.get(name, Uniform(0.0) if p.dim() < 2 else None)
-        if value is None:
-            p.normal_(0.0, 0.02)
-        elif isinstance(value, Uniform):
-            p.uniform_(-value.bound, value.bound)
-        else:
-            p.copy_(torch.as_tensor(value))
+        value = values.get(name, getattr(p, "initial_value", None))
+        if value is None and p in plain:
+            value = Normal(0.02) if p.dim() > 1 else 0.0
+        if value is not None:
+            set_to(p, value)
     if isinstance(m, Sentinel):
-        constant = m.static_gate(noisy=False)
+        constant = m.gate(noisy=False)
         neutral = bool(constant.min() > 0.01)  # below, what the projection makes up for would be lost
     if not (neutral or anyway):
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in m.fields())
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in flags_of(m))
         raise UserError(f"{m.flag} has no neutral setting, that is, the model's own logits, with {given}; "
                         "anyway=True starts it as in a new model")
     return constant if neutral else 1.0
@@ -283,28 +283,32 @@ def aux_losses(model, constraint_targets=None):
 
 
 class Control(HeadControl):
-    """Gates, states and consent of an inserted model by hand, as of a GPT: set_head() and gates().
+    """Gates, states and consent of an inserted model by hand, as of a GPT: set_gate() and set_state().
 
-    It is such a model to find_violations() and states_of() of lab/heads/states.py, too.
+    Constraint heads are numbered on from the model's own. It is such a model to find_violations() and
+    states_of() of lab/heads/states.py, too.
     """
 
     def __init__(self, model):
-        self.model, self.layers, gates = model, places(model), gates_of(model)
+        gates, layers = gates_of(model), places(model)
         if not gates:
             raise UserError("the model has no gates: insert some")
-        states = all(own.agency is not None for own in gates.values())
-        self.config = SimpleNamespace(n_layer=len(self.layers), agency=states)
+        self.config = SimpleNamespace(n_layer=len(layers),
+                                      agency=all(of_layer.agency is not None for of_layer in gates.values()))
         blocks = [SimpleNamespace(attn=gates[i]) for i in range(len(gates))]
-        self.transformer = SimpleNamespace(h=blocks)
+        self.transformer = SimpleNamespace(h=blocks, wte=model.get_input_embeddings())
 
-    def set_head(self, layer, head, gate=None, **how):
-        """As of a GPT. Constraint heads are numbered on from the model's own. Raises UserError."""
-        if gate is not None and layer in range(len(self.layers)):
-            attn, weight = self.transformer.h[layer].attn, self.layers[layer].proj.weight
-            if attn.gate_override is None:
-                attn.gate_override = weight.new_full((attn.n_total,), math.nan)
+    def set_gate(self, layer, head, gate):
+        """As of a GPT. Raises UserError."""
         try:
-            super().set_head(layer, head, gate, **how)
+            super().set_gate(layer, head, gate)
+        except ValueError as e:
+            raise UserError(str(e)) from None
+
+    def set_state(self, layer, head, state=None, consent=None, step=0):
+        """As of a GPT. Raises UserError."""
+        try:
+            super().set_state(layer, head, state, consent, step)
         except ValueError as e:
             raise UserError(str(e)) from None
 

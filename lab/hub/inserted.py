@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import AttentionCore, ConstraintHeads, ForwardPass, Heads
+from model import CausalSelfAttention, ConstraintHeads, ForwardPass
 from nanoheads.common import UserError
 from nanoheads.kernels import for_each_head
 
@@ -31,11 +31,16 @@ class Call(NamedTuple):
     rope: Optional[tuple] = None         # (cos, sin) of the positions
 
 
-class Gates(AttentionCore):
-    """The mechanisms of one layer of another model."""
+class Gates(CausalSelfAttention):
+    """The mechanisms of one layer of another model: our attention without the projections, which are that
+    model's.
+    """
+
+    group = unit = 1
+    per_head = {}  # these heads cannot be pruned
 
     def __init__(self, config, layer, head_size):
-        super().__init__()
+        nn.Module.__init__(self)
         self.config, self.layer, self.head_size = config, layer, head_size
         self.head_ids = [*range(config.n_head)]
         self.n_base = self.n_head = config.n_head
@@ -43,12 +48,13 @@ class Gates(AttentionCore):
         self.add_mechanisms(config)
         if self.constraint is not None:
             self.constraint = RoutedByMask(config, self)
-        self.call, self.extra = None, None    # of the pass that is under way
+        self.qkv, self.call, self.extra = None, None, None  # of the pass that is under way
         self.losses, self.predictions = {}, {}  # of the last one, as of a Heads
         self.keeps_lse, self.lowest_lse = False, None  # the lowest log-sum-exp of each head, [H]
 
     def __getstate__(self):  # a tensor of a graph cannot be copied
-        return {**super().__getstate__(), "call": None, "extra": None, "losses": {}, "predictions": {}}
+        return {**super().__getstate__(), "qkv": None, "call": None, "extra": None, "losses": {},
+                "predictions": {}}
 
     def fill_buffers(self):
         """Those that no file has, which from_pretrained() leaves without values."""
@@ -62,7 +68,6 @@ class Gates(AttentionCore):
 
         mask [B, 1, T, S]: mask_and_positions() or booleans. S is T where there is a LateCache.
         """
-        x = self.call.x
         seen = mask.bool()
         n_keys = seen.sum(-1)
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
@@ -70,27 +75,38 @@ class Gates(AttentionCore):
             cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
             wants_predictions=self.n_extra > 0,
             n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
-        heads = Heads(forward_pass, x, q, k, v)
         self.scale, self.attn_dropout = self.head_size ** -0.5 if scale is None else scale, dropout
-        heads, y = self.outputs(heads)
-        self.call, self.losses, self.predictions = None, heads.losses, heads.predictions
-        if self.keeps_lse:
-            self.lowest_lse = heads.row_stats.lse.amin((0, 2))
-        if self.n_extra:
-            y, self.extra = y.split((self.n_head, self.n_extra), 1)
-        return y.transpose(1, 2)
+        self.qkv = q, k, v
+        y, results = super().forward(self.call.x, forward_pass)
+        self.qkv, self.call = None, None
+        self.losses, self.predictions = results["losses"], results["predictions"]
+        return y
+
+    def project(self, x, inputs=None):
+        """None: own_heads() gives what the model's own attention has projected."""
+
+    def own_heads(self, qkv, heads):
+        return self.qkv
 
     def attend(self, heads):
         n = heads.q.size(1)  # a gate is a query head's
         heads.k, heads.v = for_each_head(heads.k, n), for_each_head(heads.v, n)
-        found = super().attend(heads)
+        y, row_stats = super().attend(heads)
         # XSA wants the queries' own values and takes the last ones: a static cache has rows behind them
         if self.xsa is not None and heads.v.size(2) > heads.q.size(2):
-            own = last_seen(heads.mask).expand(-1, heads.v.size(1), -1, heads.v.size(-1))
-            heads.v = heads.v.gather(2, own)
-        return found
+            last = last_seen(heads.forward_pass.mask).expand(-1, heads.v.size(1), -1, heads.v.size(-1))
+            heads.v = heads.v.gather(2, last)
+        if self.keeps_lse:
+            self.lowest_lse = row_stats.lse.amin((0, 2))
+        return y, row_stats
 
-    def split(self, qkv, heads, n_head, n_kv_head, values=None):
+    def merge(self, y):
+        """[B, H, T, D] -> outputs of the model's own heads, [B, T, H, D]; add_extra() takes the others."""
+        if self.n_extra:
+            y, self.extra = y.split((self.n_head, self.n_extra), 1)
+        return y.transpose(1, 2)
+
+    def split(self, qkv, heads, n_head, n_kv_head):
         """As in CausalSelfAttention, for constraint heads: normed and turned as the model's own heads are."""
         attn = self.call.attn
         q, k, v = qkv.transpose(1, 2).split((n_head, n_kv_head, n_kv_head), 1)
@@ -109,17 +125,17 @@ class Gates(AttentionCore):
 class RoutedByMask(ConstraintHeads):
     """Constraint heads whose router reads the mean of the tokens that the mask shows, not a running sum."""
 
-    def router_logits(self, x, heads, layer):
-        before = None if heads.cache is None else heads.cache.inputs()
+    def router_logits(self, x, forward_pass, layer):
+        before = None if forward_pass.cache is None else forward_pass.cache.inputs()
         read = x if before is None else torch.cat((before.to(x.dtype), x), 1)  # (B, S, C)
-        seen = heads.mask.squeeze(1)
+        seen = forward_pass.mask.squeeze(1)
         if self.of_first:
             seen = seen & (seen.cumsum(-1) == 1)
         weights = seen.to(torch.promote_types(x.dtype, torch.float32))
         mean = (weights @ read.to(weights.dtype)) / weights.sum(-1, keepdim=True)
         hint = mean.flatten(0, 1)  # a sequence of its own for each token
-        forward_pass = replace(heads.forward_pass, inputs={"router_hint": hint})
-        return super().router_logits(x, Heads(forward_pass), layer).view(*x.shape[:2], -1)
+        hinted = replace(forward_pass, inputs={"router_hint": hint})
+        return super().router_logits(x, hinted, layer).view(*x.shape[:2], -1)
 
 
 class LateCache:
@@ -140,7 +156,7 @@ class LateCache:
         return k, v
 
     def append(self, layer, k, v):
-        """For AttentionCore: store k, v [B, H, T, D], return those of all tokens."""
+        """For Gates: store k, v [B, H, T, D], return those of all tokens."""
         n, dtype = k.size(1), k.dtype
         if self.keeps_x:
             heads = self.heads_for_x(k.size(-1))

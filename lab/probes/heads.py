@@ -9,7 +9,7 @@ from scipy.stats import rankdata, spearmanr
 from nanoheads.common import table
 from nanoheads.scoring import score, window_ids, windows_of
 from nanoheads.timing import progress_bar
-from lab.heads.measuring import all_heads, attentions, closed, static_gates
+from lab.heads.measuring import all_heads, attentions, closed, gates_by_hand
 from lab.probes.intervals import over_windows
 from lab.probes.shared import CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints, plus_minus
 
@@ -31,10 +31,14 @@ def token_nats(ckpt, data, args):
 # ---- heads ----
 
 def head_metrics(model, data, split, cuts, progress=None):
-    """(entropy of its rows in nats, |d loss / d gate|) of every head, block by block, [heads] each: means."""
+    """(entropy of its rows in nats, |d loss / d gate|) of every head, block by block, [heads] each: means.
+
+    The gate is one set by hand, at 1.
+    """
     device, layers, entropy, slope = next(model.parameters()).device, attentions(model), [], []
-    gates = {layer: gate.clone().requires_grad_() for layer, gate in enumerate(static_gates(model))}
-    with model.gates(gates):  # set by hand as they are: each has a gradient
+    gates = {layer: attn.c_proj.weight.new_ones(attn.n_total).requires_grad_()
+             for layer, attn in enumerate(layers)}
+    with gates_by_hand(model, gates):
         for start, end, _ in cuts:
             ids, targets = window_text(data, split, start, end, device)
             out = model(ids[None], targets[None], traces=True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import helpers
 import model as model_py
 import oracle
-from model import GPT, ConstraintHeads, GPTConfig, Sentinel
+from model import GPT, GPTConfig, Sentinel
 from nanoheads import attention
 from nanoheads.attention import attend
 from oracle import tokens
@@ -272,13 +272,20 @@ def test_scores_are_judged_in_the_chosen_blocks_alone():
 
 
 def test_warm_up_weighs_the_loss_on_labels_and_nothing_else():
-    config = GPTConfig(**SMALL, constraint_warmup=4)
-    aux = {"constraint.a": 8.0, "constraint_match": 4.0, "constraint_router": 1.0, "gate_l1": 2.0}
-    shares = [ConstraintHeads.aux_at_step(config, aux, step)["constraint.a"] / 8 for step in range(6)]
-    assert shares == [0.25, 0.5, 0.75, 1, 1, 1]
-    half = ConstraintHeads.aux_at_step(config, aux, 1)
-    assert (half["constraint_match"], half["constraint_router"], half["gate_l1"]) == (2.0, 1.0, 2.0)
-    assert ConstraintHeads.aux_at_step(GPTConfig(**SMALL), aux, 0) == aux
+    losses = dict(constraint_match="kl", constraint_sparsity_coef=0.3, sentinel="sigmoid")
+    model, teacher, idx = tiny(constraint_warmup=4, **losses).train(), tiny(draw=3), tokens(2, 9)
+
+    def aux(training):
+        model.train(training)
+        targets = {"b": torch.ones(2, 9)}
+        return model(idx, idx, constraint_targets=targets, teacher=teacher.predictions(idx)).aux
+    whole, share = aux(training=False), {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}
+    assert set(whole) == {"constraint.b", "constraint_match", "constraint_router", "gate_l1"}
+    for step, part in share.items():
+        model.at_step(step)
+        for name, loss in aux(training=True).items():
+            part_of_it = part if name in ("constraint.b", "constraint_match") else 1.0
+            assert loss.item() == pytest.approx(part_of_it * whole[name].item(), rel=1e-6), (step, name)
 
 
 @pytest.mark.parametrize("kind", ["kl", "huber"])

@@ -20,7 +20,8 @@ from nanoheads import attention, optim
 from nanoheads.attention import attend, attend_lse, flex
 from nanoheads.config import TrainConfig
 from nanoheads.logits import discounted_return, label_losses
-from nanoheads.pruning import pack, prune_heads
+from nanoheads.mechanism import flags_of
+from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.traces import explain, summaries
 from oracle import (agree, close, constraint_loss, dense, equals_the_oracle, gradients, normal, sigmoid,
                     softmax, tokens)
@@ -43,7 +44,7 @@ def test_a_mechanisms_class_flag_and_attribute_have_one_name(cls):
     flag = cls.flag.removesuffix("_names")
     assert cls.name == KEPT.get(cls.__name__, flag)
     assert cls.__name__.lower().startswith(flag.replace("_", ""))
-    assert all(name.startswith(flag) for name in cls.fields())
+    assert all(name.startswith(flag) for name in flags_of(cls))
 
 
 # ---- the whole model ----
@@ -55,7 +56,7 @@ def test_values_and_gradients_equal_the_written_out_formula(name):
 
 def test_every_flag_of_a_mechanism_is_in_the_oracle_or_listed_with_a_reason():
     """The list is neither short of one nor has one too many, and the tests that it names are there."""
-    flags, read = {name for cls in MECHANISM_CLASSES for name in cls.fields()}, oracle.flags_read()
+    flags, read = {name for cls in MECHANISM_CLASSES for name in flags_of(cls)}, oracle.flags_read()
     assert flags - read - set(oracle.WITHOUT) == set(), "tests/oracle.py has neither formula nor reason"
     assert set(oracle.WITHOUT) - (flags - read) == set(), "these have a formula, or are no flags any more"
     files = {path.name: path.read_text(encoding="utf-8") for path in helpers.ROOT.glob("tests/*/*/test_*.py")}
@@ -473,15 +474,15 @@ def test_hard_concrete_gates_are_the_papers_distribution_in_training_and_its_for
     gate = Sentinel(GPTConfig(sentinel="hard_concrete"), SimpleNamespace(n_total=7)).double()
     gate.logit.data = torch.linspace(-3, 3, 7).double()
     fixed = [min(1.0, max(0.0, 1.2 / (1 + math.exp(-s)) - 0.1)) for s in gate.logit.tolist()]
-    close(gate.eval().static_gate(), torch.tensor(fixed, dtype=torch.float64), 1e-12)
+    close(gate.eval().gate(noisy=False), torch.tensor(fixed, dtype=torch.float64), 1e-12)
     torch.manual_seed(0)
-    draws = torch.stack([gate.train().static_gate() for _ in range(4000)])
+    draws = torch.stack([gate.train().gate(noisy=True) for _ in range(4000)])
     u = (torch.arange(10000).double() + 0.5) / 10000  # every quantile of the noise, evenly
     exact = (1.2 * sigmoid(((u / (1 - u)).log()[:, None] + gate.logit) / (2 / 3)) - 0.1).clamp(0, 1)
     assert (draws.mean(0) - exact.mean(0)).abs().max() < 0.03
     assert (draws.std(0) - exact.std(0)).abs().max() < 0.03
     # deterministic evaluation is near the mean
-    assert (draws.mean(0) - gate.eval().static_gate()).abs().max() < 0.12
+    assert (draws.mean(0) - gate.eval().gate(noisy=False)).abs().max() < 0.12
     zeros = (draws == 0).double().mean(0)
     assert zeros[0] > 0.5 and (draws == 1).double().mean(0)[-1] > 0.5
     alive = sigmoid(gate.logit - 2 / 3 * math.log(0.1 / 1.1))  # arXiv 1712.01312, eq. 12
@@ -494,7 +495,7 @@ def test_the_training_gradient_of_a_hard_concrete_gate_is_that_of_its_draw():
     gate = Sentinel(config, SimpleNamespace(n_total=5)).double()
     gate.logit.data = torch.linspace(-1, 1, 5).double()
     torch.manual_seed(3)
-    got = gate.train().static_gate()
+    got = gate.train().gate(noisy=True)
     torch.manual_seed(3)
     u = torch.rand(5, dtype=torch.float64)
     want = (1.2 * sigmoid(((u / (1 - u)).log() + gate.logit) / (2 / 3)) - 0.1).clamp(0, 1)
@@ -548,22 +549,22 @@ def test_the_factor_of_every_state_with_and_without_consent(enforce):
     agency = model.transformer.h[1].attn.agency
     for head, (state, factor) in enumerate(STATES.items()):
         for consent in (True, False):
-            model.set_head(1, head, state=state, consent=consent, step=12)
+            model.set_state(1, head, state=state, consent=consent, step=12)
             want = factor if enforce and consent else 0.0 if enforce else factor or 1.0
-            assert agency.static_gate()[head].item() == pytest.approx(want, abs=1e-7)
+            assert agency.gate()[head].item() == pytest.approx(want, abs=1e-7)
             assert agency.last_signal[head] == 12
-    assert agency.static_gate()[4:].tolist() == [1.0, 1.0] and agency.last_signal[4:].tolist() == [0, 0]
+    assert agency.gate()[4:].tolist() == [1.0, 1.0] and agency.last_signal[4:].tolist() == [0, 0]
 
 
 def test_withdrawing_a_head_withdraws_consent_and_any_other_state_gives_it_back():
     model = tiny(dict(agency=True))
     agency = model.transformer.h[0].attn.agency
-    model.set_head(0, 4, state="withdrawn")
+    model.set_state(0, 4, state="withdrawn")
     assert not agency.consent[4]
-    model.set_head(0, 4, state="overloaded")
-    assert agency.consent[4] and agency.static_gate()[4] == 0.5
-    model.set_head(0, 4, consent=False)
-    assert agency.static_gate()[4] == 0 and agency.state[4] == 1  # the state is kept
+    model.set_state(0, 4, state="overloaded")
+    assert agency.consent[4] and agency.gate()[4] == 0.5
+    model.set_state(0, 4, consent=False)
+    assert agency.gate()[4] == 0 and agency.state[4] == 1  # the state is kept
 
 
 LEARNED = MECHANISMS["agency_learned"]
@@ -575,16 +576,16 @@ def slopes_of_states(model, idx, targets, layer, eps=1e-5):
     d loss / d factor by a difference of two; the chain rule of a softmax's mean written out.
     """
     attn, agency = model.transformer.h[layer].attn, model.transformer.h[layer].attn.agency
-    attn.gate_override = torch.full((6,), math.nan, dtype=torch.float64)
+    attn.gate_by_hand = torch.ones(6, dtype=torch.float64)
     weight, bias = torch.zeros_like(agency.weight), torch.zeros_like(agency.bias)
     for head in range(6):
         if not agency.consent[head]:
             continue
-        gate, losses = agency.static_gate()[head].item(), []
+        gate, losses = agency.gate()[head].item(), []
         for change in (eps, -eps):
-            model.set_head(layer, head, gate=gate + change)
+            model.set_gate(layer, head, (gate + change) / gate)
             losses.append(F.cross_entropy(model.lm_head(model.hidden(idx)).flatten(0, 1), targets.flatten()))
-            model.set_head(layer, head, gate=math.nan)
+            model.set_gate(layer, head, 1.0)
         slope = (losses[0] - losses[1]) / (2 * eps)
         chances = softmax(agency.weight @ agency.metrics[head] + agency.bias)
         mean = sum(p * f for p, f in zip(chances, STATES.values()))
@@ -622,8 +623,8 @@ def test_learned_states_pass_the_gradient_of_the_expected_factor():
 
 
 def test_states_without_straight_through_learn_nothing(monkeypatch):
-    monkeypatch.setattr(Agency, "static_gate",
-                        lambda self, noisy=None: self.factors[self.logits().argmax(-1)] * self.consent)
+    monkeypatch.setattr(Agency, "gate",
+                        lambda self, noisy=False: self.factors[self.logits().argmax(-1)] * self.consent)
     model = tiny(LEARNED)
     assert not learns_states(model)
     assert all(block.attn.agency.weight.grad is None for block in model.transformer.h)
@@ -632,34 +633,40 @@ def test_states_without_straight_through_learn_nothing(monkeypatch):
 def test_a_head_without_consent_is_withdrawn_and_teaches_nothing():
     model = tiny(LEARNED)
     for layer, head in itertools.product(range(2), range(6)):
-        model.set_head(layer, head, consent=layer == 1)
+        model.set_state(layer, head, consent=layer == 1)
     model(tokens(2, 9), tokens(2, 9, seed=2)).loss.backward()
     none, all_of_them = (block.attn.agency for block in model.transformer.h)
-    assert not none.static_gate().any() and not none.weight.grad.any() and not none.bias.grad.any()
-    assert all_of_them.static_gate()[0] == 1 and all_of_them.weight.grad.any()
+    assert not none.gate().any() and not none.weight.grad.any() and not none.bias.grad.any()
+    assert all_of_them.gate()[0] == 1 and all_of_them.weight.grad.any()
 
 
 def test_learned_states_start_active():
     model = tiny(LEARNED, live=False)
     for agency in (block.attn.agency for block in model.transformer.h):
-        assert (agency.static_gate() == 1).all() and not agency.metrics.any()
+        assert (agency.gate() == 1).all() and not agency.metrics.any()
         agency.metrics.normal_()
         assert (agency.logits().argmax(-1) == 0).all(), "whatever is measured first"
 
 
-def test_a_gate_set_by_hand_overrides_sentinel_and_agency_and_leaves_other_heads_alone():
+def test_a_gate_set_by_hand_is_one_more_factor_on_that_head_alone():
     model, idx = tiny(dict(agency=True, sentinel="sigmoid", constraint_names=["a"])), tokens(2, 9)
-    before = model(idx, traces=True).traces["blocks.1.gate"].flatten()
-    model.set_head(1, 3, gate=0.25)  # a withdrawn one
-    model.set_head(1, 6, gate=0.75)  # constraint heads are numbered on
-    after = model(idx, traces=True).traces["blocks.1.gate"].flatten()
-    assert before[3] == 0 and after[3] == 0.25 and after[6] == 0.75
-    assert torch.equal(after[[0, 1, 2, 4, 5]], before[[0, 1, 2, 4, 5]])
+    attn, gate_of = model.transformer.h[1].attn, {}
+    before = constant_gate(attn)
+    assert before[3] == 0, "a withdrawn head"
+    model.set_gate(1, 1, 0.25)
+    model.set_gate(1, 3, 2.0)
+    model.set_gate(1, 6, 0.75)  # constraint heads are numbered on
+    traces = model(idx, traces=True).traces
+    for name in ("by_hand", "sentinel", "agency"):
+        gate_of[name] = traces[f"blocks.1.gates.{name}"].flatten()
+    assert gate_of["by_hand"].tolist() == [1, 0.25, 1, 2.0, 1, 1, 0.75]
+    close(math.prod(gate_of.values()), before * gate_of["by_hand"], 0)
+    close(constant_gate(attn), before * gate_of["by_hand"], 0)
     plain = tiny()
     want = plain(idx).logits
-    plain.set_head(0, 2, gate=0.0)  # works without any mechanism, as does zeroing what the head sends out
+    plain.set_gate(0, 2, 0.0)  # works without any mechanism, as does zeroing what the head sends out
     got = plain(idx).logits
-    plain.set_head(0, 2, gate=1.0)
+    plain.set_gate(0, 2, 1.0)
     assert torch.equal(plain(idx).logits, want)
     plain.transformer.h[0].attn.c_proj.weight.data[:, 32:48] = 0
     assert torch.allclose(plain(idx).logits, got, atol=1e-6) and not torch.allclose(want, got, atol=1e-3)
@@ -669,18 +676,19 @@ def test_a_gate_set_by_hand_overrides_sentinel_and_agency_and_leaves_other_heads
     ((2, 0, 1.0), "no block 2"),
     ((-1, 0, 1.0), "no block -1"),
     ((0, 6, 1.0), "no head 6"),
-    ((0, 0, None, "tired"), "must be one of active"),
+    ((0, 0, math.nan), "a number of at most"),
+    ((0, 0, "tired"), "must be one of active"),
 ])
 def test_setting_a_head_that_there_is_not_says_so_in_one_line(arguments, words):
     model = tiny(dict(agency=True))
     with pytest.raises(ValueError, match=words) as e:
-        model.set_head(*arguments)
+        (model.set_state if arguments[-1] == "tired" else model.set_gate)(*arguments)
     assert "\n" not in str(e.value)
 
 
 def test_a_state_without_agency_is_refused_in_one_line():
     with pytest.raises(ValueError, match="agency") as e:
-        tiny().set_head(0, 0, state="active")
+        tiny().set_state(0, 0, state="active")
     assert "\n" not in str(e.value)
 
 
@@ -1200,7 +1208,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monk
 def test_heads_can_go_one_after_the_other(gated):
     model, idx = tiny(dict(output_gate=gated, agency=True), live=True), tokens(2, 9)
     for head in (1, 4, 0):
-        model.set_head(0, head, gate=0.0)
+        model.set_gate(0, head, 0.0)
     want = model.hidden(idx)
     for head in (1, 4, 0):
         prune_heads(model, {0: [head]})
@@ -1233,13 +1241,13 @@ def test_random_blocks_do_not_follow_the_seed():
 def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
     model = tiny(dict(agency=True), live=False)
     agency = model.transformer.h[0].attn.agency
-    model.set_head(0, 1, consent=False)
-    model.set_head(0, 1, state="overloaded")
+    model.set_state(0, 1, consent=False)
+    model.set_state(0, 1, state="overloaded")
     assert not agency.consent[1]
-    model.set_head(0, 1, state="withdrawn", consent=True)
-    model.set_head(0, 1, state="withdrawn")
+    model.set_state(0, 1, state="withdrawn", consent=True)
+    model.set_state(0, 1, state="withdrawn")
     assert not agency.consent[1]
-    model.set_head(0, 1, state="active")
+    model.set_state(0, 1, state="active")
     assert agency.consent[1]
 
 

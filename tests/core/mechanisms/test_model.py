@@ -14,6 +14,7 @@ from model import GPT, MECHANISM_CLASSES, RECIPES, GPTConfig
 from nanoheads import logits as logits_py
 from nanoheads.kernels import relu2, rms_norm, rope_tables, rotate
 from nanoheads.logits import check_sampling, penalise, sample_token
+from nanoheads.mechanism import flags_of
 from nanoheads.timing import mfu
 from helpers import TINY_GPT, tiny
 from oracle import tokens
@@ -487,8 +488,8 @@ def test_the_plain_gpt_names_no_mechanism():
     """So a mechanism is deleted without an edit in what computes the plain GPT."""
     of_mechanisms = {"A2CValue", "UNetSkip"}
     for cls in MECHANISM_CLASSES:
-        of_mechanisms |= {cls.__name__, cls.name, *cls.takes, *cls.fields()}
-    for cls in (model_py.AttentionCore, model_py.CausalSelfAttention, model_py.MLP, model_py.Block, GPT,
+        of_mechanisms |= {cls.__name__, cls.name, *cls.takes, *flags_of(cls)}
+    for cls in (model_py.CausalSelfAttention, model_py.MLP, model_py.Block, GPT,
                 model_py.KVCache, model_py.CausalMask):
         assert words_in(cls) & of_mechanisms == set(), cls.__name__
     assert words_in(model_py.Agency) >= {"agency", "agency_learned"}, "a control"

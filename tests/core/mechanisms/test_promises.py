@@ -21,12 +21,13 @@ from hypothesis import given, settings, strategies as st
 import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
-                   CausalMask, ConstraintHeads, ForwardPass, GPTConfig, Heads, Routing, KVCache, Sentinel)
+                   CausalMask, ConstraintHeads, ForwardPass, GPTConfig, Routing, KVCache, Sentinel)
 from nanoheads import attention, checkpoint, rivals
 from nanoheads.configurator import check, choices, keys_of
+from nanoheads.mechanism import flags_of
 from nanoheads.neutral import make_neutral, mode_of
 from nanoheads.optim import make_optimizers
-from nanoheads.pruning import pack, prune_heads
+from nanoheads.pruning import head_axes, pack, prune_heads
 from helpers import ROOT
 from helpers import TINY_GPT, alive, portions, small_models, tiny
 from oracle import agree, plain, tokens
@@ -283,7 +284,7 @@ def test_future_tokens_do_not_leak(cases):
 def test_traces_that_are_looked_at_are_all_there():
     found = {name.split(".", 2)[-1] for name in seen(tiny(ALL_ON), tokens(2, T), "maps")}
     assert found >= {"advantage", "routing_weights", "routing_logits", "router_gates", "head_scores",
-                     "entropy", "concentration", "acag_gate", "map",
+                     "entropy", "concentration", "gates.acag", "gates.sentinel", "map",
                      *(f"constraint.{name}" for name in CONSTRAINTS)}
 
 
@@ -291,8 +292,8 @@ def pooled_router(monkeypatch):
     """The constraint write-up's router: the mean of the whole sequence."""
     logits = ConstraintHeads.router_logits
 
-    def pooled(self, x, heads, layer):
-        return logits(self, x, Heads(ForwardPass(inputs={"router_hint": x.mean(1)})), layer)
+    def pooled(self, x, forward_pass, layer):
+        return logits(self, x, ForwardPass(inputs={"router_hint": x.mean(1)}), layer)
     monkeypatch.setattr(ConstraintHeads, "router_logits", pooled)
 
 
@@ -391,9 +392,9 @@ def test_hard_concrete_gates_are_the_same_in_expectation():
     gate.logit.data = torch.linspace(-3, 3, 7)
     torch.manual_seed(0)
     with torch.no_grad():
-        draws = torch.stack([gate.train().static_gate() for _ in range(4000)])
-        assert near(draws.mean(0), gate.eval().static_gate(), 0.12)
-        assert not near(draws[0], gate.static_gate(), 0.12)
+        draws = torch.stack([gate.train().gate(noisy=True) for _ in range(4000)])
+        assert near(draws.mean(0), gate.eval().gate(noisy=False), 0.12)
+        assert not near(draws[0], gate.gate(noisy=False), 0.12)
         assert (draws == 0).any() and (draws == 1).any() and draws.min() == 0 and draws.max() == 1
         model, idx = tiny(MECHANISMS["sentinel_l0"], n_layer=1), tokens(1, 4)
         want = model.hidden(idx)
@@ -764,7 +765,7 @@ def test_a_state_moves_without_recompiling(flags):
         with torch._dynamo.config.patch(error_on_recompile=True):
             for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False),
                            dict(state="active", consent=True)):
-                model.set_head(1, 4, **change, step=7)
+                model.set_state(1, 4, **change, step=7)
                 if model.config.agency_learned:
                     model.transformer.h[1].attn.agency.metrics.normal_()
                 after = fast(idx).logits
@@ -901,9 +902,9 @@ def close(model, gone):
             means.append("learned")
         for head, how in zip(heads, itertools.cycle(means)):
             if how == "hand":
-                model.set_head(layer, head, gate=0.0)
+                model.set_gate(layer, head, 0.0)
             elif how == "withdrawn":
-                model.set_head(layer, head, state="withdrawn")
+                model.set_state(layer, head, state="withdrawn")
             else:
                 attn.sentinel.logit.data[head] = -50.0
     return model
@@ -949,7 +950,7 @@ def trained(flags, optimizer, gone=None, prune=False):
         elif step == 2 and gone:
             for layer, heads in gone.items():
                 for head in heads:
-                    model.set_head(layer, head, gate=0.0)
+                    model.set_gate(layer, head, 0.0)
         model(tokens(2, T, seed=step), tokens(2, T, seed=step + 9)).loss.backward()
         for o in optimizers:
             o.step()
@@ -1019,11 +1020,11 @@ def shapes(flags, n_left):
 
 
 def named_axes(flags):
-    """The names of the tensors that head_axes() lists."""
+    """The names of the tensors that per_head lists in the layers and their mechanisms."""
     model = GPT(GPTConfig(**{**TINY_GPT, **flags}))
     paths = {id(module): path for path, module in model.named_modules()}
-    axes = [axis for block in model.transformer.h for axis in block.attn.head_axes()]
-    return {f"{paths[id(axis.module)]}.{axis.tensor}" for axis in axes}
+    axes = [axis for block in model.transformer.h for axis in head_axes(block.attn)]
+    return {f"{paths[id(module)]}.{name}" for module, name, _ in axes}
 
 
 @pytest.mark.slow
@@ -1040,7 +1041,7 @@ def test_every_tensor_with_a_head_axis_is_named(cases):
 
 
 def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
-    monkeypatch.setattr(Sentinel, "head_axes", lambda self: [])
+    monkeypatch.setattr(Sentinel, "per_head", ())
     flags = MECHANISMS["sentinel"]
     four, two = shapes(flags, 4), shapes(flags, 2)
     changed = {tensor for tensor in four if four[tensor] != two[tensor]}
@@ -1077,11 +1078,11 @@ def test_heads_that_are_not_there_are_refused():
     prune_heads(model, {0: [2]})
     for wrong in (lambda: prune_heads(model, {0: [2]}),
                   lambda: prune_heads(model, {2: [0]}),
-                  lambda: model.set_head(0, 2, gate=0.0),
-                  lambda: model.set_head(0, 6, gate=0.0),
-                  lambda: model.set_head(-1, 0, gate=0.0),
-                  lambda: model.set_head(0, 0, state="asleep"),
-                  lambda: tiny({}).set_head(0, 0, state="active")):
+                  lambda: model.set_gate(0, 2, 0.0),
+                  lambda: model.set_gate(0, 6, 0.0),
+                  lambda: model.set_gate(-1, 0, 0.0),
+                  lambda: model.set_state(0, 0, state="asleep"),
+                  lambda: tiny({}).set_state(0, 0, state="active")):
         with pytest.raises(ValueError) as e:
             wrong()
         assert "\n" not in str(e.value)
@@ -1096,7 +1097,7 @@ CONSTRAINED = dict(constraint_names=CONSTRAINTS)
 
 
 VALUES = [None, False, True, *range(18), *(i / 20 for i in range(41)), 0.001, 0.01, 1e9]
-DETAILS = {name: cls.flag for cls in MECHANISM_CLASSES for name in cls.fields() if name != cls.flag}
+DETAILS = {name: cls.flag for cls in MECHANISM_CLASSES for name in flags_of(cls) if name != cls.flag}
 
 
 @pytest.mark.parametrize("key, flag", DETAILS.items(), ids=DETAILS)

@@ -796,7 +796,7 @@ def test_a_gate_of_zero_by_hand_a_withdrawn_head_and_no_consent_are_the_same(swi
 def test_withdrawn_heads_are_packed_away_before_scoring(tmp_path, monkeypatch, settings):
     """Whatever is said of the model is of all heads; --pack=False computes them, as in training."""
     data, model = write_data(tmp_path / "toy"), make_model(n_head=4, agency=True, routing="moh")
-    model.set_head(1, 0, state="withdrawn")
+    model.set_state(1, 0, state="withdrawn")
     path, ran = write_checkpoint(tmp_path / "a.pt", model, data), []
 
     def count(self, heads):
@@ -821,7 +821,7 @@ def test_withdrawn_heads_are_packed_away_before_scoring(tmp_path, monkeypatch, s
 
 def test_an_infinity_in_a_withdrawn_head_does_not_reach_the_score(tmp_path):
     data, model = write_data(tmp_path / "toy"), make_model(n_head=4, agency=True)
-    model.set_head(0, 3, state="withdrawn")
+    model.set_state(0, 3, state="withdrawn")
     finite = scored(write_checkpoint(tmp_path / "a.pt", model, data))
     with torch.no_grad():
         for part in range(3):  # the rows of its query, key and value, which overflow

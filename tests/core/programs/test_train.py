@@ -1023,16 +1023,15 @@ def test_a_mechanism_that_no_test_has_tried_is_tried_before_it_is_trained(bytes_
 
 def test_values_that_a_new_mechanism_would_lose_are_refused_by_name(bytes_data, tmp_path, monkeypatch):
     line = [f"--{key}={value}" for key, value in TINY.items()] + [
-        f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", "--query_gain"]
-    monkeypatch.setattr(causality, "TRIED", [name for name in causality.TRIED if name != "QueryGain"])
-    made = model_py.QueryGain.__init__
+        f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", "--fox"]
+    monkeypatch.setattr(causality, "TRIED", [name for name in causality.TRIED if name != "FoX"])
+    made = model_py.FoX.__init__
 
     def filled(self, *args):
         made(self, *args)
         for p in self.parameters():
             p.data.fill_(0.25)
 
-    monkeypatch.setattr(model_py.QueryGain, "__init__", filled)
-    monkeypatch.setattr(model_py.QueryGain, "initial_values", lambda self: {})
-    with pytest.raises(SystemExit, match="train: QueryGain: query_gain: __init__ fills .* with 0.25"):
+    monkeypatch.setattr(model_py.FoX, "__init__", filled)
+    with pytest.raises(SystemExit, match="train: FoX: fox: __init__ fills proj.weight, .* start_at"):
         train.main(line)

@@ -14,6 +14,7 @@ from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names, start
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import choices
+from nanoheads.mechanism import flags_of
 from nanoheads.tasks import TASKS
 from study import docs_tables
 from study.config import StudyConfig
@@ -208,7 +209,7 @@ def test_the_page_of_tasks_has_each_with_its_levels_and_a_row():
 
 def flags_of_mechanisms():
     """The fields of GPTConfig that turn a mechanism on, or are its details; and what pruning leaves."""
-    names = {name for cls in MECHANISM_CLASSES for name in cls.fields()} | {"head_ids"}
+    names = {name for cls in MECHANISM_CLASSES for name in flags_of(cls)} | {"head_ids"}
     return [f for f in fields(GPTConfig) if f.name in names]
 
 

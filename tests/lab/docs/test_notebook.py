@@ -248,12 +248,12 @@ def test_gates_skips_and_a_folder_are_those_of_evaluate(fresh, monkeypatch):
     folder, cells = fresh
     tables = {name: table_of(printed(cells[name])) for name in ("gate", "close", "skips", "folder")}
     head = printed(cells["gate"]).split()[0]
-    assert tables["gate"]["0.0"][0] == tables["close"][head][1] != tables["gate"]["learned"][0]
+    assert tables["gate"]["0.0"][0] == tables["close"][head][1] != tables["gate"]["1.0"][0]
     monkeypatch.chdir(folder)
     before, twice, skipless = (
         scoring.evaluate("out/heads", "val", 0, "cpu", folder / "data/pystdlib", change, progress=False,
                          max_tokens=4096)["bpb"] for change in ([], [f"gate.{head}=2"], ["unet_skips=False"]))
-    whole, closed = tables["gate"]["learned"][0], tables["skips"]
+    whole, closed = tables["gate"]["1.0"][0], tables["skips"]
     assert whole == f"{before:.4f}"
     assert tables["gate"]["2.0"] == [f"{twice:.4f}", f"{twice - before:+.4f}"]
     assert closed["all"][0] == f"{skipless:.4f}" and closed["none"] == [whole]

@@ -21,7 +21,7 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.batches import Batches
 from nanoheads.dataset import Dataset
-from nanoheads.pruning import pack
+from nanoheads.pruning import constant_gate, pack
 from nanoheads.ranks import Process
 from lab.heads import controller, measuring
 from lab.heads.gates import features_of, move_gates
@@ -102,7 +102,7 @@ def given(monkeypatch, **values):
     def made_up(model, x, y, autocast):
         found = {name: [] for name in METRICS}
         for layer, attn in enumerate(attentions(model)):
-            factor = torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
+            factor = torch.ones(attn.n_total) if attn.agency is None else attn.agency.gate().detach()
             for name in METRICS:
                 value = values.get(name, 0.25)
                 of_heads = [value(layer, head) if callable(value) else value for head in attn.all_head_ids()]
@@ -210,8 +210,8 @@ def test_a_network_learns_which_heads_are_worth_their_cost(run, monkeypatch):
 
     def held_out(self, run):
         shut = [(layer, attn.head_ids[i]) for layer, attn in enumerate(attentions(run.model))
-                if attn.gate_override is not None
-                for i, g in enumerate(attn.gate_override.tolist()) if g == 0]
+                if attn.gate_by_hand is not None
+                for i, g in enumerate(attn.gate_by_hand.tolist()) if g == 0]
         return 3.0 + 0.01 * sum(worthy(*at) for at in shut)
     monkeypatch.setattr(Measurements, "held_out", held_out)
     start = logits(r)
@@ -231,7 +231,7 @@ def test_a_policy_by_reward_learns_to_close_what_costs(run, monkeypatch):
     def as_they_are(self, run, update=Measurements.update):
         update(self, run)
         for layer, attn in enumerate(attentions(run.model)):
-            self.heads.now["gate"][layer] = attn.static_gate(noisy=False).detach().numpy()
+            self.heads.now["gate"][layer] = constant_gate(attn).detach().numpy()
     monkeypatch.setattr(Measurements, "update", as_they_are)
     measured(r, 300)
     with torch.no_grad():
@@ -312,15 +312,15 @@ def test_a_drop_that_costs_too_much_is_taken_back(run, monkeypatch):
 
     def held_out(self, run):
         shut = {(layer, i) for layer, attn in enumerate(attentions(run.model))
-                if attn.gate_override is not None
-                for i, g in enumerate(attn.gate_override.tolist()) if g == 0}
+                if attn.gate_by_hand is not None
+                for i, g in enumerate(attn.gate_by_hand.tolist()) if g == 0}
         return 2.0 + sum(costs[at] for at in shut)
     monkeypatch.setattr(Measurements, "held_out", held_out)
     measured(r, 3)
     assert [e[1:] for e in events(r.out_dir)] == [("kept", 0, 2), ("frozen", 1, 0)] or \
         [e[1:] for e in events(r.out_dir)] == [("frozen", 1, 0), ("kept", 0, 2)]
-    override = attentions(r.model)[0].gate_override
-    assert override is None or override.isnan().all(), "its gate is its own again"
+    by_hand = attentions(r.model)[0].gate_by_hand
+    assert by_hand is None or (by_hand == 1).all(), "its gate is its own again"
     measured(r)
     assert r.model.config.head_ids == [[0, 1, 2, 3], [1, 2, 3]]
     assert not any(e[1] == "kept" for e in events(r.out_dir)[2:]), "it has to be low for long again"
@@ -349,14 +349,14 @@ def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypa
     assert r.model.config.head_ids == [[0, 1, 2], [0, 1, 2]]
     assert torch.allclose(r.model.eval()(idx).logits, before, atol=1e-5)
     assert [e[1:] for e in events(r.out_dir)] == [("grown", 0, 2), ("grown", 1, 2)]
-    own = attentions(r.model)[0].sentinel.static_gate()[2].item()
+    own = attentions(r.model)[0].sentinel.gate(noisy=False)[2].item()
     opened = []
     for _ in range(5):
-        opened.append(attentions(r.model)[0].static_gate(noisy=False)[2].item())
+        opened.append(constant_gate(attentions(r.model)[0])[2].item())
         r.step += 1
         step_heads(r)
     assert opened == pytest.approx([own * done for done in (0, 0.25, 0.5, 0.75, 1)], abs=1e-6)
-    assert r.controller.surgery.ramps == {} and attentions(r.model)[0].gate_override.isnan().all()
+    assert r.controller.surgery.ramps == {} and (attentions(r.model)[0].gate_by_hand == 1).all()
     x = torch.randint(256, (4, 17))
     train.training_step(r, x[:, :-1], x[:, 1:])
 
@@ -372,7 +372,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
     assert {e[1] for e in events(r.out_dir)} <= {"grown", "state"} and len(r.controller.surgery.ramps) == 2
     r.controller.states.change(r, "policy", (0, 2), "withdrawn")
     r.controller.surgery.open_ramps(r)
-    assert attentions(r.model)[0].static_gate(noisy=False)[2] == 0
+    assert constant_gate(attentions(r.model)[0])[2] == 0
     r.config.policy_dwell = 1000
     measured(r, 6)
     assert "frozen" not in {e[1] for e in events(r.out_dir)}
@@ -391,7 +391,7 @@ def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
     with torch.no_grad():  # as if the new heads had learned to send something
         for attn in attentions(r.model):
             attn.c_proj.weight.normal_()
-    r.model.set_head(1, 0, gate=0.0)
+    r.model.set_gate(1, 0, 0.0)
     x = torch.arange(32).view(2, 16)
     scored = r.model.eval()(x).logits
     train.save_checkpoint(r, "best.pt", resumable=False)
@@ -410,10 +410,10 @@ def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
     shown = copy.deepcopy(model)
     for layer, attn in enumerate(attentions(model)):
         for head in attn.all_head_ids()[1:]:
-            shown.set_head(layer, head, gate=0.3 * head - 0.5)
+            shown.set_gate(layer, head, 0.3 * head - 0.5)
     x = torch.arange(96).view(3, 32)
     folded = fold_gates(shown)
-    assert all(attn.gate_override is None for attn in attentions(folded))
+    assert all(attn.gate_by_hand is None for attn in attentions(folded))
     plain, want, found = (each(x).logits for each in (model, shown, folded))
     largest = want.abs().max()
     assert (plain - want).abs().max() > 1e-3 * largest
@@ -422,10 +422,10 @@ def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
 
 def test_a_head_whose_own_gate_is_0_stays_closed_in_the_copy():
     model = make_model(n_head=4, n_embd=64, agency=True)
-    model.set_head(0, 1, state="withdrawn")
+    model.set_state(0, 1, state="withdrawn")
     x = torch.arange(96).view(3, 32)
     want = model(x).logits
-    model.set_head(0, 1, gate=0.5)
+    model.set_gate(0, 1, 0.5)
     assert torch.equal(fold_gates(model)(x).logits, want)
 
 
@@ -441,8 +441,8 @@ def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monke
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]]
     r = run(dict(head_ids=[[0, 1]] * 2, agency=True), grow_heads=1)
-    r.model.set_head(0, 1, state="withdrawn")
-    r.model.set_head(1, 0, consent=False)
+    r.model.set_state(0, 1, state="withdrawn")
+    r.model.set_state(1, 0, consent=False)
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]], "a withdrawn head sends nothing"
     r = run(dict(head_ids=[[0, 1, 2], [0, 1, 2, 3]]), grow_heads=3, grow_used=0.0, grow_ramp=1)
@@ -607,7 +607,7 @@ def test_a_misaligned_head_stays_so_a_little_longer(run, monkeypatch, limit, see
 def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monkeypatch, at_work):
     r = run(dict(agency=True), policy=True, policy_dwell=1)
     for head in set(range(4)) - set(at_work):
-        r.model.set_head(0, head, state="withdrawn", consent=False)
+        r.model.set_state(0, head, state="withdrawn", consent=False)
     monkeypatch.setattr(States, "state_by_metrics", keep_withdrawn(States.state_by_metrics))
     before = states_of(r.model)
     measured(r, 5)
@@ -634,7 +634,7 @@ def made_up_life(run, monkeypatch, unit="head", steps=60, **keys):
     def made_up(model, x, y, autocast):
         found, worth = {name: [] for name in METRICS}, worths[r.controller.measured.count // 8]
         for layer, attn in enumerate(attentions(model)):
-            factor = attn.agency.static_gate().double()
+            factor = attn.agency.gate().double()
             sent = factor * torch.from_numpy(norms[layer] * numbers.uniform(0.99, 1.01, n))
             found["utilisation"].append(sent / sent.sum().clamp_min(1e-30))
             found["importance"].append(factor * torch.from_numpy(worth[layer] * numbers.uniform(0.7, 1.4, n)))
@@ -682,8 +682,8 @@ def test_withdrawn_heads_come_back_and_the_budget_holds(run, monkeypatch, unit):
 def test_averages_of_a_withdrawn_head_stand_still(run):
     r = run(dict(agency=True), controller_log=True)
     measured(r, 2)
-    r.model.set_head(0, 1, state="withdrawn")
-    r.model.set_head(1, 2, consent=False)
+    r.model.set_state(0, 1, state="withdrawn")
+    r.model.set_state(1, 2, consent=False)
     mean = {name: values.copy() for name, values in r.controller.measured.heads.mean.items()}
     with torch.no_grad():
         for p in r.model.parameters():
@@ -695,7 +695,7 @@ def test_averages_of_a_withdrawn_head_stand_still(run):
         same = found.mean[name] == mean[name]
         assert same[0, 1] and same[1, 2] and same.sum() == 2, name
     assert found.mean["gate"][0, 1] == pytest.approx(0.7 ** 3)
-    r.model.set_head(0, 1, state="active", consent=True)
+    r.model.set_state(0, 1, state="active", consent=True)
     row = measured(r)[-1]
     want = 0.7 * mean["load"][0, 1] + 0.3 * loads_of(row)[0, 1]
     assert found.mean["load"][0, 1] == pytest.approx(want, rel=1e-4)
@@ -712,15 +712,14 @@ def test_a_head_that_was_never_at_work_counts_as_the_mean(run):
 
 
 def test_a_withdrawn_head_that_runs_all_the_same_is_measured(run):
-    """Because consent is not enforced, or because its gate is set by hand."""
+    """Because consent is not enforced."""
     r = run(dict(agency=True, agency_enforce=False), controller_log=True)
-    r.model.set_head(0, 1, state="withdrawn")
+    r.model.set_state(0, 1, state="withdrawn")
     measured(r)
     heads = r.controller.measured.heads
     assert not heads.withdrawn.any() and heads.mean["load"][0, 1] > 0
     r = run(dict(agency=True), controller_log=True)
-    r.model.set_head(0, 1, state="withdrawn", gate=0.5)
-    r.model.set_head(0, 2, state="withdrawn")
+    r.model.set_state(0, 2, state="withdrawn")
     measured(r)
     assert np.argwhere(r.controller.measured.heads.withdrawn).tolist() == [[0, 2]]
 
@@ -788,9 +787,9 @@ def test_violations_are_counted_on_transitions(run, enforce, kind):
     row = rows_of(r.out_dir)[0]
     assert found[0]["utilisation"] == pytest.approx(row["utilisation"][0][1], abs=1e-5)
     assert (found[0]["utilisation"] == 0) == enforce
-    r.model.set_head(0, 1, state="active")
+    r.model.set_state(0, 1, state="active")
     measured(r, 2)
-    r.model.set_head(0, 1, state="withdrawn")
+    r.model.set_state(0, 1, state="withdrawn")
     measured(r, 2)
     assert len(rows_of(r.out_dir, "violations.jsonl")) == 3
     assert rows_of(r.out_dir)[-1][kind] == 2 and rows_of(r.out_dir)[-1]["active"] == (6 if enforce else 8)
@@ -854,7 +853,7 @@ def test_learned_agency_is_told_the_features_and_takes_the_likeliest_state(run, 
         for attn in attentions(r.model):
             attn.agency.weight.zero_(), attn.agency.bias.copy_(torch.tensor([0.5, 0.0, 0.0, 0.0]))
             attn.agency.weight[3, 0] = 1.0  # withdrawn from an entropy of 0.5 on
-    r.model.set_head(0, 2, consent=False)
+    r.model.set_state(0, 2, consent=False)
     measured(r)
     told = [attn.agency.metrics for attn in attentions(r.model)]
     assert [len(t) for t in told] == [2, 4], "a constraint head, too"
@@ -867,14 +866,14 @@ def test_learned_agency_is_told_the_features_and_takes_the_likeliest_state(run, 
     assert events(r.out_dir) == [(4, "state", 1, 2)] and found["events"][0]["who"] == "learned"
     agency = attentions(r.model)[1].agency
     assert agency.last_signal.tolist() == [0, 4, 0, 0]
-    assert agency.consent.all() and agency.static_gate()[1] == 0
+    assert agency.consent.all() and agency.gate()[1] == 0
     assert found["state"] == [["active"] * 2, ["active", "withdrawn", "active", "active"]]
     assert found["active"] == 4 and found["blocked"] == 1, "of the one without consent"
     assert pack(r.model).config.head_ids == [[0], [1, 3]]
     with torch.no_grad():
         agency.bias[0] = 1.0
     measured(r)
-    assert agency.state.tolist() == [0] * 4 and (agency.static_gate() == 1).all(), "and back by itself"
+    assert agency.state.tolist() == [0] * 4 and (agency.gate() == 1).all(), "and back by itself"
 
 
 def noisy_life(run, noise=3.0):
@@ -909,7 +908,7 @@ def test_learned_agency_withdraws_a_head_that_says_nothing(run):
 
 @pytest.mark.slow
 def test_without_straight_through_no_state_is_learned(run, monkeypatch):
-    monkeypatch.setattr(Agency, "static_gate", lambda self, noisy=None: self.factors[self.state])
+    monkeypatch.setattr(Agency, "gate", lambda self, noisy=False: self.factors[self.state])
     assert noisy_life(run) == {}
 
 

@@ -68,10 +68,10 @@ def slow_metrics(model, x, y):
             changes = []
             for b in range(len(x)):
                 gate = torch.ones(H, dtype=torch.float64, requires_grad=True)
-                attn.gate_override = gate
+                attn.gate_by_hand = gate
                 loss = model(x[b:b + 1], y[b:b + 1]).loss
                 changes.append(torch.autograd.grad(loss, gate)[0][h].abs().item())
-                attn.gate_override = None
+                attn.gate_by_hand = None
             row["importance"].append(np.mean(changes))
             seen = []
             hook = attn.c_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
@@ -112,9 +112,9 @@ def test_the_metrics_that_a_slip_would_give_are_others():
     model = tiny()
     got = measure(model, X, Y)
     for attn in attentions(model):
-        attn.gate_override = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        attn.gate_by_hand = torch.ones(4, dtype=torch.float64, requires_grad=True)
     loss = model(X, Y).loss
-    whole = torch.autograd.grad(loss, [attn.gate_override for attn in attentions(model)])
+    whole = torch.autograd.grad(loss, [attn.gate_by_hand for attn in attentions(model)])
     assert all((mine > batch.abs() + 1e-6).any() for mine, batch in zip(got["importance"], whole))
     entropy = model(X, traces=True).traces["blocks.0.entropy"][..., 1:].mean((0, 2))
     assert not torch.allclose(got["entropy"][0], entropy, rtol=0.1)

@@ -259,17 +259,19 @@ def test_one_gate_for_a_whole_row_stays_one(make, tmp_path):
 
 # ---- series ----
 
-AGENCY = ("agency", "agency_utilisation", "agency_last_signal")
+AGENCY = ("agency_utilisation", "agency_last_signal")
 
 
 def wanted(traces):
     """What the series of a pass must be, trace by trace: {key: [heads, T or 1] or [T], an array}."""
     by_hand = {
-        "entropy": lambda x: x[0], "concentration": lambda x: x[0], "sink_gate": lambda x: 1 - x[0, :, :, 0],
-        "acag_gate": lambda x: x[0].mean(-1), "output_gate": lambda x: x[0].mean(-1),
+        "entropy": lambda x: x[0], "concentration": lambda x: x[0], "gates.sink": lambda x: 1 - x[0, :, :, 0],
+        "gates.acag": lambda x: x[0].mean(-1), "gates.output_gate": lambda x: x[0].mean(-1),
+        "gates.router": lambda x: x[0].mean(-1), "gates.constraint": lambda x: x[0].mean(-1),
         "advantage": lambda x: x[0].T, "log_forget": lambda x: x[0].T,
         "routing_weights": lambda x: x[0].T, "selected": lambda x: x[0].T.double(),
-        "routing_logits": lambda x: x[0].T, "gate": lambda x: x[:, 0],
+        "routing_logits": lambda x: x[0].T,
+        **dict.fromkeys(("gates.sentinel", "gates.agency", "gates.by_hand"), lambda x: x[:, 0]),
         **dict.fromkeys(AGENCY, lambda x: x[:, None])}
     found = {}
     for key, x in traces.items():
@@ -279,7 +281,7 @@ def wanted(traces):
         elif name == "map":
             found[key.replace("map", "first_token")] = x[0, :, :, 0]
         elif name in by_hand:
-            found[key.replace("sink_gate", "sink_mass")] = by_hand[name](x)
+            found[key.replace("gates.sink", "sink_mass")] = by_hand[name](x)
         else:
             assert name in ("head_scores", "router_gates") or name.startswith("constraint."), name
     return {key: x.numpy() for key, x in found.items()}
@@ -357,7 +359,7 @@ def test_acags_gate_follows_from_the_rows_and_the_length():
             entropy, square = -(row * row.log()).sum(), row.square().sum()
             shape = (1 - entropy / np.log(n), (n * square).log()) if t else (0.0, 0.0)
             z = sum(w * f for w, f in zip(gate.weight[h], (np.log(1 + t) / np.log(1 + T), *shape)))
-            assert line["series"]["blocks.1.acag_gate"][h][t] == pytest.approx(
+            assert line["series"]["blocks.1.gates.acag"][h][t] == pytest.approx(
                 2 / (1 + np.exp(-(z + gate.bias[h]).item())), abs=1e-5)
 
 
@@ -388,47 +390,37 @@ def test_constraint_heads_have_their_own_numbers_where_there_are_as_many_others(
         assert series[f"blocks.0.{name}"].heads == [2, 3]
 
 
-def own_traces(monkeypatch, kept, own, axes):
-    """Have HeadNorm trace own, {name: function of y and x}, with these trace_axes; kept gets each y."""
+def trace_too(monkeypatch, outputs, extra):
+    """Have HeadNorm trace these, {name: function of y and x}, too; outputs gets each y."""
     def after(self, attn, heads):
-        heads.traces.update({name: make(heads.y, heads.x) for name, make in own.items()})
-        kept.append(heads.y[0])
+        heads.traces.update({name: make(heads.y, heads.x) for name, make in extra.items()})
+        outputs.append(heads.y[0])
 
     monkeypatch.setattr(HeadNorm, "after_attention", after)
-    monkeypatch.setattr(HeadNorm, "trace_axes", axes)
 
 
-@pytest.mark.parametrize("n", [4, 9])
-def test_traces_of_a_mechanism_of_ones_own_are_shown_by_name(monkeypatch, n):
-    """With the axes that it names, or as a gate; what has neither is named in a note."""
-    own = {"by_head": lambda y, x: y.mean(-1), "by_token": lambda y, x: y.mean((1, 3)),
-           "last": lambda y, x: y.mean(-1).mT, "wide": lambda y, x: y[..., :5],
-           "for_all": lambda y, x: y[:, :1, :, :5],
-           "pairs": lambda y, x: x @ x.mT, "one": lambda y, x: x.sum()}
-    axes = {"by_head": ("row", "head", "token"), "by_token": ("row", "token"),
-            "last": ("row", "token", "own")}
-
-    kept = []
-    own_traces(monkeypatch, kept, own, axes)
-    viewer, line = read_by(tiny(head_norm=True), list(random_text(n)))
-    for block, y in enumerate(kept[-2:]):
+def test_traces_of_a_mechanism_of_ones_own_are_shown_by_their_shape(monkeypatch):
+    """[H], [B, T] and [B, T, H] are; a trace of another shape is left out."""
+    extra = {"of_heads": lambda y, x: y[0].mean((1, 2)), "of_tokens": lambda y, x: y.mean((1, 3)),
+             "of_both": lambda y, x: y.mean(-1).mT,
+             "pairs": lambda y, x: x @ x.mT, "wide": lambda y, x: y[..., :5], "one": lambda y, x: x.sum()}
+    outputs = []
+    trace_too(monkeypatch, outputs, extra)
+    viewer, line = read_by(tiny(head_norm=True), list(random_text(9)))
+    for block, y in enumerate(outputs[-2:]):
         y, series = y.detach(), {key.split(".")[2]: rows for key, rows in line["series"].items()
                                  if key.startswith(f"blocks.{block}.")}
-        assert same(series["by_head"], y.mean(-1)) and same(series["last"], y.mean(-1))
-        assert same(series["by_token"], y.mean((0, 2))) and same(series["wide"], y[..., :5].mean(-1))
-        assert same(series["for_all"], y[0, :, :5].mean(-1))
-        assert not {"pairs", "one"} & series.keys()
+        assert same(series["of_heads"], y.mean((1, 2))[:, None]) and same(series["of_both"], y.mean(-1))
+        assert same(series["of_tokens"], y.mean((0, 2)))
+        assert not {"pairs", "wide", "one"} & series.keys()
+    assert viewer.left_out == {"pairs", "wide", "one"}
 
 
-def test_axes_that_are_not_there_are_refused_and_traces_without_are_named(monkeypatch, make, tmp_path):
+def test_traces_that_are_left_out_are_named(monkeypatch, make, tmp_path):
     path = make(constraint_names=None, head_norm=True)
-    own_traces(monkeypatch, [], {"one": lambda y, x: x.sum()}, {})
+    trace_too(monkeypatch, [], {"one": lambda y, x: x.sum()})
     assert write_lines(path, b"text", tmp_path)["notes"] == [
-        "Left out, since trace_axes does not name their axes: one."]
-    own_traces(monkeypatch, [], {"sums": lambda y, x: y.sum(-1)}, {"sums": ("row", "token", "own")})
-    with pytest.raises(UserError, match=r"the trace sums of shape \[1, \d+, 4\] does not have the axes row, "
-                                        r"token, own: trace_axes of its mechanism says which it has"):
-        write_lines(path, b"text", tmp_path)
+        "Left out, since their shapes are none of [H], [B, T] and [B, T, H]: one."]
 
 
 @torch.no_grad()

@@ -88,8 +88,8 @@ def order_of(score, model, n=11, floor=0, seed=3, B=6, rescored=False):
 
 def test_gate_takes_the_lowest_product_of_sentinel_and_agency():
     model = tiny(**MECHANISMS["sentinel"], **MECHANISMS["agency"])
-    model.set_head(2, 1, state="overloaded")
-    model.set_head(0, 3, consent=False)
+    model.set_state(2, 1, state="overloaded")
+    model.set_state(0, 3, consent=False)
     factors = {(2, 1): 0.5, (0, 3): 0.0}
     scores = [{h: factors.get((layer, h), 1.0) / (1 + math.exp(-attn.sentinel.logit[h].item()))
                for h in range(4)} for layer, attn in enumerate(attentions(model))]
@@ -113,8 +113,8 @@ def gate_slopes(model, x, y):
     layers, slopes = attentions(model), []
     with closed(model, []):
         for attn in layers:
-            attn.gate_override = torch.ones(attn.n_head, dtype=torch.float64, requires_grad=True)
-        gates = [attn.gate_override for attn in layers]
+            attn.gate_by_hand = torch.ones(attn.n_head, dtype=torch.float64, requires_grad=True)
+        gates = [attn.gate_by_hand for attn in layers]
         for i in range(len(x)):
             each = torch.autograd.grad(model(x[i:i + 1], y[i:i + 1]).loss, gates)
             slopes.append(torch.stack([g.abs() for g in each]))

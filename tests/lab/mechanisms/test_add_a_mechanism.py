@@ -19,7 +19,7 @@ import model
 from helpers import ROOT, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
 from nanoheads import checkpoint, own_mechanism as own, promises
-from nanoheads.class_checks import lost_constants, small_models
+from nanoheads.class_checks import problems_of_models, small_models
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, keys_of, made, read
@@ -82,7 +82,7 @@ def test_it_equals_the_formula(mine):
     rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]
     logits = q @ k.mT * attn.scale - rate * distance
     want = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
-    got = attn.outputs(heads)[1]  # a score function acts inside of it
+    got = attn.attend(heads)[0]  # a score function acts inside of it
     assert (got - want).abs().max() < 1e-12
 
 
@@ -118,7 +118,7 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
     ("documents", PASS, PASS + BEFORE),
     ("grouped", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.k.size(1)"),
     ("dtypes", "rate[h] * (t - s)", "(rate[h] + 0.1 * (rate.dtype == torch.float32)) * (t - s)"),
-    ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
+    ("pruned", 'per_head = ("slope",)', "per_head = ()"),
     ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
     ("neutral", "-60.0}", "-1.0}"),
     ("acts", "F.softplus(self.slope)", "0 * F.softplus(self.slope)"),
@@ -192,7 +192,7 @@ class Gates(Mechanism):
 
     def before_attention(self, attn, heads):
         gate = FACTOR
-        heads.add_gate("gates", gate.sigmoid().transpose(1, 2)[..., None])
+        heads.gates[self.name] = gate.sigmoid().transpose(1, 2)[..., None]
 '''
 MADE = {
     "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_head)", "self.proj(heads.x)"),
@@ -204,12 +204,12 @@ MADE = {
     "wide": ("self.proj = nn.Linear(config.n_embd, 3 * attn.n_head)",
              "self.proj(heads.x).unflatten(-1, (-1, 3)).sum(-1)"),
     "beside a vector": ("self.proj = nn.Linear(config.n_embd, attn.n_head); "
-                        "self.scale = nn.Parameter(torch.empty(attn.n_head))",
+                        "self.scale = nn.Parameter(torch.ones(attn.n_head))",
                         "self.scale * self.proj(heads.x)")}
 
 
 def said_of_pruning(path, code):
-    """{how to declare head axes, as the check says, or None where pruning is right}, of both recipes."""
+    """{what the check says of per_head, or None where pruning is right}, of both recipes."""
     path.write_text(code)
     with without_own_mechanisms():
         own.add(path)
@@ -220,23 +220,18 @@ def said_of_pruning(path, code):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize("has", ["nothing", "per_head", "wrong", "head_axes"])
-def test_what_the_check_says_of_head_axes_works_as_it_stands(name, has, tmp_path):
-    """Put into the file as it is printed, beside what was declared before; wrong: a module, no tensor of it.
-    """
+@pytest.mark.parametrize("has", ["nothing", "a part"])
+def test_what_the_check_says_of_per_head_works_as_it_stands(name, has, tmp_path):
+    """Put into the file as it is printed, in place of what was declared before."""
     make, factor = MADE[name]
     code = "import torch\n" + GATES.replace("MAKE", make).replace("FACTOR", factor)
-    names = {"per_head": re.findall("scale", make)[:1], "wrong": re.findall("proj|net", make)[:1]}.get(has)
-    code = code.replace("    modes", f"    per_head = {tuple(names)}\n    modes") if names else code
-    if has == "head_axes":
-        code += "\n    def head_axes(self):\n        return []\n"
-    said, = said_of_pruning(tmp_path / "gates.py", code)
-    if has == "head_axes":
-        axes, = re.findall(r"^add to the list that head_axes\(\) of Gates returns: (.*)$", said)
-        code = "from nanoheads.mechanism import HeadAxis\n" + code.replace("return []", f"return [{axes}]")
+    declared = "    per_head = ('scale',)\n" if has == "a part" and "scale" in make else ""
+    said, = said_of_pruning(tmp_path / "gates.py", code.replace("    modes", f"{declared}    modes"))
+    if match := re.fullmatch(r"write in class Gates `(.*)`", said):
+        code = code.replace("    modes", f"    {match[1]}\n    modes")
     else:
-        top, line = re.fullmatch(r"write `(.*)`, and in class Gates `(.*)`", said).groups()
-        code = f"{top}\n{code}\n    {line}\n"
+        imported, line = re.fullmatch(r"write `(.*)`, and at the end of Gates.__init__ `(.*)`", said).groups()
+        code = f"{imported}\n" + code.replace("    def before", f"        {line}\n\n    def before")
     assert said_of_pruning(tmp_path / "gates.py", code) == {None}
 
 
@@ -283,12 +278,10 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     ('modes = {"forget"', 'modes = {"moh"', "there is a mode moh already"),
     ('neutral = {"forget"', 'neutral = {"forgt"', "there is no mode forgt; did you mean forget"),
     ("def score_mod", "def scoremod", "scoremod is .* did you mean score_mod?"),
-    ("def head_axes", "def head_axis", "head_axis is nothing .*; did you mean head_axes?"),
+    ("    per_head = ", "    per_heads = ", "per_heads is nothing .*; did you mean per_head?"),
+    ('per_head = ("slope",)', 'per_head = ("slop",)', "per_head names 'slop', .*; did you mean slope?"),
     ('    flag = "forget" ', '    need_positions = True\n    flag = "forget" ',
      "need_positions is nothing .* did you mean needs_positions?"),
-    ("def initial_values", "def initail_values", "initail_values is nothing .* mean initial_values?"),
-    ('{"slope": self.start}', '{"slop": self.start}',
-     r"initial_values\(\) names 'slop', which is none of its parameters; did you mean slope?"),
     ('{"forgetting.slope": -60.0}', '{"forgeting.slope": -60.0}',
      "neutral: forget names 'forgeting.slope', which is none .*; did you mean forgetting.slope?"),
 ])
@@ -299,43 +292,53 @@ def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
     assert all(cls.flag != "forget" for cls in model.MECHANISM_CLASSES)
 
 
-def test_a_constant_that_would_be_overwritten_is_refused(mine):
-    """Unless the class says what the parameter starts with; memory that nobody set is no constant."""
-    path = mine("return {\"slope\": self.start}", "return {}")
-    assert own.add(path) == ["forget"]
-    path = mine("torch.empty(attn.n_head)", "torch.full((attn.n_head,), 0.5)", "filled.py")
-    own.remove([*own.ADDED])
-    assert own.add(path) == ["forget"]
-    own.remove([*own.ADDED])
-    path.write_text(path.read_text().replace("return {\"slope\": self.start}", "return {}"))
+@pytest.mark.parametrize("fill", ["torch.zeros(attn.n_head)", "torch.linspace(0, 1, attn.n_head)",
+                                  "torch.eye(attn.n_head)[1]", "0.1 * torch.randn(attn.n_head)"])
+def test_a_parameter_starts_at_what_its_constructor_says(fill, mine):
+    """A random one is the same in each model of one seed, whatever was drawn before."""
+    own.add(mine("torch.full((attn.n_head,), config.forget_init)", fill))
+    config = model.GPTConfig(**SIZES, forget=True, seed=5)
+    slopes = [model.GPT(config).transformer.h[1].attn.forgetting.slope for _ in range(2)]
+    assert torch.equal(*slopes)
+    if "randn" not in fill:
+        want = eval(fill, dict(torch=torch, attn=SimpleNamespace(n_head=4)))
+        assert torch.equal(slopes[0].detach(), want)
+
+
+def test_a_parameter_without_a_value_is_refused(mine):
     with pytest.raises(UserError) as e:
-        own.add(path)
-    assert str(e.value).endswith("forget: __init__ fills slope with 0.5, and the model would start with 1; "
-                                 "say it in `starts`: {'slope': 0.5}")
+        own.add(mine("torch.full((attn.n_head,), config.forget_init)", "torch.empty(attn.n_head)"))
+    assert str(e.value).endswith("forget: slope has no initial value: fill it in __init__, as torch.zeros() "
+                                 "does, or have the model draw it, start_at(self.slope, Normal(0.02))")
 
 
-@pytest.mark.parametrize("fill, words", [
-    ("torch.full((attn.n_head,), config.forget_init)",
-     "forget, forget_init=0.8125: __init__ fills slope with 0.8125, and the model would start with 1; say it "
-     "in `starts`: {'slope': 0.8125}"),
-    ("torch.linspace(0.5, 1, attn.n_head)",
-     "forget: __init__ fills slope with 0.5, 0.667, ..., and the model would start with 1; give them in "
-     "initial_values()"),
-], ids=["flag", "vector"])
-def test_values_that_would_be_overwritten_are_refused(fill, words, mine):
-    """A number of a flag whose default is where parameters start anyway, and a vector of unequal numbers."""
-    path = mine("torch.empty(attn.n_head)", fill)
-    path.write_text(path.read_text().replace("flag(-3.0,", "flag(1.0,").replace(", at_most=0)", ")").replace(
-        "return {\"slope\": self.start}", "return {}"))
-    with pytest.raises(UserError) as e:
-        own.add(path)
-    assert str(e.value).endswith(words)
+LAYER = "self.slope = nn.Parameter(torch.full((attn.n_head,), config.forget_init))"
 
 
-def test_no_constant_of_the_repositorys_mechanisms_is_overwritten():
-    found = [(cls, mode, gpt) for cls in model.MECHANISM_CLASSES for mode, gpt, *_ in small_models(cls)]
-    assert len(found) > 40
-    assert [problem for each in found for problem in lost_constants(*each)] == []
+@pytest.mark.parametrize("fill, says", [
+    ("nn.init.zeros_(self.map.weight)", "fills map.weight"),
+    ("nn.init.eye_(self.map.weight)", "fills map.weight"),
+    ("nn.init.normal_(self.map.weight, std=0.1)", "fills map.weight"),
+    ("nn.init.ones_(self.map.bias)", "fills map.bias"),
+])
+def test_a_layers_weight_that_would_be_overwritten_is_refused_whatever_its_value(fill, says, mine):
+    code = f"self.map = nn.Linear(4, 4); {LAYER}; {fill}"
+    with pytest.raises(UserError, match=f"forget: __init__ {says}, and the model would start it as GPT-2 "
+                                        r"starts a Linear; say start_at\(self.map"):
+        own.add(mine(LAYER, code))
+
+
+def test_what_start_at_declares_is_what_a_layer_starts_with(mine):
+    path = mine(LAYER, f"self.map = nn.Linear(4, 4); {LAYER}; start_at(self.map.weight, torch.eye(4))")
+    path.write_text(path.read_text().replace("Mechanism, flag", "Mechanism, flag, start_at"))
+    own.add(path)
+    layer = model.GPT(model.GPTConfig(**SIZES, forget=True)).transformer.h[0].attn.forgetting.map
+    assert torch.equal(layer.weight.detach(), torch.eye(4)) and not layer.bias.any()
+
+
+def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
+    assert sum(1 for cls in model.MECHANISM_CLASSES for _ in small_models(cls)) > 40
+    assert [problem for cls in model.MECHANISM_CLASSES for problem in problems_of_models(cls)] == []
 
 
 def test_flags_of_the_repository_are_not_taken_over(mine):

@@ -185,7 +185,7 @@ def test_a_head_off_is_its_columns_of_the_projection_at_zero(text, flags):
         assert np.allclose(off, score(other, text, "val", max_tokens=512, per_token=True), atol=1e-5)
         assert np.abs(off - before).max() > 1e-3
     assert (score(model, text, "val", max_tokens=512, per_token=True) == before).all()
-    assert model.transformer.h[0].attn.gate_override is None
+    assert model.transformer.h[0].attn.gate_by_hand is None
 
 
 @pytest.mark.parametrize("flags", [{}, dict(sentinel="sigmoid", constraint_names=["one"])],
@@ -202,12 +202,11 @@ def test_head_metrics_are_entropy_and_slope(text, flags):
         for j, head in enumerate(block.attn.all_head_ids()):
             want = -(p[j] * p[j].clamp_min(1e-30).log()).sum(-1).mean().item()
             assert entropy[at] == pytest.approx(want, abs=1e-5)
-            gate = block.attn.static_gate(noisy=False)
-            gate, loss = 1.0 if gate is None else gate[j].item(), []
+            loss = []
             for step in (1e-4, -1e-4):
-                model.set_head(i, head, gate=gate + step)
+                model.set_gate(i, head, 1 + step)
                 loss.append(model(ids[None], targets[None]).loss.item())
-                block.attn.gate_override = None
+                block.attn.gate_by_hand = None
             assert slope[at] == pytest.approx(abs(loss[0] - loss[1]) / 2e-4, rel=0.02, abs=1e-3)
             at += 1
     assert at == len(entropy) == len(slope)

@@ -1,0 +1,45 @@
+"""What the heads of a trained GPT can be set to by hand: a gate beside their own ones, a state, consent."""
+
+import torch
+
+LARGEST_GATE = torch.finfo(torch.float32).max
+
+
+class HeadControl:
+    """The part of a GPT by which a head is found by its block and its original number, and set by hand."""
+
+    def find_head(self, layer, head):
+        """(the attention of a block, where a head of this original number is in it).
+
+        Raises ValueError for a block or a head that there is not.
+        """
+        if not 0 <= layer < self.config.n_layer:
+            raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
+        attn = self.transformer.h[layer].attn
+        heads = attn.all_head_ids()
+        if head not in heads:
+            raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
+        return attn, heads.index(head)
+
+    def set_gate(self, layer, head, gate):
+        """Multiply a head's output by a number, beside its own gates. 1 leaves it as it is; 0 closes it.
+
+        Raises ValueError for a head that there is not, or a number that is not finite.
+        """
+        attn, i = self.find_head(layer, head)
+        if not abs(gate) <= LARGEST_GATE:
+            raise ValueError(f"the gate must be a number of at most {LARGEST_GATE:g} either way")
+        if attn.gate_by_hand is None:
+            attn.gate_by_hand = torch.ones(attn.n_total, device=self.transformer.wte.weight.device)
+        attn.gate_by_hand[i] = gate
+
+    def set_state(self, layer, head, state=None, consent=None, step=0):
+        """Move a head of a model with agency to a state, or set its consent.
+
+        Raises ValueError for a head or a state that there is not.
+        """
+        attn, i = self.find_head(layer, head)
+        agency = getattr(attn, "agency", None)  # with no Agency in model.py no head has states
+        if agency is None:
+            raise ValueError("the model has no head states: it was trained with agency off")
+        agency.set(i, state, consent, step)
