@@ -864,15 +864,18 @@ class GPT(HeadControl, nn.Module):
 
 
 def attention_cost(mechanism):
-    """FLOPs of a mechanism beyond those of plain attention, as a share of them."""
-    if mechanism.name in ("diff", "diff_v1", "paired_heads"):
-        return 1.0  # a second attention map
-    if mechanism.name != "acag":
-        return 0.0
-    # products T x T, of the six of plain attention: the logits again for the spread, or for log_p2 beside
-    # the mean key for the entropy; and their gradients
-    values, gradients = (1, 2) if mechanism.published else (3, 3)
-    return (values if mechanism.detaches_row_stats else values + gradients) / 6
+    """FLOPs of a mechanism beyond those of plain attention, as a share of them.
+
+    One that acts right after the kernel has a second attention map. Statistics of the rows beyond their
+    log-sum-exp take products T x T, of which plain attention has six.
+    """
+    second_map = type(mechanism).after_kernel is not Mechanism.after_kernel
+    values = gradients = 0
+    if "spread" in mechanism.needs_row_stats:
+        values, gradients = 1, 2  # the logits again
+    elif "entropy" in mechanism.needs_row_stats or "log_p2" in mechanism.needs_row_stats:
+        values, gradients = 3, 3  # the logits again for log_p2, and the mean key for the entropy
+    return second_map + (values if mechanism.detaches_row_stats else values + gradients) / 6
 
 
 # ---- what a forward pass returns, its cache and its mask ----
