@@ -233,14 +233,6 @@ class Heads:
         gates = [gate for gate in self.gates.values() if gate.dim() == 3]
         return math.prod(gates) if gates else None
 
-    def gated(self):
-        """The outputs times all gates, [B, H, T, D]."""
-        if not self.gates:
-            return self.y
-        # the small factors are multiplied first, so that there is one pass over y
-        gate = math.prod(sorted(self.gates.values(), key=lambda gate: gate.size(-1)))
-        return self.y * gate.to(self.y.dtype)
-
 
 # ---- the transformer ----
 
@@ -358,10 +350,16 @@ class CausalSelfAttention(nn.Module):
         for m in mechanisms:
             m.after_attention(self, heads)
 
-        # multiply by the gates, and merge
         if forward_pass.wants_traces:
             self.trace(heads)
-        return self.merge(heads.gated()), heads.results()
+
+        # multiply by the gates, and merge
+        y = heads.y
+        if heads.gates:
+            # the small factors are multiplied first, so that there is one pass over y
+            gate = math.prod(sorted(heads.gates.values(), key=lambda gate: gate.size(-1)))
+            y = y * gate.to(y.dtype)
+        return self.merge(y), heads.results()
 
     def project(self, x, inputs=None):
         """x [B, T, C] -> queries, keys and values of all heads, [B, T, heads of q, k and v, D].
@@ -450,7 +448,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers, n_inner (usually 4 C) wide inside, [B, T, C] -> [B, T, C].
 
-    swiglu: silu(gate) * up, both in c_fc, one behind the other, each 8/3 C wide, for as many parameters.
+    swiglu: silu(a) * b, where a and b are the halves of what c_fc gives, each 8/3 C wide, for as many
+    parameters.
     """
 
     def __init__(self, config):
@@ -465,8 +464,8 @@ class MLP(nn.Module):
     def forward(self, x):
         x = self.c_fc(x)
         if self.act == "swiglu":
-            gate, x = x.chunk(2, -1)
-            x = F.silu(gate) * x
+            a, b = x.chunk(2, -1)
+            x = F.silu(a) * b
         elif self.act == "relu2":
             x = relu2(x)
         else:
@@ -1536,7 +1535,7 @@ class ConstraintHeads(AddedHeads):
         super().__init__()
         n, C, D = attn.n_extra, config.n_embd, attn.head_size
         self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
-        self.published, self.gate = config.constraint_mode == "published", config.constraint_gate
+        self.published, self.gate_on = config.constraint_mode == "published", config.constraint_gate
         self.hard = config.constraint_router == "hard_concrete"
         self.of_first = config.constraint_router_input == "first"
         self.sparsity_coef = config.constraint_sparsity_coef
@@ -1607,23 +1606,23 @@ class ConstraintHeads(AddedHeads):
         if heads.forward_pass.wants_traces:
             heads.traces["router_gates"] = gates
         factor = gates.transpose(1, 2)[..., None]  # (B, heads, T or 1, 1)
-        if self.gate == "output":
+        if self.gate_on == "output":
             heads.gates[self.name] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
             # scores are wanted of every head, open or not
             if self.skip and not self.training and not self.wants_scores(heads.forward_pass):
                 heads.close_all_but(F.pad((gates > 0).any(1), (attn.n_head, 0), value=True))
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
         q, k, v = attn.split(qkv, heads, self.n_head, self.n_head)
-        if self.gate == "value":
+        if self.gate_on == "value":
             v = v * factor.to(heads.x.dtype)
-        if self.gate == "score":
+        if self.gate_on == "score":
             heads.notes["self_gate"] = factor.squeeze(-1)
         heads.q, heads.k, heads.v = (torch.cat(both, 1) for both in
                                      ((heads.q, q), (heads.k, k), (heads.v, v)))
 
     @property
     def changes_scores(self):
-        return self.gate == "score"
+        return self.gate_on == "score"
 
     def score_mod(self, attn, heads):
         """The logarithm of each token's gate is added to its score for itself."""
@@ -1660,7 +1659,7 @@ class ConstraintHeads(AddedHeads):
         if not (wants_scores or wants_traces):
             return
         y = heads.y[:, attn.n_head:]
-        if self.published and self.gate == "output":
+        if self.published and self.gate_on == "output":
             y = y * heads.gates[self.name][:, attn.n_head:].to(y.dtype)
         if wants_scores:
             heads.predictions["constraint_y"] = y

@@ -240,7 +240,7 @@ def mean_gate(attn, traces):
     for name, trace in traces.items():
         if name.startswith("gates."):
             gate = gate * in_float64(trace.detach())
-    if "router_gates" in traces and attn.constraint.gate == "value":
+    if "router_gates" in traces and attn.constraint.gate_on == "value":
         values = F.pad(in_float64(traces["router_gates"].detach()), (attn.n_head, 0), value=1.0)
         gate = gate * values.transpose(1, 2)[..., None]
     return gate.mean((0, 2, 3))

@@ -28,7 +28,8 @@ from nanoheads.configurator import near
 from nanoheads.by_hand import HeadControl
 from nanoheads.mechanism import Normal, flags_of, set_to
 from lab.hub.huggingface import check_loaded, config_of, sizes
-from lab.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
+from lab.hub.inserted import (InsertedAttention, NeoAttention, attend_inserted, mask_and_positions,
+                              remember_call)
 
 
 # ---- gates in a Hugging Face model ----
@@ -101,45 +102,45 @@ def insert(model, mechanisms=(), anyway=False, **flags):
     layers, held = places(model), getattr(model.config, "nanoheads", {})
     if held:
         names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in held)
-        there = bool(gates_of(model))
+        there = bool(inserted_attention(model))
         raise UserError(f"the model has {names} already: insert all in one call" if there else
                         f"the model was saved with {names}, which only dropin.load(folder) reads")
     config = gpt_config(model, mechanisms, flags)
     made = build_gates(model, layers, config)
-    constants = [math.prod(start(m, config, anyway) for m in gates.mechanisms()) for _, gates in made]
-    for (place, gates), constant in zip(made, constants):  # from here on nothing can be refused
-        scale_columns(place.proj, 1 / constant, gates)
+    constants = [math.prod(start(m, config, anyway) for m in inserted.mechanisms()) for _, inserted in made]
+    for (place, inserted), constant in zip(made, constants):  # from here on nothing can be refused
+        scale_columns(place.proj, 1 / constant, inserted)
     attach(model, made, config)
-    lower_sinks(model, [gates for _, gates in made if gates.sink is not None])
+    lower_sinks(model, [inserted for _, inserted in made if inserted.sink is not None])
     return model
 
 
 def build_gates(model, layers, config):
-    """[(Place, Gates)] of the layers. UserError for quantised weights."""
+    """[(Place, InsertedAttention)] of the layers. UserError for quantised weights."""
     made = []
     for i, place in enumerate(layers):
         weight = place.proj.weight
         if not weight.is_floating_point():
             raise UserError(f"{type(model).__name__} is quantised, in {weight.dtype}: load it without")
-        gates = Gates(config, i, weight.numel() // config.n_embd // config.n_head)
-        made.append((place, gates.to(weight.device, weight.dtype).train(place.attn.training)))
+        inserted = InsertedAttention(config, i, weight.numel() // config.n_embd // config.n_head)
+        made.append((place, inserted.to(weight.device, weight.dtype).train(place.attn.training)))
     return made
 
 
 def attach(model, made, config):
-    """The hooks and interfaces of Gates in the attention of their layers; what they are, to model.config."""
+    """Hook what is made for each layer into its attention, and write what it is into model.config."""
     attention = needed("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    attention.register("nanoheads", gated_attention)
+    attention.register("nanoheads", attend_inserted)
     masks = needed("transformers.masking_utils")  # without one registered attention would get no mask at all
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register("nanoheads", partial(mask_and_positions, masks.sdpa_mask))
-    for (parent, name, attn, proj), gates in made:
+    for (parent, name, attn, proj), inserted in made:
         if model.config.model_type == "gpt_neo":
             attn = NeoAttention(attn, model.config.window_size)
             setattr(parent, name, attn)
-        attn.nanoheads = gates
+        attn.nanoheads = inserted
         attn.register_forward_pre_hook(remember_call, with_kwargs=True)
-        if gates.n_extra:
-            proj.register_forward_hook(gates.add_extra)
+        if inserted.n_extra:
+            proj.register_forward_hook(inserted.add_extra)
     model.config._attn_implementation = "nanoheads"
     model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
                               for name in flags_of(cls)}
@@ -228,35 +229,35 @@ def lower_sinks(model, layers):
     c, training = model.config, model.training
     tokens = torch.randint(c.vocab_size, (4, min(64, c.max_position_embeddings)),
                            generator=torch.Generator().manual_seed(0))
-    for gates in layers:
-        gates.keeps_lse = True
+    for inserted in layers:
+        inserted.keeps_lse = True
     try:
         model.eval().base_model(tokens.to(model.device), use_cache=False)
-        for gates in layers:
-            gates.sink.logit.copy_(gates.lowest_lse - 12)
+        for inserted in layers:
+            inserted.sink.logit.copy_(inserted.lowest_lse - 12)
     finally:
         model.train(training)
-        for gates in layers:
-            gates.keeps_lse, gates.lowest_lse = False, None
+        for inserted in layers:
+            inserted.keeps_lse, inserted.lowest_lse = False, None
 
 
 @torch.no_grad()
-def scale_columns(proj, factor, gates):
+def scale_columns(proj, factor, inserted):
     """Multiply what each head sends through a projection out by factor, [H] or a number."""
-    per_column = torch.as_tensor(factor, device=proj.weight.device).expand(gates.n_total)[:gates.n_head]
-    per_column = per_column.repeat_interleave(gates.head_size)  # constraint heads put out 0 as they start
+    per_column = torch.as_tensor(factor, device=proj.weight.device).expand(inserted.n_total)[:inserted.n_head]
+    per_column = per_column.repeat_interleave(inserted.head_size)  # constraint heads put out 0 as they start
     proj.weight.mul_(per_column if isinstance(proj, nn.Linear) else per_column[:, None])  # Conv1D: transposed
 
 
-def gates_of(model):
-    """{layer: Gates} of a model into which insert() has put some, whatever is wrapped around it."""
-    return {m.layer: m for m in model.modules() if isinstance(m, Gates)}
+def inserted_attention(model):
+    """{layer: InsertedAttention} of a model into which insert() has put some, whatever is around it."""
+    return {m.layer: m for m in model.modules() if isinstance(m, InsertedAttention)}
 
 
 def predictions(model):
     """{"blocks.<i>.constraint.<name>": logits [B, T]} of the last pass."""
-    return {f"blocks.{i}.{name}": t for i, gates in gates_of(model).items()
-            for name, t in gates.predictions.items()}
+    return {f"blocks.{i}.{name}": t for i, inserted in inserted_attention(model).items()
+            for name, t in inserted.predictions.items()}
 
 
 def aux_losses(model, constraint_targets=None):
@@ -266,9 +267,9 @@ def aux_losses(model, constraint_targets=None):
     UserError.
     """
     total, found, config = {}, predictions(model), None
-    for gates in gates_of(model).values():
-        config = gates.config
-        for name, loss in gates.losses.items():
+    for inserted in inserted_attention(model).values():
+        config = inserted.config
+        for name, loss in inserted.losses.items():
             total[name] = total[name] + loss if name in total else loss
     if constraint_targets is not None:
         if config is None or not ConstraintHeads.is_on(config):
@@ -290,12 +291,12 @@ class Control(HeadControl):
     """
 
     def __init__(self, model):
-        gates, layers = gates_of(model), places(model)
-        if not gates:
+        inserted, layers = inserted_attention(model), places(model)
+        if not inserted:
             raise UserError("the model has no gates: insert some")
-        self.config = SimpleNamespace(n_layer=len(layers),
-                                      agency=all(of_layer.agency is not None for of_layer in gates.values()))
-        blocks = [SimpleNamespace(attn=gates[i]) for i in range(len(gates))]
+        agency = all(attn.agency is not None for attn in inserted.values())
+        self.config = SimpleNamespace(n_layer=len(layers), agency=agency)
+        blocks = [SimpleNamespace(attn=inserted[i]) for i in range(len(inserted))]
         self.transformer = SimpleNamespace(h=blocks, wte=model.get_input_embeddings())
 
     def set_gate(self, layer, head, gate):
@@ -349,8 +350,8 @@ def load(folder, **options):
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as e:
         raise UserError(f"{folder}: {' '.join(str(e).split())[:200]}") from None
     check_loaded(info, folder, model.config.model_type)
-    for gates in gates_of(model).values():
-        gates.fill_buffers()
+    for inserted in inserted_attention(model).values():
+        inserted.fill_buffers()
     return model
 
 

@@ -1,7 +1,7 @@
 """
 What lab/hub/dropin.py inserts into a transformers model, and how it runs there.
 
-    Gates     in every layer's attention: the mechanisms of heads, constraint heads with their projections
+    InsertedAttention   in every layer: the mechanisms of heads, constraint heads with their projections
 
 Queries, keys and values come from the model's own attention, by the attention interface; who sees whom by the
 mask interface; the rest by hooks. A cache is written behind the mechanisms, as in model.py.
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     rope: Optional[tuple] = None         # (cos, sin) of the positions
 
 
-class Gates(CausalSelfAttention):
+class InsertedAttention(CausalSelfAttention):
     """The mechanisms of one layer of another model: our attention without the projections, which are that
     model's.
     """
@@ -156,7 +156,7 @@ class LateCache:
         return k, v
 
     def append(self, layer, k, v):
-        """For Gates: store k, v [B, H, T, D], return those of all tokens."""
+        """For InsertedAttention: store k, v [B, H, T, D], return those of all tokens."""
         n, dtype = k.size(1), k.dtype
         if self.keeps_x:
             heads = self.heads_for_x(k.size(-1))
@@ -184,20 +184,20 @@ class LateCache:
 
 
 def remember_call(attn, args, kwargs):
-    """Before a model's attention: Gates read its input and write its cache."""
+    """Before a model's attention: what is inserted reads its input and writes its cache."""
     if not isinstance(attn, NeoAttention) and attn.config._attn_implementation != "nanoheads":
         raise UserError(f"{attn.config._attn_implementation} attention knows of no gates: "
                         "model.set_attn_implementation('nanoheads')")
-    gates, x = attn.nanoheads, args[0] if args else kwargs["hidden_states"]
+    inserted, x = attn.nanoheads, args[0] if args else kwargs["hidden_states"]
     name = "layer_past" if "layer_past" in kwargs else "past_key_values"
     cache = kwargs.get(name)
     if cache is not None:
-        cache = LateCache(cache, x, gates.constraint is not None)
-    gates.call = Call(attn, x, cache, kwargs.get("position_embeddings"))
+        cache = LateCache(cache, x, inserted.constraint is not None)
+    inserted.call = Call(attn, x, cache, kwargs.get("position_embeddings"))
     return args, {**kwargs, name: cache}
 
 
-def gated_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+def attend_inserted(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """For the attention interface: (outputs [B, T, H, D], no attention weights)."""
     if attention_mask is None or attention_mask.is_floating_point():
         raise UserError("gates want to know who sees whom: give an attention_mask of 0 and 1, or of booleans")
@@ -249,5 +249,5 @@ class NeoAttention(nn.Module):
         dropout, dtype = self.attn_dropout.p if self.training else 0.0, v.dtype
         # without a scale its logits are large: in float32, as they were
         q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-        y, weights = gated_attention(self, q, k, v, attention_mask, dropout, 1.0)
+        y, weights = attend_inserted(self, q, k, v, attention_mask, dropout, 1.0)
         return self.resid_dropout(self.out_proj(y.flatten(2).to(dtype))), weights

@@ -20,7 +20,7 @@ from nanoheads import checkpoint
 from nanoheads.common import UserError
 from nanoheads.traces import explain
 from lab.hub import dropin
-from lab.hub.dropin import FAMILIES, INSERTABLE, Gates, aux_losses, insert, load, mask_heads
+from lab.hub.dropin import FAMILIES, INSERTABLE, InsertedAttention, aux_losses, insert, load, mask_heads
 from lab.hub.inserted import Call
 from lab.hub.layers import AdaptiveContextualAttention, ConstraintAttention
 
@@ -482,7 +482,7 @@ def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
     # 2e-7 with torch 2.11
     assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-6
     places = [place.attn.nanoheads for place in dropin.places(twin)]
-    originals = [m for m in model.modules() if isinstance(m, Gates)]
+    originals = [m for m in model.modules() if isinstance(m, InsertedAttention)]
     assert len(originals) == len(places) == 2 and not set(originals) & set(places)
     assert all(gates.call is None for gates in (*originals, *places))  # no input is kept
 

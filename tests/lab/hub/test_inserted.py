@@ -12,7 +12,8 @@ from nanoheads import checkpoint
 from nanoheads.common import UserError
 from lab.heads.states import find_violations, states_of
 from lab.hub import dropin
-from lab.hub.dropin import FAMILIES, Control, aux_losses, gates_of, insert, load, mask_heads, predictions
+from lab.hub.dropin import (FAMILIES, Control, aux_losses, insert, inserted_attention, load, mask_heads,
+                            predictions)
 from test_dropin import (REAL, T, V, hf, ids, logits, normal, scatter, told,  # noqa: F401 (hf is a fixture)
                          told_with_and_without_cache_and_padding)
 from test_dropin import tiny as of_two_layers
@@ -49,7 +50,7 @@ def random_insert(model, name):
         for layer, head, how in ((0, 1, dict(state="overloaded")), (1, 3, dict(state="misaligned")),
                                  (1, 0, dict(consent=False)), (3, 2, dict(state="withdrawn"))):
             control.set_state(layer, head, **how)
-        for gates in gates_of(model).values():
+        for gates in inserted_attention(model).values():
             gates.agency.utilisation.copy_(torch.rand(gates.n_total))
             if gates.agency.learned:
                 gates.agency.metrics.copy_(torch.rand(gates.n_total, 6))
@@ -126,9 +127,9 @@ def test_a_constraint_head_attends_as_the_models_own_do(hf, kind):  # noqa: F811
             getattr(place.attn, f"{part}_proj").bias.data.zero_()
     doubled = copy.deepcopy(model)
     insert(model, constraint_names=["a"], constraint_router="hard_concrete")
-    weight, D = dropin.places(doubled)[2].proj.weight.data, gates_of(model)[2].head_size
+    weight, D = dropin.places(doubled)[2].proj.weight.data, inserted_attention(model)[2].head_size
     column = (weight.T if kind == "gpt2" else weight)[:, :D]
-    new = gates_of(model)[2].constraint
+    new = inserted_attention(model)[2].constraint
     new.out.bias.data.fill_(9.0)
     weight, bias = first_head(dropin.places(model)[2].attn, kind)
     new.c_attn.weight.data.copy_(weight)
@@ -195,7 +196,7 @@ def test_training_reaches_all_that_is_new(hf, name, kind):  # noqa: F811
     """
     model = insert(tiny(hf, kind, torch.float32), **NEUTRAL[name]).train()
     own = {n: p for n, p in model.named_parameters() if "nanoheads" in n}
-    for gates in gates_of(model).values():
+    for gates in inserted_attention(model).values():
         if gates.agency is not None and gates.agency.learned:
             gates.agency.metrics.normal_()
     alone = "agency" not in name
@@ -331,7 +332,7 @@ def test_a_state_is_a_factor_and_consent_is_kept(hf, kind):  # noqa: F811
     (weight if kind == "llama" else weight.T)[:, 16:24] *= 0.5
     assert far(logits(model, ids()), logits(halved, ids())) < 1e-6
     assert find_violations(control) == []
-    gates = gates_of(model)[1]
+    gates = inserted_attention(model)[1]
     assert gates.agency.last_signal.tolist() == [0, 0, 7, 0] and gates.agency.consent[2]
     control.set_state(1, 2, state="active")
     control.set_gate(1, 2, 0.5)
