@@ -38,7 +38,7 @@ from nanoheads import configurator, own_mechanism
 from nanoheads.common import (UserError, as_program, git_commit, json_safe, pick_device, plural, say, table,
                               writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
-from nanoheads.files import LONGEST, called, find, joined
+from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words
 from nanoheads.log import read_json
 from study import records, report, scores
 from study.config import OF_SCORES, StudyConfig, variants_of
@@ -93,8 +93,8 @@ def one_file(name, argv):
     if other := [key for key in given if key not in keys]:
         takes = ", ".join(f"--{key}" for key in keys) or "no keys"
         raise UserError(f"{name} has no key {other[0]}: beside its file it takes {takes}")
-    (config,), _ = configurator.made(configurator.Command((StudyConfig,), [], [], given))
-    configurator.checked((config,))
+    (config,), _ = configurator.build_configs(configurator.Command((StudyConfig,), [], [], given))
+    configurator.validate((config,))
     check_places(config)
     return Path(files[0]), config
 
@@ -331,7 +331,7 @@ def with_flags(cells, flags):
 def report_once_more(path, config):
     """report FILE: the report of a results file, without its runs."""
     study, on_file = records.read(path)
-    out = Path(config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"])))
+    out = Path(config.out_dir or Path("out", name_of_words([f"{path.name.split('.')[0]}-report"])))
     with damage_in_a_line(path):
         comparisons, beyond, wrong = verdicts(study), beyond_target(study), problems_of(study, on_file)
         report.write_all(study, comparisons, out, beyond)
@@ -395,7 +395,7 @@ def compare_scores(path, config):
     study = scores.from_csv(path, config.baseline, config.alpha, config.margin, config.higher_is_better,
                             config.target)
     study = replace(study, command=shlex.join(["python", "compare.py", "scores", str(path)]))
-    write_report(study, Path(config.out_dir or Path("out", joined([f"{path.stem}-report"]))), config)
+    write_report(study, Path(config.out_dir or Path("out", name_of_words([f"{path.stem}-report"]))), config)
 
 
 def write_tables():
@@ -410,11 +410,11 @@ def name_of(config, files):
     """A study's name: its config files', else that of its mechanisms and variants."""
     longest = LONGEST - len("-small-0.33M")  # which comes behind it
     if config.mechanism and not files:
-        return joined(config.mechanism.split(","), "challenge", longest)
+        return name_of_words(config.mechanism.split(","), "challenge", longest)
     names = [Path(file).stem for file in files]
     for name in [] if files else [*config.mechanisms, *config.variants]:
         names.append(re.sub(r"_?\*", "-all", name).lstrip("-"))
-    names = joined(names or [PLAIN], longest=longest)
+    names = name_of_words(names or [PLAIN], longest=longest)
     return f"tasks-{names}" if config.task else names
 
 
@@ -442,9 +442,9 @@ def folder_of(config, name):
     if config.out_dir:
         return Path(config.out_dir)
     scale = Path(config.base).stem if config.base else config.scale
-    folder = joined([f"{name}-{scale}" + (f"-{config.size}" if config.size else "")])
-    asked_there = {each: asked_in(each) for each in called(folder, [RESULTS])}
-    out, line = find(folder, asked_for(asdict(config)), asked_there)
+    folder = name_of_words([f"{name}-{scale}" + (f"-{config.size}" if config.size else "")])
+    asked_there = {each: asked_in(each) for each in folders_named(folder, [RESULTS])}
+    out, line = choose_folder(folder, asked_for(asdict(config)), asked_there)
     if line:
         say(line, flush=True)
     return Path(out)
@@ -473,9 +473,9 @@ def run(argv):
         return write_tables()
     if command == "report" and any(re.search(r"\.json(\.gz)?$", word) for word in argv if word[:2] != "--"):
         return report_once_more(*one_file(command, argv))
-    asked = own_mechanism.take(configurator.read((StudyConfig,), argv), keep="out/mechanisms")
-    (config,), _ = configurator.made(asked)
-    configurator.checked((config,))
+    asked = own_mechanism.take(configurator.parse_command((StudyConfig,), argv), keep="out/mechanisms")
+    (config,), _ = configurator.build_configs(asked)
+    configurator.validate((config,))
     if command == "plan":
         try:
             return show_plan(config)

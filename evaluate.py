@@ -245,7 +245,7 @@ def main(argv=None):
                    help="of a task: score these levels (default: those of its evaluations)")
     p.add_argument("--rows", type=int, help=f"of a task: rows of each level (default: {task_scores.ROWS})")
     add_pack(p)
-    args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
+    args, reports = p.parse_args(other_names.translate_arguments("evaluate", argv)), []
     try:
         args.ckpt = args.ckpt or default_runs("evaluate")
         device = pick_device(args.device)

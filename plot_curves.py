@@ -25,7 +25,7 @@ import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait 
 from nanoheads import other_names
 from nanoheads.common import as_program, from_lab, printable, say, writable, writable_folder, write_json
 from nanoheads.curves import AXES, plot_runs
-from nanoheads.files import cleaned, joined
+from nanoheads.files import name_of_words, safe_name
 
 
 def arguments(argv):
@@ -47,14 +47,14 @@ def arguments(argv):
 
 @as_program("plot_curves")
 def main(argv=None):
-    args = arguments(other_names.in_our_arguments("plot_curves", sys.argv[1:] if argv is None else argv))
+    args = arguments(other_names.translate_arguments("plot_curves", sys.argv[1:] if argv is None else argv))
     return run(args)
 
 
 def name_of(names, x):
     """What stands behind "comparison" in the name of a picture of these runs along x, the same each time."""
-    words = [cleaned(name) for name in names]
-    name = joined(words, "" if x == "step" else f"by_{x}")
+    words = [safe_name(name) for name in names]
+    name = name_of_words(words, "" if x == "step" else f"by_{x}")
     if not all(word in name for word in words):  # too many to be named
         name += f"-{hashlib.sha256(repr(names).encode()).hexdigest()[:6]}"
     return f"-{name}"

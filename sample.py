@@ -210,7 +210,7 @@ def main(argv=None):
                    help="of a task: show rows of these levels (default: those of its evaluations)")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
-    args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
+    args = p.parse_args(other_names.translate_arguments("sample", sys.argv[1:] if argv is None else argv))
     args.ckpt = args.ckpt or default_runs("sample")
     own_mechanism.add_named(args)
     if task_scores.are_of_tasks(args.ckpt):

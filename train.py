@@ -716,7 +716,7 @@ def main(argv=None):
     with one_speaks():
         # what config files and arguments set. The files of one's own that --mechanism names are run: their
         # mechanisms join those of model.py
-        command = configurator.read((configurator.Presets, GPTConfig, TrainConfig), argv)
+        command = configurator.parse_command((configurator.Presets, GPTConfig, TrainConfig), argv)
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
             command = own_mechanism.take(command, every="check" in command.arguments)

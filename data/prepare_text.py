@@ -22,10 +22,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError, plural, unescaped
+from nanoheads.common import UserError, plural, unescape
 from nanoheads.corpus import HOME, blocks, described, existing, read_text
 from nanoheads.dataset import Dataset
-from nanoheads.files import cleaned
+from nanoheads.files import safe_name
 from nanoheads.prepare import already, arguments, build, origin, run
 from nanoheads.tokenizer import ENDS, Tokenizer
 
@@ -50,7 +50,7 @@ def command_line(argv):
         raise UserError("--encoding=hf and --tokenizer=FOLDER go together")
     if args.separator == "":
         raise UserError("--separator is empty: name what stands between documents, or leave it out")
-    args.separator, args.by_default = unescaped(args.separator or ""), args.out is None
+    args.separator, args.by_default = unescape(args.separator or ""), args.out is None
     args.out = args.out or folder_for(args.source, args.encoding)
     args.name = args.out.resolve().name
     return args
@@ -58,7 +58,7 @@ def command_line(argv):
 
 def folder_for(source, encoding):
     """The folder of data/ that has the name of a source, of bytes alone without the encoding. UserError."""
-    name = cleaned(re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", Path(source).resolve().name))
+    name = safe_name(re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", Path(source).resolve().name))
     folder = HOME / (name if encoding == "byte" else f"{name}_{encoding}")
     if not name or (folder / "prepare.py").is_file():
         raise UserError(f"{source}: data/{folder.name} is no name for its folder, or another text's: name "

@@ -23,7 +23,7 @@ if __name__ == "__main__" and not __package__:  # as a script it finds lab/ alon
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import as_program
-from nanoheads.configurator import near
+from nanoheads.configurator import likely_name
 
 # word -> (the module whose main() takes what follows, help); imported when asked for
 PROBES = {
@@ -54,7 +54,7 @@ def main(argv=None):
     word, *rest = argv
     if word in PROBES:
         return import_module(PROBES[word][0]).main(rest)
-    meant = near(word, PROBES)
+    meant = likely_name(word, PROBES)
     sys.exit(f"probe: no probe {word!r}; "
              + (f"did you mean {meant}?" if meant else f"there are {', '.join(PROBES)}"))
 

@@ -50,7 +50,7 @@ from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import (ROOT, UserError, as_program, pick_device, plural, say, table, writable,
                               writable_folder, write_atomic, write_json)
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
-from nanoheads.configurator import near, read_file
+from nanoheads.configurator import likely_name, read_file
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.files import only_writer
 from nanoheads.pruning import constant_gate, pack, prune_heads
@@ -443,7 +443,7 @@ def check(args):
         raise UserError(f"--to {bad[0]:g} must be above 0 and at most 1")
     for by in args.by:
         if by not in (*CRITERIA, "all"):
-            meant = near(by, CRITERIA)
+            meant = likely_name(by, CRITERIA)
             words = f"did you mean {meant}?" if meant else f"there are {', '.join(CRITERIA)}, all"
             raise UserError(f"--by {by}: unknown criterion; {words}")
     if args.out_dir == "":

@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 
 from model import GPT, RECIPES, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_lab, of_an_older_version, ran_out_of_memory,
+from nanoheads.common import (UserError, fault_of_own_file, from_lab, old_version_message, ran_out_of_memory,
                               write_atomic)
-from nanoheads.configurator import keys_of, nearest, parse, type_name, typed
+from nanoheads.configurator import convert_fields, keys_of, likely_key, parse, type_name
 
 VERSION = 1  # of new files; to be raised when an older program would misread them
 
@@ -155,12 +155,12 @@ def config_of(state, path, **overrides):
     """
     flags = state["config"]
     if "routing_capacity" in flags:  # a flag until 2026-11-26
-        raise UserError(of_an_older_version(path))
+        raise UserError(old_version_message(path))
     if state.get("own_mechanism") or not set(flags) <= set(GPTConfig.defaults()):
         from nanoheads import own_mechanism
         flags = own_mechanism.flags_of(state, path)
     try:
-        config = GPTConfig(**{**RECIPES["gpt2"], **flags, **typed(flags, GPTConfig), **overrides})
+        config = GPTConfig(**{**RECIPES["gpt2"], **flags, **convert_fields(flags, GPTConfig), **overrides})
     except (ValueError, TypeError) as e:
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
@@ -260,7 +260,7 @@ def read_settings(settings):
         key, *place = name.split(".")
         is_of_head = key in HEAD_KEYS
         if not (is_of_head or name in types):
-            meant, words = nearest(key, {**types, **HEAD_KEYS})
+            meant, words = likely_key(key, {**types, **HEAD_KEYS})
             words = words if meant else "train.py --help lists the flags of a model"
             raise UserError(f"--set {text}: unknown key {name}; {words}")
         if not equals or is_of_head and not (len(place) == 2 and all(each.isdecimal() for each in place)):

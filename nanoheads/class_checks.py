@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import model
-from nanoheads.configurator import check, keys_of, near, type_name
+from nanoheads.configurator import check, keys_of, likely_name, type_name
 from nanoheads.mechanism import Mechanism, flags_of
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # what models are tried at
@@ -90,7 +90,7 @@ def problems_of_modes(cls):
 
 def did_you_mean(name, names):
     """Words behind a name that is none of these; "": nothing is like it."""
-    nearest = near(str(name), names)
+    nearest = likely_name(str(name), names)
     return f"; did you mean {nearest}?" if nearest else ""
 
 

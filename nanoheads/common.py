@@ -132,7 +132,7 @@ def from_lab(name, what):
                         "or do without") from None
 
 
-def of_an_older_version(path):
+def old_version_message(path):
     """What is said of a file that this program wrote before 2026-11-27, and reads no more."""
     return f"{path} is of an older version of this program; commit 7a2abeb is the last one that reads it"
 
@@ -151,10 +151,11 @@ def writable(path, flag="--json"):
 def writable_folder(path, flag="--out"):
     """The Path of a folder to write into, which may not be there yet; checked like a file. UserError."""
     path = Path(path)
-    there = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
-    if not there.is_dir():
-        raise UserError(f"{flag}: {there} is a file, not a folder; name another one")
-    try_folder(there, flag)
+    folders = path.absolute(), *path.absolute().parents
+    existing = next(folder for folder in folders if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise UserError(f"{flag}: {existing} is a file, not a folder; name another one")
+    try_folder(existing, flag)
     return path
 
 
@@ -282,9 +283,9 @@ def printable(text):
     return UNPRINTABLE.sub("�", str(text))
 
 
-def say(*lines, **how):
+def say(*lines, **options):
     """Print lines that may hold what a model wrote, or a name: printable()."""
-    print(*map(printable, lines), sep="\n", **how)
+    print(*map(printable, lines), sep="\n", **options)
 
 
 def number(value):
@@ -292,14 +293,14 @@ def number(value):
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
 
 
-def unescaped(text):
+def unescape(text):
     """A text from the command line: \\n and \\t are a newline and a tab, with two backslashes what they look
     like with one.
     """
-    def meant(match):
+    def replacement(match):
         twice, letter = match.groups()
         return "\\" + letter if twice else dict(n="\n", t="\t")[letter]
-    return re.sub(r"\\(\\?)([nt])", meant, text)
+    return re.sub(r"\\(\\?)([nt])", replacement, text)
 
 
 def plural(n, noun, spec=","):
@@ -307,7 +308,7 @@ def plural(n, noun, spec=","):
     return f"{n:{spec}} {noun}{'s' * (n != 1)}"
 
 
-def cut_short(text, width):
+def shorten(text, width):
     """A text of at most `width` characters: of a longer one its beginning."""
     return text if len(text) <= width else text[:width - 1].rstrip() + "…"
 
@@ -315,12 +316,12 @@ def cut_short(text, width):
 def last_folders(path, width):
     """A path of at most `width` characters: of a longer one as many of its last folders as fit."""
     parts = path.split("/")
-    tails = ("/".join(["…", *parts[at:]]) for at in range(1, len(parts)))
+    tails = ("/".join(["…", *parts[start:]]) for start in range(1, len(parts)))
     return path if len(path) <= width else next((tail for tail in tails if len(tail) <= width),
-                                                cut_short(parts[-1], width))
+                                                shorten(parts[-1], width))
 
 
-def table(head, rows, left=1, width=None, cut=cut_short):
+def table(head, rows, left=1, width=None, cut=shorten):
     """Aligned lines, no rule, two spaces between: the columns `left` to the left, the others to the right.
 
     left: how many columns, from the first; or their numbers.
@@ -329,19 +330,19 @@ def table(head, rows, left=1, width=None, cut=cut_short):
     """
     left = range(left) if isinstance(left, int) else left
     heads, rows = [[printable(title) for title in head]], [[printable(cell) for cell in row] for row in rows]
-    wide = [max(map(len, column)) for column in zip(*heads, *rows)]
-    if width and sum(2 + w for w in wide) - 2 > width:
-        longest = [max(map(len, column)) for column in zip(*rows)] or [1] * len(wide)
-        broken = [textwrap.wrap(title, max([1, w, *map(len, title.split())]), break_on_hyphens=False)
-                  for title, w in zip(heads[0], longest)]
-        broken[0] = heads[0][:1]
-        height = max(map(len, broken))
-        heads = [*zip(*([""] * (height - len(lines)) + lines for lines in broken))]
-        wide = [max(map(len, column)) for column in zip(*heads, *rows)]
-        wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))
+    widths = [max(map(len, column)) for column in zip(*heads, *rows)]
+    if width and sum(2 + w for w in widths) - 2 > width:
+        longest = [max(map(len, column)) for column in zip(*rows)] or [1] * len(widths)
+        wrapped_titles = [textwrap.wrap(title, max([1, w, *map(len, title.split())]), break_on_hyphens=False)
+                          for title, w in zip(heads[0], longest)]
+        wrapped_titles[0] = heads[0][:1]
+        height = max(map(len, wrapped_titles))
+        heads = [*zip(*([""] * (height - len(lines)) + lines for lines in wrapped_titles))]
+        widths = [max(map(len, column)) for column in zip(*heads, *rows)]
+        widths[0] = min(widths[0], max(12, width - sum(2 + w for w in widths[1:])))
     lines = []
     for first, *rest in [*heads, *rows]:
         cells = [c.ljust(w) if i in left else c.rjust(w)
-                 for i, (c, w) in enumerate(zip([cut(first, wide[0]), *rest], wide))]
+                 for i, (c, w) in enumerate(zip([cut(first, widths[0]), *rest], widths))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from typing import Literal, Optional
 
 from model import ALL_ON, BETWEEN_BLOCKS, MECHANISM_CLASSES, MECHANISMS, GPTConfig
 from nanoheads.common import UserError, from_lab
-from nanoheads.configurator import typed
+from nanoheads.configurator import convert_fields
 from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag, no_dropout, range_problems
 from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
@@ -249,7 +249,7 @@ class TrainConfig(ControllerConfig, TaskConfig):
 def trained_with(flags, path):
     """The TrainConfig that a read checkpoint's flags are, without those of another version. UserError."""
     try:
-        config = TrainConfig(**typed(flags, TrainConfig))
+        config = TrainConfig(**convert_fields(flags, TrainConfig))
         for problem in range_problems(config):
             raise ValueError(problem)
     except ValueError as e:

@@ -8,10 +8,10 @@ A config file is plain Python assignments and holds only what differs from the d
 and reading it runs it: name only files that you trust. What is set later wins: the files in their order, then
 the command line.
 
-    read()       takes a command line apart: what each file sets, and the arguments
-    made()       gives each value its type, puts what a scale and mechanisms by name set beneath, and makes
-                 the dataclasses
-    checked()    refuses what is wrong with them
+    parse_command()    reads what each file sets, and the arguments
+    build_configs()    gives each value its type, puts what a scale and named mechanisms set beneath, and
+                       makes the dataclasses
+    validate()         refuses what is wrong with them
 
 The keys are fields of the dataclasses: those of a model are GPTConfig's in model.py, those of training
 TrainConfig's in config.py, and the few of Presets are here. What nanoGPT calls otherwise is translated in
@@ -35,16 +35,16 @@ from typing import Literal, NamedTuple, Optional
 
 from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, say
-from nanoheads.files import joined, setting_in_name
+from nanoheads.files import name_of_words, setting_in_name
 
 COMMAND_LINE, HELP = "command line", {"--help", "-h"}
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
-NAMING = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
-FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # a mechanism of one's own: mine.py, or mine.py:mode
+MECHANISM_KEYS = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
+OWN_FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # a mechanism of one's own: mine.py, or mine.py:mode
 Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
 # what a scale sets for its own recipe: with another one its default holds
-OF_ITS_RECIPE = ("qk_max", "adamw_lr", "embed_lr", "muon_lr", "muon_momentum")
-HELP_WIDE = 70  # characters of a key's description in a line of --help
+RECIPE_KEYS = ("qk_max", "adamw_lr", "embed_lr", "muon_lr", "muon_momentum")
+HELP_WIDTH = 70  # characters of a key's description in a line of --help
 
 
 @dataclass
@@ -62,10 +62,10 @@ class Presets:
 
 def load(classes, argv, more=None):
     """One instance per dataclass, of config files and arguments. UserError: what is wrong, line by line."""
-    return checked(made(read(classes, argv, more))[0])
+    return validate(build_configs(parse_command(classes, argv, more))[0])
 
 
-def checked(configs):
+def validate(configs):
     """These configs. UserError: what their problems() say, line by line."""
     if problems := [problem for config in configs for problem in config.problems()]:
         raise UserError("\n".join(problems))
@@ -78,15 +78,15 @@ class Command(NamedTuple):
     """What a command line says, before its values have their types: a key may be the flag of a mechanism in a
     file of one's own, which the same command names.
     """
-    classes: tuple   # the dataclasses whose keys it may set
-    files: list      # paths of config files, in their order
-    in_files: list   # [(where it is set, {key: value})], of these files and of the calling program
-    arguments: dict  # {key: text, None where there is none}: these win
+    classes: tuple       # the dataclasses whose keys it may set
+    files: list          # paths of config files, in their order
+    file_settings: list  # [(where it is set, {key: value})], of these files and of the calling program
+    arguments: dict      # {key: text, None where there is none}: these win
 
     @property
     def settings(self):
         """[(where it is set, {key: value, on the command line a text})] of all, of which the later wins."""
-        return [*self.in_files, (COMMAND_LINE, self.arguments)]
+        return [*self.file_settings, (COMMAND_LINE, self.arguments)]
 
     @property
     def keys(self):
@@ -97,21 +97,21 @@ class Command(NamedTuple):
 
     def values(self):
         """{key: value} of all that is set. UserError: a key is unknown, or a value of another type."""
-        return typed_values(self.settings, self.keys)
+        return convert_settings(self.settings, self.keys)
 
     def names(self):
         """{key: [name]} of what is set last of the keys of NAMING; any name may be that of a file."""
-        keys = {*NAMING} & {*keys_of(self.classes)}
+        keys = {*MECHANISM_KEYS} & {*keys_of(self.classes)}
         last = {key: value for _, values in self.settings for key, value in values.items() if key in keys}
         return {key: names_in(value) for key, value in last.items()}
 
     @property
     def names_own_files(self):
-        return any(FILE.fullmatch(word) for words in self.names().values() for word in words)
+        return any(OWN_FILE.fullmatch(word) for words in self.names().values() for word in words)
 
     def with_arguments(self, **texts):
         """The same command with these arguments."""
-        return self._replace(arguments=later(self.arguments, texts))
+        return self._replace(arguments=merge(self.arguments, texts))
 
     def words(self):
         """The command as words: the files, then --key=text."""
@@ -119,18 +119,18 @@ class Command(NamedTuple):
                                for key, text in self.arguments.items())]
 
 
-def read(classes, argv, more=None):
+def parse_command(classes, argv, program_settings=None):
     """The Command that argv is, HELP aside. UserError: a config file cannot be read.
 
     more: {where it comes from: {key: value}}, from the program that calls this: it wins over the files, and
     the arguments win over it.
     """
-    keys, in_files = keys_of(classes), []
+    keys, file_settings = keys_of(classes), []
     files, arguments = split([arg for arg in argv if arg not in HELP], keys)
     for path in files:
         scale = Presets in classes and scale_of(path)
-        in_files.append((path, {"scale": scale} if scale else read_file(path, keys)))
-    return Command(classes, files, [*in_files, *(more or {}).items()], arguments)
+        file_settings.append((path, {"scale": scale} if scale else read_file(path, keys)))
+    return Command(classes, files, [*file_settings, *(program_settings or {}).items()], arguments)
 
 
 def split(argv, keys):
@@ -139,21 +139,21 @@ def split(argv, keys):
     A key that is none of `keys` may be a flag out of a file of one's own, which is not read yet: it takes no
     config file for its value.
     """
-    files, arguments, rest = [], {}, list(argv)
-    while rest:
-        arg = rest.pop(0)
+    files, arguments, words = [], {}, list(argv)
+    while words:
+        arg = words.pop(0)
         if not arg.startswith("--"):
             files.append(arg)
             continue
         key, equals, text = arg[2:].partition("=")
         key = key.replace("-", "_")
         if not equals:
-            takes = bool(rest) and not rest[0].startswith("--")
+            takes_value = bool(words) and not words[0].startswith("--")
             if key not in keys:
-                takes = takes and not rest[0].endswith(".py")
+                takes_value = takes_value and not words[0].endswith(".py")
             elif bool in alternatives(keys[key].type):
-                takes = takes and rest[0].lower() in TRUE + FALSE + NONE
-            text = rest.pop(0) if takes else None
+                takes_value = takes_value and words[0].lower() in TRUE + FALSE + NONE
+            text = words.pop(0) if takes_value else None
         arguments.pop(key, None)  # what is set again is set later
         arguments[key] = text
     return files, arguments
@@ -169,8 +169,8 @@ def find_file(path):
     # of two files with one name, the one whose folder is called as the one that was asked for
     files = sorted((ROOT / "config").rglob("[!_]*.py"), key=lambda p: p.parent.name == Path(path).parent.name)
     stems = {p.stem: p.relative_to(ROOT) for p in files}
-    meant = near(Path(path).stem, stems)
-    raise UserError(f"no config file {path}" + (f"; did you mean {stems[meant]}?" if meant else ""))
+    suggestion = likely_name(Path(path).stem, stems)
+    raise UserError(f"no config file {path}" + (f"; did you mean {stems[suggestion]}?" if suggestion else ""))
 
 
 def read_file(path, keys=()):
@@ -182,12 +182,12 @@ def read_file(path, keys=()):
     try:
         names = runpy.run_path(str(file))
     except Exception as e:
-        raise UserError(f"{path}, {where_it_failed(e, file)}") from None
+        raise UserError(f"{path}, {describe_failure(e, file)}") from None
     return {key: value for key, value in names.items() if not key.startswith("_")
             and (key in keys or not (callable(value) or isinstance(value, types.ModuleType)))}
 
 
-def where_it_failed(e, path):
+def describe_failure(e, path):
     """What went wrong in which line of a file that was executed, in words."""
     lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
     line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
@@ -203,13 +203,14 @@ def scale_of(path):
 
 def names_in(value):
     """The names in a value of a key that names mechanisms: a text, with commas or as a list, or a list."""
-    words = value.strip("[]()").split(",") if isinstance(value, str) else value or []
-    return [name for word in words if (name := str(word).strip(" '\""))] if isinstance(words, list) else []
+    entries = value.strip("[]()").split(",") if isinstance(value, str) else value or []
+    entries = entries if isinstance(entries, list) else []
+    return [name for entry in entries if (name := str(entry).strip(" '\""))]
 
 
 # ---- from what is set to the dataclasses ----
 
-def made(command, mechanisms=None, base=None):
+def build_configs(command, mechanisms=None, base=None):
     """([one instance per dataclass], {key: value} that was set) of a Command; none of Presets, which is no
     config. UserError: unknown keys and wrong types, line by line.
 
@@ -218,103 +219,107 @@ def made(command, mechanisms=None, base=None):
     not set becomes out/<scale>-<mechanisms>.
     """
     keys, mechanisms = keys_of(command.classes), mechanisms or {}
-    by_hand, presets, notes = command.values(), {}, []
+    hand_set, presets, notes = command.values(), {}, []
     has_presets = Presets in command.classes
     if has_presets:
-        presets = {key: by_hand.pop(key) for key in keys_of((Presets,)) if key in by_hand}
+        presets = {key: hand_set.pop(key) for key in keys_of((Presets,)) if key in hand_set}
     scale, names = presets.get("scale"), names_in(presets.get("mechanism"))
-    task, recipe = by_hand.get("task"), by_hand.get("recipe")
+    task, recipe = hand_set.get("task"), hand_set.get("recipe")
 
     # beneath all that is set by hand: what a scale and mechanisms set, or nanoGPT's defaults
-    of_names = of_mechanisms(command, names, mechanisms)
-    by_name = typed_values([of_scale(scale, recipe), *of_names] if scale else of_names, keys)
+    named_settings = mechanism_settings(command, names, mechanisms)
+    if scale:
+        named_settings = [scale_settings(scale, recipe), *named_settings]
+    named_values = convert_settings(named_settings, keys)
     # and beneath that, as nothing that was set: a run that goes on; or the scale of a task that is named
     # alone, since a checkpoint may have other sizes
-    of_run = typed_values([base] if base else [], keys)
+    run_values = convert_settings([base] if base else [], keys)
     task_alone = has_presets and task and not (scale or command.files)
-    of_task = typed_values([of_scale("task", recipe)], keys) if task_alone else {}
-    if not scale and (file := written_for_nanogpt(command)):
-        defaults = other_names.nanogpt_defaults(later(of_run, by_hand))
+    task_values = convert_settings([scale_settings("task", recipe)], keys) if task_alone else {}
+    if not scale and (file := nanogpt_file(command)):
+        defaults = other_names.nanogpt_defaults(merge(run_values, hand_set))
         notes.append(f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
                      + ", ".join(f"{key}={value}" for key, value in defaults.items()))
-        by_name = later(defaults, by_name)
+        named_values = merge(defaults, named_values)
 
     # all of it, in our names
-    given, defaults = later(by_name, by_hand), {name: key.default for name, key in keys.items()}
-    given, translations = other_names.in_our_names(given, {**defaults, **of_task, **of_run, **given})
-    values = {**of_task, **of_run, **given}
+    set_values, defaults = merge(named_values, hand_set), {name: key.default for name, key in keys.items()}
+    all_values = {**defaults, **task_values, **run_values, **set_values}
+    set_values, translations = other_names.translate(set_values, all_values)
+    values = {**task_values, **run_values, **set_values}
     if has_presets and values.get("out_dir") is None:
-        turn_on = turning_on(mechanisms)
-        flags = {key: given[key] for key in map(other_names.our_name, command.arguments)
-                 if key in turn_on and given[key] not in (None, False, by_name.get(key))}
+        switches = switch_flags(mechanisms)
+        flags = {key: set_values[key] for key in map(other_names.our_name, command.arguments)
+                 if key in switches and set_values[key] not in (None, False, named_values.get(key))}
         values["out_dir"] = folder_name(command, scale, task, names, flags)
-    brought = {key: value for key, value in of_run.items() if key not in given}
-    for line in [*notes, *translations, *([note_on_run(base[0], brought)] if brought else [])]:
+    run_only = {key: value for key, value in run_values.items() if key not in set_values}
+    for line in [*notes, *translations, *([note_on_run(base[0], run_only)] if run_only else [])]:
         print_once(line)
-    own_keys = {cls: keys_of((cls,)) for cls in command.classes if cls is not Presets}
-    return [cls(**{key: value for key, value in values.items() if key in own})
-            for cls, own in own_keys.items()], given
+    class_keys = {cls: keys_of((cls,)) for cls in command.classes if cls is not Presets}
+    return [cls(**{key: value for key, value in values.items() if key in keys_of_class})
+            for cls, keys_of_class in class_keys.items()], set_values
 
 
-def typed_values(settings, keys):
+def convert_settings(settings, keys):
     """{key: value} of [(where it is set, {key: value or text})]: the later wins, and comes later. UserError:
     unknown keys and wrong types, line by line.
     """
     values, problems = {}, []
-    for where, here in settings:
-        for key, value in here.items():
+    for source, entries in settings:
+        for key, value in entries.items():
             try:
-                value = of_its_type(key, value, keys, is_text=where == COMMAND_LINE)
-                values = later(values, {key: value})
+                value = convert_value(key, value, keys, is_text=source == COMMAND_LINE)
+                values = merge(values, {key: value})
             except ValueError as e:
-                problems.append(f"{where}: {e}")
+                problems.append(f"{source}: {e}")
     if problems:
         raise UserError("\n".join(problems))
     return values
 
 
-def later(before, after):
+def merge(before, after):
     """Both {key: value} in one: what comes after wins, and stands after what came before."""
     return {**{key: value for key, value in before.items() if key not in after}, **after}
 
 
-def of_scale(scale, recipe):
+def scale_settings(scale, recipe):
     """(where it is set, {key: value}) of a scale, for a run of this recipe, None where it is not set."""
     file = f"config/{scale}.py"
     values = read_file(str(ROOT / file))
     other = recipe is not None and recipe != values.get("recipe")
-    return file, {key: value for key, value in values.items() if not (other and key in OF_ITS_RECIPE)}
+    return file, {key: value for key, value in values.items() if not (other and key in RECIPE_KEYS)}
 
 
-def turning_on(mechanisms):
+def switch_flags(mechanisms):
     """The flags that turn a mechanism on, the first of each of {name: flags}."""
     return {next(iter(flags)) for flags in mechanisms.values() if flags}
 
 
-def of_mechanisms(command, names, mechanisms):
+def mechanism_settings(command, names, mechanisms):
     """[(where it is set, flags)] of the mechanisms that a Command names, out of {name: flags}. UserError."""
-    set_by, turn_on = {}, turning_on(mechanisms)  # {flag: the name that sets it}
-    where = next((where for where, values in reversed(command.settings) if "mechanism" in values), None)
+    name_of, switches = {}, switch_flags(mechanisms)  # {flag: the name that sets it}
+    source = next((source for source, values in reversed(command.settings) if "mechanism" in values), None)
     for name in names:
         if name not in mechanisms:
-            meant = near(name, mechanisms)
-            raise UserError(f"{where}: unknown mechanism {name}; " + (f"did you mean {meant}?" if meant else (
+            suggestion = likely_name(name, mechanisms)
+            hint = f"did you mean {suggestion}?" if suggestion else (
                 f"there are {', '.join(mechanisms)}; a class in model.py must be in a list there, as "
-                "HEAD_MECHANISMS, and one in a file of your own is named by the file, mine.py")))
+                "HEAD_MECHANISMS, and one in a file of your own is named by the file, mine.py")
+            raise UserError(f"{source}: unknown mechanism {name}; {hint}")
         for key, value in mechanisms[name].items():
             # a flag that turns one on belongs to one name; others may be set twice, to one value
-            other = set_by.get(key)
-            if other is not None and (key in turn_on or mechanisms[other][key] != value):
-                raise UserError(f"{where}: mechanisms {other} and {name} exclude each other: both set {key}")
-            set_by[key] = name
+            other = name_of.get(key)
+            if other is not None and (key in switches or mechanisms[other][key] != value):
+                raise UserError(f"{source}: mechanisms {other} and {name} exclude each other: both set {key}")
+            name_of[key] = name
     return [(f"mechanism {name}", mechanisms[name]) for name in names]
 
 
-def written_for_nanogpt(command):
+def nanogpt_file(command):
     """The first of a Command's config files that has a key of nanoGPT alone, where it trains; or None."""
-    theirs = other_names.ONLY_NANOGPT & command.keys.keys()
-    return next((where for where, values in command.in_files if where in command.files
-                 and theirs & values.keys()), None)
+    nanogpt_keys = other_names.ONLY_NANOGPT & command.keys.keys()
+    return next((source for source, values in command.file_settings if source in command.files
+                 and nanogpt_keys & values.keys()), None)
 
 
 def folder_name(command, scale, task, names, flags):
@@ -323,11 +328,12 @@ def folder_name(command, scale, task, names, flags):
 
     flags: {key: value} of the arguments that turn on a mechanism by themselves.
     """
-    set_more = {where for where, values in command.in_files if values.keys() - keys_of((Presets,)).keys()}
-    files = [Path(file).stem for file in command.files if file in set_more or not scale]
-    begin = [None if task and scale == "task" else scale, task, *files[-1:]]
+    preset_keys = keys_of((Presets,)).keys()
+    setting_files = {source for source, values in command.file_settings if values.keys() - preset_keys}
+    files = [Path(file).stem for file in command.files if file in setting_files or not scale]
+    prefix = [None if task and scale == "task" else scale, task, *files[-1:]]
     words = [*names, *(setting_in_name(key, value) for key, value in flags.items())]
-    return f"out/{joined(words, '-'.join(filter(None, begin)) or 'gpt')}"
+    return f"out/{name_of_words(words, '-'.join(filter(None, prefix)) or 'gpt')}"
 
 
 def note_on_run(path, values):
@@ -351,42 +357,43 @@ class Key(NamedTuple):
     help: str
 
 
-def headed_fields(cls):
+def fields_with_headings(cls):
     """Yield (the heading above it in --help or "", field, its type) of a dataclass.
 
     Those of a class that it extends come first. Last come the flags of mechanisms in files of one's own,
     which a GPTConfig holds in its field `own`. Options, a class inside of a mechanism's class, are headed by
     the flag that turns it on.
     """
-    seen = {"own"}  # which holds flags and is none itself
-    own = cls.own_options() if hasattr(cls, "own_options") else []
-    for each in filter(is_dataclass, (*reversed(cls.__mro__), *own)):
-        hints, new = typing.get_type_hints(each), [f for f in fields(each) if f.name not in seen]
+    listed = {"own"}  # which holds flags and is none itself
+    own_classes = cls.own_options() if hasattr(cls, "own_options") else []
+    for cls_or_base in filter(is_dataclass, (*reversed(cls.__mro__), *own_classes)):
+        hints = typing.get_type_hints(cls_or_base)
+        new = [f for f in fields(cls_or_base) if f.name not in listed]
         for f in new:
-            first = each.__name__ == "Options" and f is new[0]
+            first = cls_or_base.__name__ == "Options" and f is new[0]
             yield f.name if first else f.metadata.get("section", ""), f, hints[f.name]
-        seen |= {f.name for f in new}
+        listed |= {f.name for f in new}
 
 
 def keys_of(classes):
-    """{key: Key} over all fields of the dataclasses, see headed_fields()."""
+    """{key: Key} over all fields of the dataclasses, see fields_with_headings()."""
     return {f.name: Key(t, f.default if f.default is not MISSING else f.default_factory(),
                         f.metadata.get("help", ""))
-            for cls in classes for _, f, t in headed_fields(cls)}
+            for cls in classes for _, f, t in fields_with_headings(cls)}
 
 
-def typed(values, cls):
+def convert_fields(values, cls):
     """Those of the values, {key: value}, that are fields of a dataclass, by their types. ValueError."""
     keys = keys_of((cls,))
-    return {key: of_its_type(key, value, keys) for key, value in values.items() if key in keys}
+    return {key: convert_value(key, value, keys) for key, value in values.items() if key in keys}
 
 
-def of_its_type(key, value, keys, is_text=False):
+def convert_value(key, value, keys, is_text=False):
     """A value, or the text of an argument, None where there is none, by the type of its key. ValueError says
     what is wrong with it.
     """
     if key not in keys:
-        raise ValueError(f"unknown key {key}; {nearest(key, keys)[1]}")
+        raise ValueError(f"unknown key {key}; {likely_key(key, keys)[1]}")
     t, default, _ = keys[key]
     if is_text and value is None and bool in alternatives(t):
         value = "True"
@@ -397,30 +404,30 @@ def of_its_type(key, value, keys, is_text=False):
         return parse(value, t) if is_text else check(value, t)
     except ValueError:
         words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
-        meant = [near(str(word), choices(t)) for word in words if word not in choices(t)]
-        hint = f"; did you mean {meant[0]}?" if any(meant[:1]) else ""
+        suggestions = [likely_name(str(word), choices(t)) for word in words if word not in choices(t)]
+        hint = f"; did you mean {suggestions[0]}?" if any(suggestions[:1]) else ""
         raise ValueError(f"{key}={reprlib.repr(value)} is not {type_name(t)}{hint}") from None
 
 
-def near(word, names):
+def likely_name(word, names):
     """The name that was probably meant, or None: a letter or two off, or the only one it is a part of."""
-    word, low = word.lower(), {name.lower(): name for name in names}
+    word, original = word.lower(), {name.lower(): name for name in names}
     # one letter of three may be wrong, two of eight: what differs more is another word
-    close = difflib.get_close_matches(word, low, 1, 0.75 if len(word) > 3 else 0.66)
-    inside = [name for name in low if word in name and len(word) > 2]
-    for candidates in (close, [name for name in inside if name.startswith(word)], inside):
+    close_names = difflib.get_close_matches(word, original, 1, 0.75 if len(word) > 3 else 0.66)
+    containing = [name for name in original if word in name and len(word) > 2]
+    for candidates in (close_names, [name for name in containing if name.startswith(word)], containing):
         if len(candidates) == 1:
-            return low[candidates[0]]
+            return original[candidates[0]]
     return None
 
 
-def nearest(key, keys):
+def likely_key(key, keys):
     """(the key that was probably meant or None, a few words about it)."""
-    other = difflib.get_close_matches(key, other_names.NAMES, 1, 0.75)
-    meant = near(key, [name for name in keys if name not in other_names.NAMES]) or (
-        other_names.NAMES[other[0]][1] if other else None)
-    if meant in keys:
-        return meant, f"did you mean {meant}?"
+    close_names = difflib.get_close_matches(key, other_names.NAMES, 1, 0.75)
+    suggestion = likely_name(key, [name for name in keys if name not in other_names.NAMES]) or (
+        other_names.NAMES[close_names[0]][1] if close_names else None)
+    if suggestion in keys:
+        return suggestion, f"did you mean {suggestion}?"
     hint = "--help lists the keys"
     if "settings" in keys:  # of a study, in which other keys are train.py's
         hint = f"a key of train.py goes into --settings=\"{{'{key}': ...}}\"; {hint}"
@@ -443,14 +450,14 @@ def is_choice(kind):
     return isinstance(kind, (str, int))
 
 
-def items(kind):
+def item_types(kind):
     """The alternatives() of what is in a list; of anything else, none."""
     return alternatives(*typing.get_args(kind)) if typing.get_origin(kind) is list else ()
 
 
 def choices(t):
     """The words that may be chosen in `t`, also inside of a list."""
-    return [word for kind in alternatives(t) for word in (kind, *items(kind)) if isinstance(word, str)]
+    return [word for kind in alternatives(t) for word in (kind, *item_types(kind)) if isinstance(word, str)]
 
 
 def type_name(t):
@@ -458,7 +465,7 @@ def type_name(t):
     def name(kind):
         if kind is type(None):
             return "None"
-        if any(is_choice(item) for item in items(kind)):
+        if any(is_choice(item) for item in item_types(kind)):
             return f"list of {type_name(*typing.get_args(kind))}"
         return str(kind) if is_choice(kind) or typing.get_args(kind) else kind.__name__
 
@@ -474,7 +481,8 @@ def check(value, t):
             if value == kind and type(value) is type(kind):
                 return kind
         elif base is list and isinstance(value, (list, tuple)):
-            return [check(each, *typing.get_args(kind)) for each in value] if items(kind) else list(value)
+            item_type = typing.get_args(kind)
+            return [check(item, *item_type) for item in value] if item_types(kind) else list(value)
         elif isinstance(value, bool) != (base is bool):
             continue
         elif base is float and isinstance(value, (int, float)) and math.isfinite(value):
@@ -500,12 +508,12 @@ def parse(text, t):
     try:
         return check(ast.literal_eval(text), t)
     except (ValueError, SyntaxError, TypeError):  # such as a set of lists
-        of_items = next((kind for kind in kinds if items(kind)), None)
-        if of_items is None:
+        list_type = next((kind for kind in kinds if item_types(kind)), None)
+        if list_type is None:
             raise ValueError from None
-    inside = re.fullmatch(r"\[(.*)\]|\((.*)\)|(.*)", text, re.DOTALL)  # [a,b] as well as a,b
-    words = [word.strip(" '\"") for word in inside[inside.lastindex].split(",")]
-    return [parse(word, *typing.get_args(of_items)) for word in words if word]
+    brackets = re.fullmatch(r"\[(.*)\]|\((.*)\)|(.*)", text, re.DOTALL)  # [a,b] as well as a,b
+    words = [word.strip(" '\"") for word in brackets[brackets.lastindex].split(",")]
+    return [parse(word, *typing.get_args(list_type)) for word in words if word]
 
 
 # ---- help ----
@@ -514,21 +522,21 @@ def help_text(classes, doc, mechanisms=(), only=None):
     """Every key with type, default and help, under their headings; only: those to show, None: all."""
     lines = [doc.strip()]
     for cls in classes:
-        keys, above = keys_of((cls,)), ""
-        for heading, f, t in headed_fields(cls):
-            above = heading or above
+        keys, pending_heading = keys_of((cls,)), ""
+        for heading, f, t in fields_with_headings(cls):
+            pending_heading = heading or pending_heading
             if only is not None and f.name not in only:
                 continue
-            if above:
-                lines += ["", f"---- {above} ----"]
-                above = ""
+            if pending_heading:
+                lines += ["", f"---- {pending_heading} ----"]
+                pending_heading = ""
             start = f"  --{f.name:<24}  {type_name(t):<31}  {keys[f.name].default!r:<16}"
-            words = textwrap.wrap(keys[f.name].help, HELP_WIDE)
+            words = textwrap.wrap(keys[f.name].help, HELP_WIDTH)
             # help begins in its column, also where what is before it is too long to leave it that room
             column = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
-            first = [] if len(start) + 2 > column else words[:1]
-            lines += [(f"{start}  {first[0]}" if first else start).rstrip(),
-                      *(" " * column + line for line in words[len(first):])]
+            first_words = [] if len(start) + 2 > column else words[:1]
+            lines += [(f"{start}  {first_words[0]}" if first_words else start).rstrip(),
+                      *(" " * column + line for line in words[len(first_words):])]
             if f.name == "mechanism":
                 lines += [f"      {line}" for line in textwrap.wrap(", ".join(mechanisms), 100)]
     return "\n".join(lines)

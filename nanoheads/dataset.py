@@ -269,7 +269,7 @@ class Writer:
         return self
 
     def open(self, name):
-        self.files[name] = files.temporary(self.folder / f"{name}.bin")
+        self.files[name] = files.open_temporary(self.folder / f"{name}.bin")
         self.sums[name] = hashlib.sha256()
 
     def add_text(self, split, text):

@@ -24,7 +24,7 @@ LONGEST = 60  # characters of a name, its number aside
 
 # ---- names ----
 
-def cleaned(text):
+def safe_name(text):
     """A text in the characters that names of files have on every system and that no shell reads as more."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_").rstrip(".")
 
@@ -36,53 +36,53 @@ def setting_in_name(key, value):
         if len(parts) > 1 and parts[-1] in ("best.pt", "ckpt.pt"):
             parts.pop()
         value = parts[-1] if parts else ""
-    value = cleaned(str(value))
+    value = safe_name(str(value))
     return f"{key}={value}" if value else key
 
 
-def joined(words, base="", longest=LONGEST):
+def name_of_words(words, base="", longest=LONGEST):
     """base-word+word, cut where it is too long: tiny-moh+agency. A long base leaves room for the words."""
-    base = cleaned(base)[:2 * longest // 3].lstrip("-.")
-    words = "+".join(cleaned(word) or "x" for word in words)
+    base = safe_name(base)[:2 * longest // 3].lstrip("-.")
+    words = "+".join(safe_name(word) or "x" for word in words)
     return "-".join(filter(None, (base, words)))[:longest].rstrip("-+.")
 
 
 # ---- which of several ----
 
-def called(name, files):
+def folders_named(name, files):
     """Those of the folders out/name, out/name-2, ... that hold one of these files, the newest first."""
     first = Path("out", name)
     numbered = [path for path in first.parent.glob(f"{name}-*") if path.name[len(name) + 1:].isdecimal()]
-    return sorted((path for path in (first, *numbered) if written(path, files)),
-                  key=lambda path: written(path, files), reverse=True)
+    return sorted((path for path in (first, *numbered) if newest_time(path, files)),
+                  key=lambda path: newest_time(path, files), reverse=True)
 
 
-def find(name, asked, asked_there, goes_on=False, free=()):
+def choose_folder(name, settings, settings_of, goes_on=False, free_keys=()):
     """(the folder that a command means, a line where its name is taken by others or None).
 
-    It is that of out/name, out/name-2, ... which holds what is asked for, the newest of several, and else the
-    first that is free. asked: {key: value}. asked_there: {folder: what was asked for there, or None} of those
-    called() so; others are free. goes_on: the command begins nothing new, so where no folder holds what is
-    asked for it means the newest that has the name. free: keys in which a folder may differ from what is
-    asked for, where none holds exactly that.
+    It is the one of out/name, out/name-2, ... that holds a run of these settings, the newest of several, and
+    else the first that is free. settings: {key: value}. settings_of: {folder: its settings, or None} of
+    folders_named() so; others are free. goes_on: the command begins nothing new, so where no folder has these
+    settings it means the newest that has the name. free_keys: keys in which a folder may differ from the
+    settings, where none has exactly them.
     """
-    def but_for(values, keys):
+    def without(values, keys):
         return values and {key: value for key, value in values.items() if key not in keys}
 
-    for keys in ((), free):
-        for path, there in asked_there.items():
-            if but_for(there, keys) == but_for(asked, keys):
+    for keys in ((), free_keys):
+        for path, folder_settings in settings_of.items():
+            if without(folder_settings, keys) == without(settings, keys):
                 return path, None
-    if goes_on and asked_there:
-        return next(iter(asked_there)), None
+    if goes_on and settings_of:
+        return next(iter(settings_of)), None
     first = Path("out", name)
-    if first not in asked_there:
+    if first not in settings_of:
         return first, None
-    new = next(path for n in count(2) if (path := first.with_name(f"{name}-{n}")) not in asked_there)
+    new = next(path for n in count(2) if (path := first.with_name(f"{name}-{n}")) not in settings_of)
     return new, f"{first} holds another run: this one goes into {new}"
 
 
-def written(folder, files):
+def newest_time(folder, files):
     """When the newest of these files of a folder was written, in seconds; 0: none of them is there."""
     return max([(folder / file).stat().st_mtime for file in files if (folder / file).is_file()], default=0)
 
@@ -99,7 +99,7 @@ def only_writer(folder, wait=False, flag="--out_dir", lock_stays=True):
     here and stays empty is removed. lock_stays: False removes the file `lock` at the end.
     """
     folder = Path(folder)
-    made_here = not folder.is_dir()
+    is_new = not folder.is_dir()
     file = hold(folder, wait, flag)
     if file is None:
         yield
@@ -108,7 +108,7 @@ def only_writer(folder, wait=False, flag="--out_dir", lock_stays=True):
         yield
     finally:
         with suppress(OSError):  # Windows removes no open file
-            empty = made_here and os.listdir(folder) == ["lock"]
+            empty = is_new and os.listdir(folder) == ["lock"]
             if empty or not lock_stays:
                 (folder / "lock").unlink()
             if empty:
@@ -154,7 +154,7 @@ def lock(file, wait=True):
     return True
 
 
-def temporary(path):
+def open_temporary(path):
     """A new file, open for bytes, under the name that it has until it is whole. The next run overwrites what
     a killed one left.
     """
@@ -163,51 +163,51 @@ def temporary(path):
 
 # ---- checksums ----
 
-CHECKED = {}  # {path: what check() found}, of this process: a folder may be read-only
+GOOD_STATES = {}  # {path: the state in which this process checked it}: a folder may be read-only
 
 
 def sha256(path):
     """The sha256 of a file, in hex."""
-    so_far = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         if hasattr(os, "posix_fadvise"):
             # else Linux caches the file in pieces of up to 2 MiB, and a training that maps it later and reads
             # 4 KiB somewhere in a piece has all of the piece in its resident memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         while block := file.read(1 << 20):
-            so_far.update(block)
-    return so_far.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def check(path, expected, source, advice, folder=None):
     """UserError unless a file has the sha256 that `source` names; advice: what to do where it has not.
 
-    It is read where its size or its times are not those of the last reading, which is noted in
+    The file is read where its size or its times are not those of the last reading, which are noted in
     <name>.checked beside it, or in a folder: once after it was prepared or copied, and when it has changed.
     """
-    note, now = note_of(path, folder), os.stat(path)
-    good = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, expected]
-    if good in (CHECKED.get(path), noted(note)):
+    note, stat = note_path(path, folder), os.stat(path)
+    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, expected]
+    if state in (GOOD_STATES.get(path), read_note(note)):
         return
     if (actual := sha256(path)) != expected:
         raise UserError(f"{path} is not the file that {source} describes: its sha256 is {actual[:16]}... and "
                         f"should be {str(expected)[:16]}...; {advice}")
-    CHECKED[path] = good
+    GOOD_STATES[path] = state
     with suppress(UserError):  # a folder that is read-only, or full
-        write_json(note, good, indent=None)
+        write_json(note, state, indent=None)
 
 
-def noted(note):
+def read_note(note):
     with suppress(OSError, ValueError):
         return json.loads(note.read_bytes())
 
 
-def note_of(path, folder=None):
+def note_path(path, folder=None):
     return Path(folder or path.parent, f"{path.name}.checked")
 
 
 def forget(path, folder=None):
     """Have the next check() of a file read it, whatever was noted."""
-    CHECKED.pop(path, None)
+    GOOD_STATES.pop(path, None)
     with suppress(OSError):
-        note_of(path, folder).unlink()
+        note_path(path, folder).unlink()

@@ -51,37 +51,37 @@ def nanogpt_defaults(values):
 
     A model that comes from a checkpoint brings its sizes, and a rate that does not fall has no end.
     """
-    set_already = {*values, *map(our_name, values)}
-    if "eval_tokens" in set_already:
-        set_already.add("eval_iters")
+    set_keys = {*values, *map(our_name, values)}
+    if "eval_tokens" in set_keys:
+        set_keys.add("eval_iters")
     if values.get("init_from") not in (None, "scratch", "resume"):
-        set_already |= {"n_layer", "n_head", "n_embd", "block_size", "bias"}
+        set_keys |= {"n_layer", "n_head", "n_embd", "block_size", "bias"}
     if values.get("decay_lr") is False or values.get("schedule") == "constant":
-        set_already |= {"min_lr", "warmup_iters", "lr_decay_iters"}
-    return {key: value for key, value in NANOGPT.items() if key not in set_already}
+        set_keys |= {"min_lr", "warmup_iters", "lr_decay_iters"}
+    return {key: value for key, value in NANOGPT.items() if key not in set_keys}
 
 
-def in_our_names(values, known):
+def translate(values, all_values):
     """({key: value} under the names here, a line for each that had another); the later wins.
 
-    values: {any name: value}. known: {key: value} of all keys, with their defaults.
+    values: {any name: value}. all_values: {key: value} of all keys, with their defaults.
     """
     ours, lines = {}, []
     for name, value in values.items():
         if name not in NAMES and not (name == "init_from" and value in ("scratch", "resume")):
             ours[name] = value
             continue
-        sets, words = meaning(name, value, values, known)
-        ours.update(sets)
-        what = ", ".join(f"{key}={each}" for key, each in sets.items()) or "nothing here"
+        translated_values, words = meaning(name, value, values, all_values)
+        ours.update(translated_values)
+        what = ", ".join(f"{key}={setting}" for key, setting in translated_values.items()) or "nothing here"
         lines.append(f"{name}={value} sets {what}{words and f': {words}'}")
     return ours, lines
 
 
-def meaning(name, value, values, known):
+def meaning(name, value, values, all_values):
     """({key here: value} that a name of another program sets, what else there is to say)."""
-    batch, block, heads = (known.get(key) for key in ("batch_size", "block_size", "n_head"))
-    routed = values.get("use_routing", known.get("routing") is not None)
+    batch, block, heads = (all_values.get(key) for key in ("batch_size", "block_size", "n_head"))
+    has_routing = values.get("use_routing", all_values.get("routing") is not None)
     match name:
         case "learning_rate" | "lr":
             return dict(adamw_lr=value), "the peak rate of AdamW; that of Muon, where it is on, is muon_lr"
@@ -109,7 +109,7 @@ def meaning(name, value, values, known):
                 "the router as its write-up prints it"
         case "use_routing":
             return dict(routing=None), ""
-        case "top_k_heads" | "entropy_reg_coef" if not routed:
+        case "top_k_heads" | "entropy_reg_coef" if not has_routing:
             return {}, "there is no routing"
         case "top_k_heads":
             return dict(routing_top_k=heads if value is None else value), ""
@@ -156,26 +156,26 @@ ARGUMENTS = {
 WITHOUT_VALUE = {"--use_full_dataset"}
 
 
-def in_our_arguments(program, argv):
+def translate_arguments(program, argv):
     """argv with the arguments of ARGUMENTS under the names here; a line for each says what it means.
 
     Ends the program in one line where a value is missing.
     """
     names, rest = ARGUMENTS[program], list(argv)
-    translated = []  # (place in names, [arguments])
+    placed = []  # [(place in names, arguments)]
     while rest:
-        given = rest.pop(0)
-        name, equals, value = given.partition("=")
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
         if name not in names:
-            translated.append((len(names), [given]))
+            placed.append((len(names), [argument]))
             continue
         if not equals and name not in WITHOUT_VALUE:
             if not rest:
                 sys.exit(f"{program}: {name} needs a value")
             value = rest.pop(0)
-        ours = names[name](value)
+        arguments = names[name](value)
         # the baseline comes before what is compared with it
-        translated.append((list(names).index(name), ours))
-        words = " ".join(ours) or "nothing here"
+        placed.append((list(names).index(name), arguments))
+        words = " ".join(arguments) or "nothing here"
         say(f"{program}: {name} {value}".rstrip() + f" means {words}", file=sys.stderr)
-    return [each for _, ours in sorted(translated, key=lambda pair: pair[0]) for each in ours]
+    return [argument for _, arguments in sorted(placed, key=lambda pair: pair[0]) for argument in arguments]

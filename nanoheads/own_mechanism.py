@@ -23,7 +23,7 @@ from typing import NamedTuple
 import model
 from nanoheads.class_checks import problems_of_class, problems_of_models
 from nanoheads.common import OWN_FILES, ROOT, UserError, fault_of_own_file, write_atomic
-from nanoheads.configurator import FILE, names_in
+from nanoheads.configurator import OWN_FILE, names_in
 from nanoheads.mechanism import Mechanism, choices
 
 ADDED = {}  # class -> its OwnFile
@@ -236,7 +236,7 @@ def add_named(args):
     """Add the files of --mechanism in parsed arguments. UserError."""
     words = [word.strip() for each in args.mechanism for word in each.split(",")]
     for word in words:
-        if not FILE.fullmatch(word):
+        if not OWN_FILE.fullmatch(word):
             raise UserError(f"--mechanism={word} must be a file here, mine.py: the checkpoint says the rest")
     named(words)
 
@@ -276,7 +276,7 @@ def named(words, keep=None, every=True):
     """(names of mechanisms, in which a file is those of its modes; the OwnFiles added). UserError."""
     names, files = [], []
     for word in words:
-        if not (match := FILE.fullmatch(word)):
+        if not (match := OWN_FILE.fullmatch(word)):
             names.append(word)
             continue
         path, mode = match.groups()

@@ -396,8 +396,8 @@ def configs_of(command):
     names = command.names().get("mechanism", [])
     for name in names or [None]:
         alone = command.with_arguments(mechanism=name) if name else command
-        (model_config, config), values = configurator.made(alone, mechanisms=named)
-        configurator.checked((model_config, config))
+        (model_config, config), values = configurator.build_configs(alone, mechanisms=named)
+        configurator.validate((model_config, config))
         flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
         details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in flags_of(cls)}
         configs[name] = model_config, {key: values[key] for key in values if key in flags or key in details}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanoheads import checkpoint
-from nanoheads.common import UserError, printable, unescaped
+from nanoheads.common import UserError, printable, unescape
 from nanoheads.logits import NotNumbers, check_sampling
 from nanoheads.pruning import pack_in_place
 from nanoheads.scoring import dataset_of
@@ -124,7 +124,7 @@ def settings_of(args, tokenizer):
 def read_prompt(text):
     """The prompt, unescaped(); FILE:name reads it from a file as it is."""
     if not text.startswith("FILE:"):
-        return unescaped(text)
+        return unescape(text)
     try:
         return Path(text[5:]).read_bytes().decode()
     except OSError as e:

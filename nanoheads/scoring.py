@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanoheads import checkpoint
 from nanoheads.common import UserError
-from nanoheads.configurator import typed
+from nanoheads.configurator import convert_fields
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import constant_gate
 from nanoheads.tasks import TaskConfig, TaskData, check_split
@@ -290,7 +290,7 @@ def dataset_of(state, path, name=None, task=False):
 def task_data(flags, path):
     """The TaskData of the flags in a checkpoint's meta. UserError: they are damaged."""
     try:
-        return TaskData(typed(flags, TaskConfig), flags["task_length"])
+        return TaskData(convert_fields(flags, TaskConfig), flags["task_length"])
     except (UserError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is damaged, or no checkpoint of this program: its task: {e}") from None
 

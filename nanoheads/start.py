@@ -20,12 +20,12 @@ import torch
 
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import OWN_FILES, UserError, json_safe, of_an_older_version, plural, writable
+from nanoheads.common import OWN_FILES, UserError, json_safe, old_version_message, plural, writable
 from nanoheads.config import (TrainConfig, check_configs, check_data, check_model, data_of, flags_by_name,
                               note_on_dropout, note_on_warmup)
-from nanoheads.configurator import made, print_once
+from nanoheads.configurator import build_configs, print_once
 from nanoheads.dataset import Dataset, digests_of
-from nanoheads.files import called, find, only_writer
+from nanoheads.files import choose_folder, folders_named, only_writer
 from nanoheads.mechanism import flags_of
 from nanoheads.optim import check_compile, check_precision, precision, rates_at
 from nanoheads.ranks import Process, join_ranks
@@ -39,7 +39,7 @@ def configured(command):
     it should be known by. UserError: they cannot be, or not together.
     """
     # what --resume --out_dir=X leaves open is as X/config.json says
-    (model_config, config), given = made(command, flags_by_name(), base=asked_before(command))
+    (model_config, config), given = build_configs(command, flags_by_name(), base=asked_before(command))
     check_configs(model_config, config)
     # a scale's file names a text, too; who names one beside a task expects something of it
     if config.task and (of_text := {"dataset", "eval_tokens"} & {*command.arguments}):
@@ -106,9 +106,9 @@ def default_folder(model_config, config):
     A run of other steps is another run, unless the command goes on with one or starts one over.
     """
     goes_on, name = config.resume or config.eval_only, Path(config.out_dir).name
-    asked_there = {folder: telling_apart(asked_in(folder)) for folder in called(name, RUN_FILES)}
-    folder, line = find(name, telling_apart(asked_for(model_config, config)), asked_there, goes_on,
-                        free={"max_iters"} if goes_on or config.overwrite else ())
+    asked_there = {folder: telling_apart(asked_in(folder)) for folder in folders_named(name, RUN_FILES)}
+    folder, line = choose_folder(name, telling_apart(asked_for(model_config, config)), asked_there, goes_on,
+                                 free_keys={"max_iters"} if goes_on or config.overwrite else ())
     return str(folder), line
 
 
@@ -132,7 +132,7 @@ def asked_before(command):
                    "default")
         return None
     if "lr" in asked:
-        raise UserError(of_an_older_version(path))
+        raise UserError(old_version_message(path))
     if evaluates:
         asked = {key: value for key, value in asked.items()
                  if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}

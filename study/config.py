@@ -152,7 +152,7 @@ class StudyConfig:
         bad = []
         for pattern in self.mechanisms:
             if not matching(pattern):
-                meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])
+                meant, hint = configurator.likely_key(pattern, [*MECHANISMS, "all_on"])
                 hint = hint if meant else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
         if self.mechanism and self.mechanisms != self.mechanism.split(","):

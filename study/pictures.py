@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from nanoheads.common import cut_short, printable
+from nanoheads.common import printable, shorten
 from nanoheads.drawing import COLOURS, GREY, canvas, panels, ticks
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
@@ -30,7 +30,7 @@ FEW = 8  # variants that colours can show; of more, the best and the worst are
 
 def cut(text):
     """A name, short enough for a picture."""
-    return cut_short(" ".join(printable(text).split()), 40)
+    return shorten(" ".join(printable(text).split()), 40)
 
 
 def folded(text, letters):

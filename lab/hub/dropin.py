@@ -24,7 +24,7 @@ from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, PLAIN_LAYERS, XSA, Agenc
                    HeadNorm, OutputGate, Routing, Sentinel, Sink)
 from nanoheads.checkpoint import WITHOUT_EFFECT
 from nanoheads.common import UserError
-from nanoheads.configurator import near
+from nanoheads.configurator import likely_name
 from nanoheads.by_hand import HeadControl
 from nanoheads.mechanism import Normal, flags_of, set_to
 from lab.hub.huggingface import check_loaded, config_of, sizes
@@ -153,7 +153,7 @@ def gpt_config(model, mechanisms, flags):
     for kind, given, among in (("mechanism", names, list(MECHANISMS)), ("flag", flags, known)):
         for name in given:
             if name not in among:
-                meant = near(str(name), among)
+                meant = likely_name(str(name), among)
                 hint = f"did you mean {meant}?" if meant else f"there are {', '.join(among)}"
                 raise UserError(f"no {kind} {name!r} to insert; {hint}")
     flags = {**{key: value for name in names for key, value in MECHANISMS[name].items()}, **flags}

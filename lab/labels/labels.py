@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads.common import UserError, say, table
-from nanoheads.files import only_writer, temporary
+from nanoheads.files import only_writer, open_temporary
 from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 
@@ -41,7 +41,7 @@ def label_split(folder, text, labeller, split, names):
     try:
         with ExitStack() as stack:
             for name, path in paths.items():
-                files[name] = stack.enter_context(temporary(path))
+                files[name] = stack.enter_context(open_temporary(path))
             bar = stack.enter_context(tqdm(total=len(text.dataset.tokens(split)), desc=split, unit=" tokens",
                                            unit_scale=True, disable=None, leave=False))
             for piece in text.pieces(split):

@@ -25,7 +25,7 @@ import torch
 
 from nanoheads.causality import Perturbation, apart, two_texts
 from nanoheads.common import UserError, as_program, pick_device, writable, write_json
-from nanoheads.configurator import where_it_failed
+from nanoheads.configurator import describe_failure
 from lab.probes.shared import parser_of, positive
 
 
@@ -45,7 +45,7 @@ def function_of(name):
     try:
         spec.loader.exec_module(module)
     except Exception as e:  # whatever a file of one's own may do
-        raise UserError(f"--module={name}: {file}, {where_it_failed(e, path)}") from None
+        raise UserError(f"--module={name}: {file}, {describe_failure(e, path)}") from None
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]

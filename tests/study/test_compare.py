@@ -128,7 +128,7 @@ def test_a_report_never_takes_the_place_of_scores_that_it_lacks(inside, tmp_path
 
 def test_a_report_of_what_is_done_says_what_failed(inside, capsys):
     words = ["tiny_study.py", "--seeds=[1,2,8]", "--plain_seeds=3", "--out_dir=out/failed"]
-    (config,), _ = configurator.made(configurator.read((StudyConfig,), words))
+    (config,), _ = configurator.build_configs(configurator.parse_command((StudyConfig,), words))
     run = next(run for run in Planner(config).plan({}).runs if (run.variant, run.seed) == ("bad", 8))
     trial.write_failure(trial.make(run), "the loss is not finite")
     compare.main(["report", *words])

@@ -19,7 +19,7 @@ from helpers import CODE, ROOT, forget_own_mechanisms
 from nanoheads import own_mechanism as own
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
-from nanoheads.configurator import Presets, read
+from nanoheads.configurator import Presets, parse_command
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=1, n_head=2, n_embd=16)
 MINE = """
@@ -314,7 +314,7 @@ def test_a_run_has_one_mode_of_a_file(mine, args):
     assert f"{path} has the modes forget, fast: name one, as in {path}:forget" in line_of(
         train, *args(), f"--mechanism={path}")
     assert "has no mode fats; it has forget, fast" in line_of(train, *args(), f"--mechanism={path}:fats")
-    command = read((Presets, model.GPTConfig, TrainConfig), [f"--mechanism=xsa,{path}:fast"])
+    command = parse_command((Presets, model.GPTConfig, TrainConfig), [f"--mechanism=xsa,{path}:fast"])
     command = own.take(command, every=False)
     assert command.words() == ["--mechanism=xsa,fast", f"--own_mechanism={path}"]
 

@@ -19,7 +19,7 @@ from nanoheads import checkpoint, configurator, start, timing
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, TrainConfig, check_configs, check_data, data_of, flags_by_name,
                               note_on_dropout, note_on_warmup, trained_with)
-from nanoheads.configurator import Presets, Scale, help_text, load, made, near, read
+from nanoheads.configurator import Presets, Scale, build_configs, help_text, likely_name, load, parse_command
 from nanoheads.mechanism import flag
 from nanoheads.tasks import TaskConfig
 from train import main
@@ -71,8 +71,8 @@ def lines_of(argv, *classes):
 
 def of_train(*argv, base=None):
     """((GPTConfig, TrainConfig), {key: value} that was set) as train.py makes them."""
-    configs, given = made(read((Presets, *BOTH), argv), mechanisms=NAMES, base=base)
-    return configurator.checked(configs), given
+    configs, given = build_configs(parse_command((Presets, *BOTH), argv), mechanisms=NAMES, base=base)
+    return configurator.validate(configs), given
 
 
 def named(*argv):
@@ -187,7 +187,8 @@ def answer(values, *argv, base=None, data=None):
     `values`; without a path to its file.
     """
     try:
-        (model, config), _ = made(read(BOTH, [*map(str, argv), f"--dataset={data}"]), base=base)
+        command = parse_command(BOTH, [*map(str, argv), f"--dataset={data}"])
+        (model, config), _ = build_configs(command, base=base)
         check_configs(model, config)
         check_data(model, config, data_of(config, model.block_size))
         return [model, config]
@@ -328,7 +329,7 @@ def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism
             for typo in (name[:2] + name[3:], name[:2] + "q" + name[2:],
                          name[:1] + name[2:3] + name[1:2] + name[3:]):
                 if typo not in names and len(name) > 2:
-                    assert near(typo, names), (name, typo)
+                    assert likely_name(typo, names), (name, typo)
 
 
 def test_help_has_a_line_for_each_key_under_its_heading():
@@ -533,7 +534,8 @@ def test_what_a_scale_or_a_mechanism_sets_is_checked_like_the_rest(monkeypatch, 
     monkeypatch.setattr(configurator, "ROOT", tmp_path)
     assert refused("--scale=tiny") == ["config/tiny.py: n_layer='two' is not int"]
     with pytest.raises(UserError, match="mechanism big: n_layer='two' is not int"):
-        made(read((Presets, *BOTH), ["--mechanism=big"]), mechanisms={"big": dict(n_layer="two")})
+        build_configs(parse_command((Presets, *BOTH), ["--mechanism=big"]),
+                      mechanisms={"big": dict(n_layer="two")})
 
 
 def test_a_mechanism_does_not_overrule_dropout_that_was_asked_for():

@@ -18,7 +18,7 @@ from nanoheads import checkpoint, files
 from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
 from nanoheads.dataset import Dataset
-from nanoheads.files import LONGEST, called, find, joined, only_writer, setting_in_name
+from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words, only_writer, setting_in_name
 from nanoheads.start import RUN_FILES, asked_in
 
 # ---- whole files or none ----
@@ -185,7 +185,7 @@ def test_a_setting_in_a_name_has_no_path_and_no_odd_character(key, value, name):
 
 @given(st.lists(st.text(max_size=80), max_size=30), st.text(max_size=80))
 def test_whatever_a_run_is_called_after_its_folder_has_a_name_that_can_be_typed(words, base):
-    name = joined(words, base)
+    name = name_of_words(words, base)
     assert len(name) <= LONGEST and not set(name) - set(
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
     assert not name.endswith((".", "-"))
@@ -195,7 +195,7 @@ def test_whatever_a_run_is_called_after_its_folder_has_a_name_that_can_be_typed(
     r"[a-z]{1,99}", fullmatch=True))
 def test_a_name_keeps_its_scale_and_its_first_mechanism(words, base):
     words = [word.strip("_") or "x" for word in words]
-    name = joined(words, base)
+    name = name_of_words(words, base)
     scale, _, mechanisms = name.partition("-")
     assert base.startswith(scale) and "+".join(words).startswith(mechanisms)
     assert scale == base[:40] and mechanisms.startswith(words[0][:LONGEST - len(scale) - 1])
@@ -217,7 +217,8 @@ def runs(tmp_path, monkeypatch):
 
 
 def found(asked, **how):
-    folder, line = find("a", asked, {there: asked_in(there) for there in called("a", RUN_FILES)}, **how)
+    settings_of = {folder: asked_in(folder) for folder in folders_named("a", RUN_FILES)}
+    folder, line = choose_folder("a", asked, settings_of, **how)
     assert line in (None, f"out/a holds another run: this one goes into {folder}")
     return folder.as_posix(), bool(line)
 
@@ -242,8 +243,8 @@ def test_of_several_the_newest_is_found_and_gone_on_with(runs):
     runs("a-3", {"lr": 1}, age=20)
     assert found({"lr": 1}) == ("out/a-2", False)
     assert found({"lr": 9}, goes_on=True) == ("out/a-2", False)
-    assert found({"lr": 1, "max_iters": 9}, free={"max_iters"}) == ("out/a-2", False)
-    assert found({"lr": 1, "max_iters": 5}, free={"max_iters"}) == ("out/a", False), "exactly that"
+    assert found({"lr": 1, "max_iters": 9}, free_keys={"max_iters"}) == ("out/a-2", False)
+    assert found({"lr": 1, "max_iters": 5}, free_keys={"max_iters"}) == ("out/a", False), "exactly that"
     runs("a", None, age=5, file="ckpt.pt")  # it was trained on since
     assert found({"lr": 9}, goes_on=True) == ("out/a", False)
 
@@ -303,7 +304,7 @@ def is_noted(path):
 
 def opened(folder, split="train"):
     """Open a split as another process does, which knows only what is noted."""
-    files.CHECKED.clear()
+    files.GOOD_STATES.clear()
     Dataset(folder).tokens(split)
 
 

@@ -718,7 +718,7 @@ def desk(tmp_path_factory):
 def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     """In the order of the page, the Python parts after the commands whose files they read."""
     monkeypatch.chdir(desk)
-    ran, read = 0, configurator.read
+    ran, read = 0, configurator.parse_command
     for block in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL):
         if language == "python":
             exec(compile(block, "docs/hugging-face.md", "exec"), {})
@@ -732,7 +732,7 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
                 script, *args = args
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
             if script == "train.py":
-                monkeypatch.setattr(configurator, "read",
+                monkeypatch.setattr(configurator, "parse_command",
                                     lambda classes, argv: read(classes, argv, {"the test": FEW}))
             module.main(args)
             ran += 1

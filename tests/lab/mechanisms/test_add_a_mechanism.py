@@ -22,7 +22,7 @@ from nanoheads import checkpoint, own_mechanism as own, promises
 from nanoheads.class_checks import problems_of_models, small_models
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
-from nanoheads.configurator import Presets, keys_of, made, read
+from nanoheads.configurator import Presets, build_configs, keys_of, parse_command
 from lab.hub import huggingface as hf
 from study import digest
 from study.config import StudyConfig, variants_of
@@ -444,16 +444,16 @@ def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
 
 def arguments_taken(argv, **how):
     """The arguments of train.py or compare.py after take()."""
-    command = read((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
+    command = parse_command((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
     return own.take(command, **how).words()
 
 
 def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
     """Until its file is read nobody knows that the flag is a bool."""
     (tmp_path / "config.py").write_text("n_head = 4\nn_embd = 64")
-    command = read((Presets, model.GPTConfig, TrainConfig),
-                   ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
-    (config, _), _ = made(own.take(command))
+    command = parse_command((Presets, model.GPTConfig, TrainConfig),
+                            ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
+    (config, _), _ = build_configs(own.take(command))
     assert config.forget is True and config.n_head == 4
 
 

@@ -30,4 +30,4 @@ def test_columns_of_help_stay_apart_and_hold_all_words(classes):
         assert " ".join([*cells[3:], *map(str.strip, rest)]) == about
         columns |= {first.rindex(cells[3])} if cells[3:] else set()
         columns |= {len(line) - len(line.lstrip()) for line in rest}
-    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.HELP_WIDE
+    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.HELP_WIDTH
