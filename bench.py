@@ -441,7 +441,7 @@ def main(argv=None):
     if "--race" in argv:  # which has flags of its own
         return from_lab("lab.bench.race", "--race").main([arg for arg in argv if arg != "--race"])
     args = arguments(argv)
-    own_mechanism.take_argument(args)
+    own_mechanism.add_from_arguments(args)
     check(args)
     run(args)
 

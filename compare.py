@@ -226,7 +226,7 @@ def run_study(config, name, command):
         say(line, flush=True)
     out = folder_of(config, name)
     out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
-    for file in own_mechanism.ADDED.values():  # so that it can be run again elsewhere
+    for file in own_mechanism.FILES.values():  # so that it can be run again elsewhere
         own_mechanism.copy(file, out)
     outcomes, other_code = outcomes_of(config, planner, train_missing=True)
     study = study_of(planner, outcomes, name, command, out, other_code)
@@ -473,7 +473,8 @@ def run(argv):
         return write_tables()
     if command == "report" and any(re.search(r"\.json(\.gz)?$", word) for word in argv if word[:2] != "--"):
         return report_once_more(*one_file(command, argv))
-    asked = own_mechanism.take(configurator.parse_command((StudyConfig,), argv), keep="out/mechanisms")
+    command = configurator.parse_command((StudyConfig,), argv)
+    asked = own_mechanism.add_from_command(command, keep="out/mechanisms")
     (config,), _ = configurator.build_configs(asked)
     configurator.validate((config,))
     if command == "plan":

@@ -436,7 +436,7 @@ class Run:
     model: GPT                       # never compiled, never wrapped
     dataset: Dataset | tasks.TaskData
     process: Process
-    asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.asked_for()
+    asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.settings_of()
     # checkpoint.PROGRESS
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
@@ -589,9 +589,10 @@ def train(model_config, config, given=None):
     given: {flag: value} of the flags that were set, see start.begin(). UserError: the run cannot begin, or
     cannot go on.
     """
-    with start.alone(config) as process, ExitStack() as closing:
+    with start.join_run(config) as process, ExitStack() as closing:
         begun = start.begin(model_config, config, given or {}, process)
-        run = Run(begun.config, start.model_of(begun), begun.dataset, process, begun.asked, **begun.progress)
+        run = Run(begun.config, start.model_of(begun), begun.dataset, process, begun.settings,
+                  **begun.progress)
         if config.eval_only:
             evaluate_once(run)
         elif run.ended_by:
@@ -719,14 +720,14 @@ def main(argv=None):
         command = configurator.parse_command((configurator.Presets, GPTConfig, TrainConfig), argv)
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
-            command = own_mechanism.take(command, every="check" in command.arguments)
+            command = own_mechanism.add_from_command(command, all_modes="check" in command.arguments)
         if configurator.HELP & {*argv}:
             print(configurator.help_text(command.classes, __doc__, flags_by_name()))
             sys.exit(0)
         if command.values().get("check"):
             from nanoheads import promises
             return promises.main(command)
-        model_config, config, given = start.configured(command)
+        model_config, config, given = start.configure(command)
         with advising(config):
             train(model_config, config, given)
 

@@ -33,11 +33,11 @@ def add_scoring(parser, split, required=True):
     parser.add_argument("--json", help="write the numbers to this file as well")
 
 
-def add_pack(parser, but=""):
-    """The argument of a program that does without withdrawn heads; but: when it does not, in words."""
+def add_pack(parser, exception=""):
+    """The argument of a program that does without withdrawn heads; exception: when it does not, in words."""
     parser.add_argument("--pack", type=true_or_false, nargs="?", const=True, default=True, metavar="False",
                         help="False: compute heads whose gate is 0 too, and multiply by it, as in training; "
-                             f"default: such heads are left out before anything begins{but}")
+                             f"default: such heads are left out before anything begins{exception}")
 
 
 def true_or_false(text):
@@ -52,14 +52,14 @@ def default_runs(program):
     """The run folders that a command without --ckpt means, which a line says: under out/, or called out-...,
     the one that was saved last, or where that is one of the head-routing write-up's pair, both. UserError.
     """
-    saved = {str(folder): file.stat().st_mtime for pattern in ("out/*/", "out-*/", "out/")
-             for folder in Path().glob(pattern) if (file := file_of(folder)).is_file()}
-    if not saved:
+    save_times = {str(folder): file.stat().st_mtime for pattern in ("out/*/", "out-*/", "out/")
+                  for folder in Path().glob(pattern) if (file := file_of(folder)).is_file()}
+    if not save_times:
         raise UserError("no --ckpt is named, and there is no run under out/: train one, for instance with "
                         "python train.py --scale=tiny")
-    found = [max(saved, key=saved.get)]
-    if found[0] in ROUTING_PAIR and saved.keys() >= {*ROUTING_PAIR}:
-        found = [*ROUTING_PAIR]
-    print(f"{program}:", *(f"--ckpt {path}" for path in found[:-1]), f"--ckpt {found[-1]}, the newest run"
-          f"{'s' * (len(found) > 1)}", file=sys.stderr)
-    return found
+    paths = [max(save_times, key=save_times.get)]
+    if paths[0] in ROUTING_PAIR and save_times.keys() >= {*ROUTING_PAIR}:
+        paths = [*ROUTING_PAIR]
+    print(f"{program}:", *(f"--ckpt {path}" for path in paths[:-1]), f"--ckpt {paths[-1]}, the newest run"
+          f"{'s' * (len(paths) > 1)}", file=sys.stderr)
+    return paths

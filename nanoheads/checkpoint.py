@@ -37,13 +37,13 @@ VERSION = 1  # of new files; to be raised when an older program would misread th
 # how far a run is, in all that train.py saves: attributes of its Run
 PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
 # what a file must hold, besides its model, for a run to go on from it
-TO_GO_ON = ("meta", "train", *PROGRESS, "optimizers", "scaler")
+RESUME_KEYS = ("meta", "train", *PROGRESS, "optimizers", "scaler")
 
 # what `meta` must say of tokens
-OF_TOKENS = dict(name=str, encoding=str, vocab_size=int)
+TOKEN_FIELDS = dict(name=str, encoding=str, vocab_size=int)
 
 # flags of older checkpoints, at the values with which a model is the same without them
-WITHOUT_EFFECT = [("agency_scope", "head")]
+IGNORED_FLAGS = [("agency_scope", "head")]
 
 
 # ---- write ----
@@ -70,7 +70,7 @@ def read(path, device="cpu"):
     """
     file = file_of(path)
     if file.is_file():
-        state = in_file(file, device)
+        state = load_file(file, device)
     else:  # no file of ours: a folder of transformers', or a name on the hub
         hf = from_lab("lab.hub.huggingface", f"no checkpoint {file}; a folder or a name of Hugging Face's")
         from_hub = hf.is_name(path) and not Path(path).exists()
@@ -78,15 +78,15 @@ def read(path, device="cpu"):
             raise UserError(f"no checkpoint {file}")
         state = hf.read(hf.fetch(path) if from_hub else path)
     meta = state["meta"]
-    if meta is not None and not (has_names(meta) and all(isinstance(meta.get(key), kind)
-                                                         for key, kind in OF_TOKENS.items())):
+    if meta is not None and not (has_string_keys(meta) and all(isinstance(meta.get(key), kind)
+                                                               for key, kind in TOKEN_FIELDS.items())):
         raise UserError(f"{path} is damaged: its meta does not say what its tokens mean")
     flags = state["config"].items()
-    state["config"] = {key: value for key, value in flags if (key, value) not in WITHOUT_EFFECT}
+    state["config"] = {key: value for key, value in flags if (key, value) not in IGNORED_FLAGS}
     return state
 
 
-def in_file(path, device):
+def load_file(path, device):
     """The dict in a file, in our form. UserError: it is no checkpoint, or of a newer version."""
     try:
         with warnings.catch_warnings():
@@ -99,36 +99,36 @@ def in_file(path, device):
             raise  # it cannot be opened at all
         raise UserError(f"{path} cannot be read as a checkpoint: it is cut short, damaged, or no file of "
                         "tensors and plain values; copy it anew, or name another") from None
-    state = state if has_names(state) else {}
+    state = state if has_string_keys(state) else {}
     version = state.get("version", 0)
     if type(version) is not int or version > VERSION:
         raise UserError(f"{path} is of version {version}, and this program reads checkpoints up to version "
                         f"{VERSION}: update the program")
-    if has_names(state.get("model")) and has_names(state.get("model_args")):
-        state = from_nanogpt(state)
-    if not ("meta" in state and has_names(state.get("model")) and has_names(state.get("config"))):
+    if has_string_keys(state.get("model")) and has_string_keys(state.get("model_args")):
+        state = convert_nanogpt(state)
+    if not ("meta" in state and has_string_keys(state.get("model")) and has_string_keys(state.get("config"))):
         raise UserError(f"{path} is a torch file, but no checkpoint: nanoHeads' have model, config and meta, "
                         "nanoGPT's have model and model_args")
     files = state.get("own_mechanism", [])
-    if not (isinstance(files, list) and all(map(names_file, files))):
+    if not (isinstance(files, list) and all(map(is_file_record, files))):
         raise UserError(f"{path} is damaged: its own_mechanism must be a list of files with their digests")
     return state
 
 
-def has_names(value):
+def has_string_keys(value):
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-def names_file(value):
+def is_file_record(value):
     """Whether a value is what own_mechanism.record() says of a file."""
-    if not has_names(value):
+    if not has_string_keys(value):
         return False
     helpers = value.get("helpers", [])
     names = [value.get("file"), value.get("digest"), *(helpers if isinstance(helpers, list) else [None])]
     return all(isinstance(name, str) for name in names)
 
 
-def from_nanogpt(state):
+def convert_nanogpt(state):
     """nanoGPT's checkpoint in our form; it names the dataset but lacks its vocabulary (meta: None).
 
     Its GELU was the tanh form until 17 May 2023, which those from before February are known by. For one in
@@ -175,7 +175,7 @@ def build(state, path, device="cpu", settings=(), **overrides):
     Raises UserError, also when the weights and the config disagree.
     """
     flags, heads = read_settings(settings)
-    config = config_of(state, path, **overrides, **switchable(state, path, flags))
+    config = config_of(state, path, **overrides, **flag_changes(state, path, flags))
     try:
         model = GPT(config)
         load_weights(model, state["model"], path)
@@ -210,12 +210,12 @@ def load_weights(model, weights, path, strict=True):
 
     Raises ValueError, RuntimeError: they do not fit the model; UserError: they are not finite.
     """
-    loaded = model.load_state_dict(weights, strict=strict)
+    result = model.load_state_dict(weights, strict=strict)
     for name, p in model.named_parameters():
         if not is_finite(p):
             raise UserError(f"{path}: {name} holds NaN or infinities: its weights are damaged, or its "
                             "training diverged")
-    return loaded
+    return result
 
 
 @torch.no_grad()
@@ -223,11 +223,11 @@ def same_logits(model, other):
     """Whether two models in eval mode say the same of a few random tokens, but for rounding."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(other.config.vocab_size, (2, min(64, other.config.block_size)), generator=generator)
-    got, want = (m(ids.to(next(m.parameters()).device)).logits for m in (model, other))
-    return (got - want).abs().max() <= 1e-4 * want.abs().max()
+    logits, other_logits = (m(ids.to(next(m.parameters()).device)).logits for m in (model, other))
+    return (logits - other_logits).abs().max() <= 1e-4 * other_logits.abs().max()
 
 
-def same_vocabulary(state, dataset, path):
+def check_vocabulary(state, dataset, path):
     """Raise UserError unless the checkpoint's token ids mean what the dataset's do."""
     old, new = state["meta"], dataset.meta
     if old and any(old.get(key) != new.get(key) for key in ("encoding", "vocab")):
@@ -245,7 +245,7 @@ def same_vocabulary(state, dataset, path):
 # <key>.<layer>.<head>, for set_gate() and set_state() of a GPT
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}
 # what the tensors mean depends on these, even where their shapes do not
-FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
+FIXED_FLAGS = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
 
 
 def read_settings(settings):
@@ -257,13 +257,13 @@ def read_settings(settings):
     flags, heads = {}, []
     for text in settings:
         name, equals, value = text.partition("=")
-        key, *place = name.split(".")
+        key, *position = name.split(".")
         is_of_head = key in HEAD_KEYS
         if not (is_of_head or name in types):
-            meant, words = likely_key(key, {**types, **HEAD_KEYS})
-            words = words if meant else "train.py --help lists the flags of a model"
+            suggestion, words = likely_key(key, {**types, **HEAD_KEYS})
+            words = words if suggestion else "train.py --help lists the flags of a model"
             raise UserError(f"--set {text}: unknown key {name}; {words}")
-        if not equals or is_of_head and not (len(place) == 2 and all(each.isdecimal() for each in place)):
+        if not equals or is_of_head and not (len(position) == 2 and all(map(str.isdecimal, position))):
             raise UserError(f"--set {text}: it must be {key}{'.<layer>.<head>' * is_of_head}=value")
         t = HEAD_KEYS[key] if is_of_head else types[key]
         try:
@@ -271,13 +271,13 @@ def read_settings(settings):
         except ValueError:
             raise UserError(f"--set {text}: {value!r} is not {type_name(t)}")
         if is_of_head:
-            heads.append((key, *map(int, place), value))
+            heads.append((key, *map(int, position), value))
         else:
             flags[key] = value
     return flags, heads
 
 
-def switchable(state, path, flags):
+def flag_changes(state, path, flags):
     """{flag: value} for config_of(): the flags, and those that go with them.
 
     Raises UserError where a tensor of the read checkpoint depends on one.
@@ -285,22 +285,22 @@ def switchable(state, path, flags):
     if not flags:
         return {}
     # what is off has no details: window=None means no window_block
-    off = tuple(f"{key}_" for key, value in flags.items() if value is None or value is False)
-    details = {name: value for name, value in GPTConfig.defaults().items() if name.startswith(off)}
+    prefixes = tuple(f"{key}_" for key, value in flags.items() if value is None or value is False)
+    details = {name: value for name, value in GPTConfig.defaults().items() if name.startswith(prefixes)}
     changes = {**details, **flags}
-    if fixed := [key for key in flags if key in FIXED]:
+    if fixed := [key for key in flags if key in FIXED_FLAGS]:
         raise UserError(f"{path}: {fixed[0]} cannot be changed after training")
     config = config_of(state, path, **changes)
     if problems := config.problems():
         raise UserError(f"{path}: {'; '.join(problems)}")
-    old, new = tensors(config_of(state, path)), tensors(config)
+    old, new = tensor_shapes(config_of(state, path)), tensor_shapes(config)
     if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
         raise UserError(f"{path}: {', '.join(flags)} cannot be changed after training: {changed[0]} depends "
                         "on it")
     return changes
 
 
-def tensors(config):
+def tensor_shapes(config):
     """{name: shape} of all that a checkpoint of this config holds. Raises ValueError on an impossible one."""
     with torch.device("meta"):
         return {name: t.shape for name, t in GPT(config).state_dict().items()}

@@ -18,18 +18,18 @@ from nanoheads.common import (ROOT, UserError, git_commit, json_safe, number, pl
                               write_json)
 
 
-def write_config(path, model_config, config, step, machine, asked):
+def write_config(path, model_config, config, step, machine, settings):
     """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch.
 
-    asked: see start.asked_for().
+    settings: see start.settings_of().
     """
     import torch  # late here and below: the reader of a log does without
     launch = dict(command=shlex.join(["python", *sys.argv]), commit=git_commit(), machine=machine,
                   versions=dict(python=platform.python_version(), torch=torch.__version__,
                                 numpy=np.__version__))
-    before = (read_json(path) or {}).get("launches", []) if step else []
-    details = dict(model=model_config.flags(), train=asdict(config), asked=asked, **launch,
-                   launches=[*before, dict(step=step, **launch)])
+    earlier_launches = (read_json(path) or {}).get("launches", []) if step else []
+    details = dict(model=model_config.flags(), train=asdict(config), asked=settings, **launch,
+                   launches=[*earlier_launches, dict(step=step, **launch)])
     write_json(path, details)
     return details
 
@@ -63,19 +63,19 @@ def read_rows(path):
     half a row.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    rows, broken = [], []
+    rows, broken_lines = [], []
     for n, line in enumerate(text.split("\n"), 1):
-        if row := row_in(line):
+        if row := parse_row(line):
             rows.append(row)
         elif line:
-            broken.append(n)
-    if broken:
-        warn(path.parent, f"{plural(len(broken), 'broken line')} in {path.name}, the first is line "
-                          f"{broken[0]}; the rest is used")
+            broken_lines.append(n)
+    if broken_lines:
+        warn(path.parent, f"{plural(len(broken_lines), 'broken line')} in {path.name}, the first is line "
+                          f"{broken_lines[0]}; the rest is used")
     return rows
 
 
-def row_in(line):
+def parse_row(line):
     """The dict in a line of a log, which has a step; None where there is none."""
     with suppress(ValueError, AttributeError):  # not JSON; JSON, but no object
         row = json.loads(line)
@@ -102,15 +102,15 @@ class Log:
     """log.jsonl, one row a line, and Weights & Biases, whose failure is reported once and stops nothing.
 
     Of a log that is there already it keeps the training rows up to `step` and the evaluations up to
-    `evaluated`: what a killed process wrote after its last save is about to be written again.
+    `evaluation_step`: what a killed process wrote after its last save is about to be written again.
     """
 
-    def __init__(self, out_dir, step, evaluated):
+    def __init__(self, out_dir, step, evaluation_step):
         self.path = out_dir / "log.jsonl"
         self.wandb_run = None
         self.tensorboard = None
         write_rows(self.path, [row for row in read_rows(self.path)
-                               if row["step"] <= (evaluated if "val_loss" in row else step)])
+                               if row["step"] <= (evaluation_step if "val_loss" in row else step)])
 
     def write(self, row):
         row = json_safe(row)
@@ -123,7 +123,7 @@ class Log:
             values = {key: value for key, value in row.items() if key != "step"}
             self.attempt(lambda: self.wandb_run.log(values, step=row["step"]))
 
-    def start_tensorboard(self, closing):
+    def start_tensorboard(self, exit_stack):
         """Write the same rows for TensorBoard, too. UserError where it is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter  # only here: it needs an optional package
@@ -133,9 +133,9 @@ class Log:
         last = read_rows(self.path)[-1:]
         # what a killed run wrote behind its last save is written again: TensorBoard shows the newer ones
         self.tensorboard = SummaryWriter(str(folder), purge_step=last[0]["step"] + 1 if last else None)
-        closing.callback(self.tensorboard.close)
+        exit_stack.callback(self.tensorboard.close)
 
-    def start_wandb(self, config, details, run_id, closing):
+    def start_wandb(self, config, details, run_id, exit_stack):
         def start():
             import wandb  # only here: an optional dependency
             name = config.wandb_run_name or self.path.parent.resolve().name
@@ -158,7 +158,7 @@ class Log:
             self.wandb_run.log_artifact(code)
 
         self.attempt(start)
-        closing.callback(lambda: self.wandb_run and self.attempt(self.wandb_run.finish))
+        exit_stack.callback(lambda: self.wandb_run and self.attempt(self.wandb_run.finish))
 
     def attempt(self, action):
         try:

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 import torch
 
 from model import GPT, NEUTRAL, GPTConfig
-from nanoheads.checkpoint import build, config_of, load_weights, same_logits, tensors
+from nanoheads.checkpoint import build, config_of, load_weights, same_logits, tensor_shapes
 from nanoheads.common import UserError
 from nanoheads.pruning import scale_heads
 
@@ -81,7 +81,7 @@ def extended(state, path, device, turned_on, anyway, changes):
     try:
         model = GPT(config_of(state, path, **flags))
         missing, unknown = load_weights(model, state["model"], path, strict=False)
-        if unknown or set(missing) & set(tensors(config_of(state, path))):
+        if unknown or set(missing) & set(tensor_shapes(config_of(state, path))):
             raise ValueError(f"no weights for {', '.join([*unknown, *missing][:3])}")
     except UserError:
         raise

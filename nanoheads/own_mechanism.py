@@ -26,7 +26,7 @@ from nanoheads.common import OWN_FILES, ROOT, UserError, fault_of_own_file, writ
 from nanoheads.configurator import OWN_FILE, names_in
 from nanoheads.mechanism import Mechanism, choices
 
-ADDED = {}  # class -> its OwnFile
+FILES = {}  # class -> its OwnFile
 # the repository's own modules, which are no helpers of a file that lies beside them
 OURS = {"nanoheads", "lab", "study", "data", "model", "train", "sample", "evaluate", "compare", "bench",
         "plot_curves"}
@@ -53,10 +53,10 @@ class OwnFile(NamedTuple):
     def digest(self):
         """16 digits: the first of its SHA-256; of a file with helpers, of what all of theirs give."""
         sha256 = self.sha256
-        of_file = sha256.pop(self.path.name)
-        lines = sorted([of_file, *(f"{name} {of_helper}" for name, of_helper in sha256.items())])
-        of_all = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        return (of_all if self.helpers else of_file)[:16]
+        file_digest = sha256.pop(self.path.name)
+        lines = sorted([file_digest, *(f"{name} {helper_digest}" for name, helper_digest in sha256.items())])
+        joint_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return (joint_digest if self.helpers else file_digest)[:16]
 
     def __str__(self):
         return " with ".join(filter(None, (str(self.path), ", ".join(self.helpers))))
@@ -64,7 +64,7 @@ class OwnFile(NamedTuple):
 
 # ---- running a file ----
 
-def opened(path, helpers=()):
+def read_own_file(path, helpers=()):
     """The OwnFile of a path, with those of these helpers that lie beside it. UserError: there is no file."""
     path = Path(path)
     try:
@@ -82,31 +82,31 @@ def run(path):
     Its helpers then leave sys.modules under the names by which it imports them, as another file may have
     others of the same names.
     """
-    file, folder = opened(path), Path(path).resolve().parent
+    file, folder = read_own_file(path), Path(path).resolve().parent
     name = "own_mechanism_" + hashlib.sha256(str(file.path.resolve()).encode() + file.text).hexdigest()[:16]
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, file.path))
     sys.modules[name] = module
     OWN_FILES.add(str(file.path))
-    of_others = helpers_taken_out(folder)
+    other_helpers = take_out_helpers(folder)
     try:
         with first_on_path(folder):
             exec(compile(file.text, str(file.path), "exec"), vars(module))  # the text that is kept
     except Exception as e:  # whatever a file of one's own may do
         del sys.modules[name]
-        places = [frame.filename for frame in traceback.extract_tb(e.__traceback__)]
-        places += [e.filename] if isinstance(e, SyntaxError) else []
-        OWN_FILES.update(place for place in places if name_beside(place, folder))
+        code_paths = [frame.filename for frame in traceback.extract_tb(e.__traceback__)]
+        code_paths += [e.filename] if isinstance(e, SyntaxError) else []
+        OWN_FILES.update(code_path for code_path in code_paths if helper_path(code_path, folder))
         raise UserError(str(fault_of_own_file(e) or e)) from None
     finally:
-        helpers = helpers_taken_out(folder)
-        sys.modules.update(of_others)
-    for its_name, helper in helpers.items():  # torch.compile finds a function's module by this name
-        helper.__name__ = f"{name}_{its_name.replace('.', '_')}"
+        helpers = take_out_helpers(folder)
+        sys.modules.update(other_helpers)
+    for helper_name, helper in helpers.items():  # torch.compile finds a function's module by this name
+        helper.__name__ = f"{name}_{helper_name.replace('.', '_')}"
         sys.modules[helper.__name__] = helper
-    places = [place for helper in helpers.values() if (place := getattr(helper, "__file__", None))]
-    OWN_FILES.update(places)
-    names = sorted(filter(None, (name_beside(place, folder) for place in places)))
-    return module, file._replace(helpers=opened(path, names).helpers)
+    code_paths = [*filter(None, (getattr(helper, "__file__", None) for helper in helpers.values()))]
+    OWN_FILES.update(code_paths)
+    names = sorted(filter(None, (helper_path(code_path, folder) for code_path in code_paths)))
+    return module, file._replace(helpers=read_own_file(path, names).helpers)
 
 
 @contextmanager
@@ -114,37 +114,38 @@ def first_on_path(folder):
     """Inside, a folder is the first on Python's path, as it is of a program in it, and no bytecode is kept:
     Python would know a helper by its size and the second of its last change.
     """
-    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    old_setting, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        sys.dont_write_bytecode = writes_none
+        sys.dont_write_bytecode = old_setting
 
 
-def helpers_taken_out(folder):
+def take_out_helpers(folder):
     """Take out of sys.modules what was imported from a folder, and return it: {name: module}."""
     first_names = set()
     for name, module in sys.modules.items():
         if "." in name or name.startswith(("__", "own_mechanism_")):
             continue
-        about = getattr(module, "__dict__", {})
-        place = next(iter(about.get("__path__") or ()), about.get("__file__"))
-        if place and name_beside(place, folder) == Path(place).name:  # not in a folder of that folder
+        attributes = getattr(module, "__dict__", {})
+        location = next(iter(attributes.get("__path__") or ()), attributes.get("__file__"))
+        # not in a folder of that folder
+        if location and helper_path(location, folder) == Path(location).name:
             first_names.add(name)
     return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in first_names}
 
 
-def name_beside(place, folder):
+def helper_path(location, folder):
     """The path of a module's file, or of a package's folder, from the folder in which it is: "gates.py", or
     "project/gates.py"; None: it is elsewhere, or there as a library, or one of the repository's own.
     """
-    place = Path(place).parent.resolve() / Path(place).name
-    ours = ROOT in place.parents and place.relative_to(ROOT).parts[0].removesuffix(".py") in OURS
-    if folder in place.parents and not ours:
-        name = place.relative_to(folder)
+    location = Path(location).parent.resolve() / Path(location).name
+    is_ours = ROOT in location.parents and location.relative_to(ROOT).parts[0].removesuffix(".py") in OURS
+    if folder in location.parents and not is_ours:
+        name = location.relative_to(folder)
         return name.as_posix() if all(part.isidentifier() for part in name.with_suffix("").parts) else None
 
 
@@ -165,45 +166,46 @@ def add(path, keep=None):
 
     keep: a folder; what is added is then a copy that is made there, by digest. UserError.
     """
-    if file := added(path):
+    if file := find_added(path):
         return [name for cls in classes_of(file) for name in cls.modes]
     module, file = run(path)
     classes = mechanisms_in(module, path)
     try:
         for cls in classes:
-            other = next((known for known in ADDED if known.flag == cls.flag and known not in classes), None)
-            if other:
-                raise UserError(f"{path} and {ADDED[other].path} are two texts of one mechanism, with the "
-                                f"flag {cls.flag}: one at a time")
+            others = [other for other in FILES if other.flag == cls.flag and other not in classes]
+            if others:
+                raise UserError(f"{path} and {FILES[others[0]].path} are two texts of one mechanism, with "
+                                f"the flag {cls.flag}: one at a time")
             refuse(path, cls, problems_of_class(cls))
             model.add_mechanism(cls)
-            ADDED[cls] = file
+            FILES[cls] = file
             choices.cache_clear()
             refuse(path, cls, problems_of_models(cls))
     except UserError:
         remove(classes_of(file))
         raise
     if keep:
-        ADDED.update(dict.fromkeys(classes, file._replace(path=copy(file, Path(keep, file.digest)))))
+        FILES.update(dict.fromkeys(classes, file._replace(path=copy(file, Path(keep, file.digest)))))
     return [name for cls in classes for name in cls.modes]
 
 
-def added(path):
+def find_added(path):
     """The OwnFile that was added from a path, or from another with the same text and helpers; None."""
-    return next((file for file in ADDED.values() if opened(path, file.helpers).digest == file.digest), None)
+    return next((file for file in FILES.values()
+                 if read_own_file(path, file.helpers).digest == file.digest), None)
 
 
 def remove(classes):
     """Take back what add() did to these classes."""
     for cls in classes:
         model.remove_mechanism(cls)
-        ADDED.pop(cls)
+        FILES.pop(cls)
     choices.cache_clear()
 
 
 def classes_of(file):
     """The classes of mechanisms that an OwnFile defines; none where it was not added."""
-    return [cls for cls, its_file in ADDED.items() if its_file.digest == file.digest]
+    return [cls for cls, its_file in FILES.items() if its_file.digest == file.digest]
 
 
 def mechanisms_in(module, path):
@@ -234,35 +236,35 @@ def add_arguments(parser):
 
 def add_named(args):
     """Add the files of --mechanism in parsed arguments. UserError."""
-    words = [word.strip() for each in args.mechanism for word in each.split(",")]
+    words = [word.strip() for argument in args.mechanism for word in argument.split(",")]
     for word in words:
         if not OWN_FILE.fullmatch(word):
             raise UserError(f"--mechanism={word} must be a file here, mine.py: the checkpoint says the rest")
-    named(words)
+    add_files(words)
 
 
-def take(command, keep=None, every=True):
+def add_from_command(command, keep=None, all_modes=True):
     """Add the files that a configurator.Command names; the Command that names their modes in their place.
 
-    Their paths are in it as own_mechanism. keep: see add(). every: a file stands for all its modes; without,
-    UserError where it has several.
+    Their paths are in it as own_mechanism. keep: see add(). all_modes: a file stands for all its
+    modes; without it, UserError where it has several.
     """
     names, modes_of = command.names(), {}
-    _, files = named(names.pop("own_mechanism", ()), keep)
+    _, files = add_files(names.pop("own_mechanism", ()), keep)
     for key, words in names.items():
-        modes, more = named(words, keep, every)
+        modes, more = add_files(words, keep, all_modes)
         files += more
         if modes != words:
             modes_of[key] = ",".join(modes)
-    refuse_one_name(files)
+    refuse_same_names(files)
     return command.with_arguments(**modes_of, **(dict(own_mechanism=paths_of(files)) if files else {}))
 
 
-def take_argument(args):
-    """take() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
-    _, files = named(names_in(args.own_mechanism))
+def add_from_arguments(args):
+    """add_from_command() for the parsed arguments of bench.py, --mechanisms and --own_mechanism."""
+    _, files = add_files(names_in(args.own_mechanism))
     if args.mechanisms:
-        modes, more = named(names_in(args.mechanisms))
+        modes, more = add_files(names_in(args.mechanisms))
         args.mechanisms, files = ",".join(modes), files + more
     args.own_mechanism = paths_of(files) or None
 
@@ -272,7 +274,7 @@ def paths_of(files):
     return ",".join(dict.fromkeys(str(file.path) for file in files))
 
 
-def named(words, keep=None, every=True):
+def add_files(words, keep=None, all_modes=True):
     """(names of mechanisms, in which a file is those of its modes; the OwnFiles added). UserError."""
     names, files = [], []
     for word in words:
@@ -280,17 +282,17 @@ def named(words, keep=None, every=True):
             names.append(word)
             continue
         path, mode = match.groups()
-        modes, file = add(path, keep), added(path)
+        modes, file = add(path, keep), find_added(path)
         if mode and mode not in modes:
             raise UserError(f"{path} has no mode {mode}; it has {', '.join(modes)}")
-        if not (mode or every) and any(len(cls.modes) > 1 for cls in classes_of(file)):
+        if not (mode or all_modes) and any(len(cls.modes) > 1 for cls in classes_of(file)):
             raise UserError(f"{path} has the modes {', '.join(modes)}: name one, as in {path}:{modes[0]}")
         files.append(file)
         names += [mode] if mode else modes
     return names, files
 
 
-def refuse_one_name(files):
+def refuse_same_names(files):
     """UserError where two OwnFiles, or helpers of theirs, have one name and other texts: a run keeps both."""
     first_of_name = {}
     for file in files:
@@ -305,7 +307,7 @@ def refuse_one_name(files):
 
 def files_for(config):
     """The OwnFiles of the mechanisms of one's own that a GPTConfig has on."""
-    return [*{file.digest: file for cls, file in ADDED.items() if cls.is_on(config)}.values()]
+    return [*{file.digest: file for cls, file in FILES.items() if cls.is_on(config)}.values()]
 
 
 def record(config):
@@ -315,13 +317,13 @@ def record(config):
             for file in files_for(config)]
 
 
-def in_words(record):
+def record_text(record):
     """One of record() as config.json has it: "mine.py 0123456789abcdef gates.py"."""
     return " ".join([record["file"], record["digest"], *record.get("helpers", ())])
 
 
-def of_words(words):
-    """The record that in_words() was made of."""
+def record_from_text(words):
+    """The record that record_text() was made of."""
     stem, _, others = words.partition(".py ")  # the file's name may have spaces
     digest, *helpers = others.split()
     return dict(file=f"{stem}.py", digest=digest, helpers=helpers)
@@ -333,43 +335,43 @@ def keep(config, folder):
         copy(file, folder)
 
 
-def lacking(state):
+def missing_records(state):
     """The records in a read checkpoint, as record()'s, whose code was not added."""
-    there = {file.digest for file in ADDED.values()}
-    return [record for record in state.get("own_mechanism") or [] if record["digest"] not in there]
+    digests = {file.digest for file in FILES.values()}
+    return [record for record in state.get("own_mechanism") or [] if record["digest"] not in digests]
 
 
 def flags_of(state, path):
     """A read checkpoint's flags. UserError: they need code that was not added, or are of another version."""
     flags = {name: value for name, value in state["config"].items() if name != "own"}
-    if isinstance(own := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
-        flags.update(own)
-    if lacking(state):
-        raise UserError(how_to_name(state, flags, path))
+    if isinstance(own_flags := state["config"].get("own"), dict):  # as asdict() of a GPTConfig has them
+        flags.update(own_flags)
+    if missing_records(state):
+        raise UserError(naming_advice(state, flags, path))
     if unknown := sorted(set(flags) - set(model.GPTConfig.defaults())):
         raise UserError(f"{path} was written by another version: unknown flags {', '.join(unknown)}")
     return flags
 
 
-def how_to_name(state, flags, path):
+def naming_advice(state, flags, path):
     """What to say of a read checkpoint whose code was not added: the line ends in the command that names it,
     where the copies in its folder are what it was made with. flags: see flags_of().
     """
-    folder, missing = Path(path) if Path(path).is_dir() else Path(path).parent, lacking(state)
+    folder, missing = Path(path) if Path(path).is_dir() else Path(path).parent, missing_records(state)
     made_with = {record["digest"] for record in state["own_mechanism"]}
     files = " and ".join(f"{record['file']} (sha256 {record['digest']}...)" for record in missing)
-    made = f"{path} was made with the mechanism in {files}"
-    for cls, file in ADDED.items():
+    message = f"{path} was made with the mechanism in {files}"
+    for cls, file in FILES.items():
         if cls.flag in flags and file.digest not in made_with:
-            return f"{made}, and {file} is another text (sha256 {file.digest}...): name the right file"
+            return f"{message}, and {file} is another text (sha256 {file.digest}...): name the right file"
     for record in missing:
         if not (folder / record["file"]).is_file():
-            return (f"{made}, and there is no copy {folder / record['file']}: name the right file, "
+            return (f"{message}, and there is no copy {folder / record['file']}: name the right file, "
                     "--mechanism=FILE")
-        there = opened(folder / record["file"], record.get("helpers", ()))
-        if there.digest != record["digest"]:
-            return (f"{made}, and {there} is another text (sha256 {there.digest}...): name the right file, "
-                    "--mechanism=FILE")
+        file_copy = read_own_file(folder / record["file"], record.get("helpers", ()))
+        if file_copy.digest != record["digest"]:
+            return (f"{message}, and {file_copy} is another text (sha256 {file_copy.digest}...): "
+                    "name the right file, --mechanism=FILE")
     names = " and ".join(record["file"] for record in missing)
     return (f"{path} was made with the mechanism in {names}, and what is only read is not run: "
             f"{command_with([folder / record['file'] for record in missing])}")
@@ -380,14 +382,14 @@ def command_with(files):
     notebook, the call that adds them.
     """
     main = sys.modules["__main__"]
-    place = Path(getattr(main, "__file__", None) or "/").resolve()
-    if place.parent not in (ROOT, ROOT / "lab"):
+    program_path = Path(getattr(main, "__file__", None) or "/").resolve()
+    if program_path.parent not in (ROOT, ROOT / "lab"):
         return "; ".join(f"own_mechanism.add({str(file)!r})" for file in files)
     # train.py would turn on what --mechanism names, and take the last --own_mechanism alone
-    key = "own_mechanism" if place.name == "train.py" else "mechanism"
-    every = dict.fromkeys(map(str, [*(file.path for file in ADDED.values()), *files]))
-    named = f"--{key}={','.join(every)}"
+    key = "own_mechanism" if program_path.name == "train.py" else "mechanism"
+    paths = dict.fromkeys(map(str, [*(file.path for file in FILES.values()), *files]))
+    option = f"--{key}={','.join(paths)}"
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"add {shlex.quote(named)} to the command of torchrun"
+        return f"add {shlex.quote(option)} to the command of torchrun"
     program = ["-m", main.__spec__.name] if main.__spec__ else [sys.argv[0]]
-    return shlex.join(["python", *program, *sys.argv[1:], named])
+    return shlex.join(["python", *program, *sys.argv[1:], option])

@@ -438,7 +438,7 @@ def refuse_broken(variants):
     """
     notes = {}
     for name, flags in variants.items():
-        of_own = {key: value for cls in own_mechanism.ADDED if isinstance(flags, dict) and flags.get(cls.flag)
+        of_own = {key: value for cls in own_mechanism.FILES if isinstance(flags, dict) and flags.get(cls.flag)
                 for key, value in flags.items() if key in flags_of(cls)}
         for _, recipe, promise, wrong in check(name, of_own) if of_own else ():
             if wrong and promise in NEEDED:

@@ -33,7 +33,7 @@ def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):
         pack_in_place(model)
     if not meta:
         data = dataset_of(state, path, dataset)
-        checkpoint.same_vocabulary(state, data, path)
+        checkpoint.check_vocabulary(state, data, path)
         meta = data.meta
     return model, tokenizer_of(meta, path)
 

@@ -315,7 +315,7 @@ def load(path, split, stride, device, dataset=None, settings=(), task=False):
     state = checkpoint.read(path)
     model = checkpoint.build(state, path, device, settings)
     data = dataset_of(state, path, dataset, task)
-    checkpoint.same_vocabulary(state, data, path)
+    checkpoint.check_vocabulary(state, data, path)
     if isinstance(data, TaskData):
         check_split(split, path)
         return state, model, data

@@ -2,8 +2,8 @@
 What a run starts from.
 
 train.py asks, in this order:
-    configured()  how the run is configured: by its command, and where that goes on with a run by config.json
-    alone()       which rank this process is, and that no other run writes into the folder
+    configure()   how the run is configured: by its command, and where that goes on with a run by config.json
+    join_run()    which rank this process is, and that no other run writes into the folder
     begin()       the Start: one value with all that is decided of the run, its data, and what it goes on with
     model_of()    the model of the Start
 and makes a Run of them. What is in a checkpoint, and how it is read, is in checkpoint.py.
@@ -32,72 +32,73 @@ from nanoheads.ranks import Process, join_ranks
 from nanoheads.tasks import TaskData, of_training
 
 
-# ---- what is asked for ----
+# ---- the configuration ----
 
-def configured(command):
+def configure(command):
     """(GPTConfig, TrainConfig, {key: value} of what was set) of a configurator.Command, with a line for what
     it should be known by. UserError: they cannot be, or not together.
     """
     # what --resume --out_dir=X leaves open is as X/config.json says
-    (model_config, config), given = build_configs(command, flags_by_name(), base=asked_before(command))
+    base = settings_to_resume(command)
+    (model_config, config), set_values = build_configs(command, flags_by_name(), base=base)
     check_configs(model_config, config)
     # a scale's file names a text, too; who names one beside a task expects something of it
-    if config.task and (of_text := {"dataset", "eval_tokens"} & {*command.arguments}):
-        key = min(of_text)
-        raise UserError(f"{key}={given[key]} is of a text, and task={config.task} has none")
+    if config.task and (text_keys := {"dataset", "eval_tokens"} & {*command.arguments}):
+        key = min(text_keys)
+        raise UserError(f"{key}={set_values[key]} is of a text, and task={config.task} has none")
     notes = [note_on_dropout(model_config), note_on_warmup(config)]
     # all ranks find the same name, since no rank makes the folder before all of them have looked
-    if given.get("out_dir") is None:
+    if set_values.get("out_dir") is None:
         config.out_dir, line = default_folder(model_config, config)
         notes.append(line)
     for note in filter(None, notes):
         print_once(note)
     if config.json:
         writable(config.json)
-    return model_config, config, given
+    return model_config, config, set_values
 
 
-# ---- its folder, and what was asked for there ----
+# ---- its folder, and the settings of the run there ----
 
 RUN_FILES = ("config.json", "ckpt.pt", "best.pt")  # of which a folder that holds a run has one
 # keys that say what one command does, and nothing of the run
-OF_A_COMMAND = set("own_mechanism out_dir resume overwrite eval_only init_anyway json profile".split())
+COMMAND_KEYS = set("own_mechanism out_dir resume overwrite eval_only init_anyway json profile".split())
 # keys that change nothing of what is trained: they make no other run
-NO_OTHER_RUN = set("""
+SAME_RUN_KEYS = set("""
     device dtype compile compile_mode patience eval_interval eval_tokens save_interval log_interval
     loss_chunks checkpoint_activations tensorboard wandb_log wandb_project wandb_run_name wandb_mode
     wandb_tags
 """.split())
 
 
-def asked_for(model_config, config):
+def settings_of(model_config, config):
     """{key: value} of what was set for a run, as config.json holds it: a GPTConfig and a TrainConfig.
 
     No defaults, and no keys OF_A_COMMAND; of mechanisms in files of one's own the texts. The configs are as
     the command line made them: nothing in them follows from a checkpoint yet.
     """
     defaults = {**GPTConfig().flags(), **asdict(type(config)())}
-    asked = {key: value for key, value in {**model_config.flags(), **asdict(config)}.items()
-             if key not in OF_A_COMMAND and (key not in defaults or value != defaults[key])}
+    settings = {key: value for key, value in {**model_config.flags(), **asdict(config)}.items()
+                if key not in COMMAND_KEYS and (key not in defaults or value != defaults[key])}
     if model_config.own:
         from nanoheads import own_mechanism
         if records := own_mechanism.record(model_config):
-            asked["own_mechanism"] = [own_mechanism.in_words(record) for record in records]
-    return json.loads(json.dumps(json_safe(asked)))  # as it will be read
+            settings["own_mechanism"] = [own_mechanism.record_text(record) for record in records]
+    return json.loads(json.dumps(json_safe(settings)))  # as it will be read
 
 
-def asked_in(folder):
-    """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
+def settings_in(folder):
+    """The settings of the run in a folder, as settings_of(); None: its config.json does not say."""
     try:
-        asked = json.loads((Path(folder) / "config.json").read_bytes())["asked"]
-        return asked if isinstance(asked, dict) else None
+        settings = json.loads((Path(folder) / "config.json").read_bytes())["asked"]
+        return settings if isinstance(settings, dict) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def telling_apart(asked):
-    """Those keys of asked_for() by which two runs are two, None of None."""
-    return asked and {key: value for key, value in asked.items() if key not in NO_OTHER_RUN}
+def identity_of(settings):
+    """Those of settings_of() by which two runs are two, None of None."""
+    return settings and {key: value for key, value in settings.items() if key not in SAME_RUN_KEYS}
 
 
 def default_folder(model_config, config):
@@ -106,41 +107,42 @@ def default_folder(model_config, config):
     A run of other steps is another run, unless the command goes on with one or starts one over.
     """
     goes_on, name = config.resume or config.eval_only, Path(config.out_dir).name
-    asked_there = {folder: telling_apart(asked_in(folder)) for folder in folders_named(name, RUN_FILES)}
-    folder, line = choose_folder(name, telling_apart(asked_for(model_config, config)), asked_there, goes_on,
-                                 free_keys={"max_iters"} if goes_on or config.overwrite else ())
+    folder_settings = {folder: identity_of(settings_in(folder)) for folder in folders_named(name, RUN_FILES)}
+    free_keys = {"max_iters"} if goes_on or config.overwrite else ()
+    folder, line = choose_folder(name, identity_of(settings_of(model_config, config)), folder_settings,
+                                 goes_on, free_keys)
     return str(folder), line
 
 
-def asked_before(command):
-    """(its config.json, {key: value}) of what the run was asked for with which a configurator.Command goes
-    on, in a folder that it names, and need not repeat; or None.
+def settings_to_resume(command):
+    """(config.json, {key: value}) of a run that a configurator.Command goes on with, in a folder that it
+    names: the settings that it need not repeat. None: it goes on with none.
 
-    Of --resume that is all, of --eval_only what evaluating depends on. UserError: it needs the code of a
-    mechanism of one's own that was not named.
+    With --resume these are all settings, with --eval_only those that an evaluation depends on. UserError: it
+    needs the code of a mechanism of one's own that was not named.
     """
-    given = command.values()
-    folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
-    evaluates = given.get("eval_only") and not given.get("init_from")
+    values = command.values()
+    folder, resumes = values.get("out_dir"), values.get("resume") or values.get("init_from") == "resume"
+    evaluates = values.get("eval_only") and not values.get("init_from")
     if not (folder and (evaluates or resumes)):
         return None
-    path, asked = Path(folder, "config.json"), asked_in(folder)
-    if asked is None and not Path(folder, "ckpt.pt").is_file():
+    path, settings = Path(folder, "config.json"), settings_in(folder)
+    if settings is None and not Path(folder, "ckpt.pt").is_file():
         return None  # there is no run yet, as checkpoint_of() says
-    if asked is None:
+    if settings is None:
         print_once(f"{path} does not say what the run was asked for: what this command leaves open has its "
                    "default")
         return None
-    if "lr" in asked:
+    if "lr" in settings:
         raise UserError(old_version_message(path))
     if evaluates:
-        asked = {key: value for key, value in asked.items()
-                 if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}
-    if files := asked.pop("own_mechanism", None):
+        settings = {key: value for key, value in settings.items()
+                    if key in ("dataset", "eval_tokens", "device", "dtype") or key.startswith("task")}
+    if files := settings.pop("own_mechanism", None):
         from nanoheads import own_mechanism
-        records = [own_mechanism.of_words(words) for words in files]
+        records = [own_mechanism.record_from_text(words) for words in files]
         own_mechanism.flags_of(dict(config={}, own_mechanism=records), path)
-    return str(path), asked
+    return str(path), settings
 
 
 # ---- what a run starts from ----
@@ -152,25 +154,25 @@ class Start:
     process: Process
     config: TrainConfig     # every key has its value
     dataset: Dataset | TaskData
-    asked: dict             # what was set for the run, as config.json holds it: asked_for()
+    settings: dict          # what was set for the run, as config.json holds it: settings_of()
     progress: dict          # how far it is: {name of checkpoint.PROGRESS: value}; {}: it is new
-    model_config: GPTConfig  # of the model, but for what turned_on sets
+    model_config: GPTConfig  # of the model, but for what new_mechanisms set
     path: Optional[Path]    # of the checkpoint that the model comes from; None: its weights are new
     state: dict             # that checkpoint as it was read
     goes_on: bool           # with its optimizers and data, too: it is the run's own
-    turned_on: dict         # {class: {flag: value}} of mechanisms that the checkpoint's model has not
+    new_mechanisms: dict    # {class: {flag: value}} of mechanisms that the checkpoint's model has not
 
 
 @contextmanager
-def alone(config):
+def join_run(config):
     """The Process of this rank, and until the end no other run writes into out_dir. UserError: one does."""
     process, problem = join_ranks(config.device), None
     check_compile(config, process.kind)
     check_precision(precision(config.dtype, process.kind)[0], process.device)
-    with ExitStack() as held:
+    with ExitStack() as exit_stack:
         if process.rank == 0 and not config.eval_only:  # which writes nothing
             try:
-                held.enter_context(only_writer(config.out_dir))
+                exit_stack.enter_context(only_writer(config.out_dir))
             except (UserError, OSError) as e:
                 problem = e
         # all ranks stop here together; and no rank reads what another process may still write
@@ -179,33 +181,33 @@ def alone(config):
         yield process
 
 
-def begin(model_config, config, given, process):
+def begin(model_config, config, set_flags, process):
     """The Start of a run, as it is configured.
 
-    given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
+    set_flags: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
     other flags it brings itself. UserError where the folder, the checkpoint or the data are not what is
     asked for.
     """
     check_folder(config)
-    asked = asked_for(model_config, config)
+    settings = settings_of(model_config, config)
     path, goes_on = checkpoint_of(config)
-    state, turned_on = checkpoint.read(path, process.device) if path else {}, {}
+    state, new_mechanisms = checkpoint.read(path, process.device) if path else {}, {}
     if path:
         old = checkpoint.config_of(state, path)
-        model_config, turned_on = changed(old, path, model_config, config, given, goes_on)
+        model_config, new_mechanisms = adapt_config(old, path, model_config, config, set_flags, goes_on)
     dataset = data_of(config, model_config.block_size)
     if path:
-        checkpoint.same_vocabulary(state, dataset, path)
+        checkpoint.check_vocabulary(state, dataset, path)
     else:
         check_data(model_config, config, dataset)
-        model_config = of_new_model(model_config, config, dataset)
+        model_config = new_model_config(model_config, config, dataset)
     config = config.for_recipe(model_config.recipe)
     if goes_on:
-        same_run(state, path, config, dataset)
+        check_same_run(state, path, config, dataset)
         print_changes(config, state["train"], state["step"])
     progress = {key: state[key] for key in checkpoint.PROGRESS if key in state}
-    return Start(process, config, dataset, asked, progress if goes_on or config.eval_only else {},
-                 model_config, path, state, goes_on, turned_on)
+    return Start(process, config, dataset, settings, progress if goes_on or config.eval_only else {},
+                 model_config, path, state, goes_on, new_mechanisms)
 
 
 # ---- its checkpoint ----
@@ -221,9 +223,9 @@ def check_folder(config):
                             "choose another --out_dir")
     resumes = config.resume and "ckpt.pt" in names
     if names and not (config.eval_only or config.overwrite or resumes):
-        instead = f"take its weights with --init_from={out_dir / 'best.pt'}"
-        how = "go on with --resume" if "ckpt.pt" in names else instead
-        raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, "
+        advice = f"take its weights with --init_from={out_dir / 'best.pt'}"
+        next_step = "go on with --resume" if "ckpt.pt" in names else advice
+        raise UserError(f"{out_dir} already holds a run; {next_step}, start over with --overwrite, "
                         "or choose another --out_dir")
 
 
@@ -244,112 +246,117 @@ def checkpoint_of(config):
 
 # ---- its model ----
 
-def of_new_model(model_config, config, dataset):
+def new_model_config(model_config, config, dataset):
     """The GPTConfig of a new model: with the heads that it begins with, as large as the data's vocabulary."""
     if config.grow_from is not None:
         model_config = replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
     return replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)
 
 
-def changed(old, path, model_config, config, given, goes_on):
+def adapt_config(old, path, model_config, config, set_flags, goes_on):
     """(the GPTConfig old of a checkpoint with what a run may change of it, {class: {flag: value}} of the
     mechanisms that the flags turn on over its weights). UserError: the run would change more.
     """
     # what may change: how a model is trained, and in a new run also dropout, the data's order, a shorter
     # context and, over weights that are started from, how skips begin and what the flags turn on
-    may_change, turned_on = {"checkpoint_activations", "loss_chunks"}, {}
+    may_change, new_mechanisms = {"checkpoint_activations", "loss_chunks"}, {}
     if not goes_on:
         may_change |= {"dropout", "attn_dropout", "seed"}
-        if "block_size" in given and model_config.block_size < old.block_size:
+        if "block_size" in set_flags and model_config.block_size < old.block_size:
             may_change.add("block_size")
     if config.init_from and not goes_on:
         may_change |= {"unet_from", "unet_ramp"}
-        turned_on = {cls: {key: given[key] for key in flags_of(cls) if key in given}
-                     for cls in MECHANISM_CLASSES
-                     if cls.flag in given and cls.is_on(model_config) and not cls.is_on(old)}
+        new_mechanisms = {cls: {key: set_flags[key] for key in flags_of(cls) if key in set_flags}
+                          for cls in MECHANISM_CLASSES
+                          if cls.flag in set_flags and cls.is_on(model_config) and not cls.is_on(old)}
 
     # what must not: any flag of a run that goes on; of another checkpoint what is set, since it says the rest
-    must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(given)
+    must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(set_flags)
     if goes_on and (config.dynamic_heads or config.grow_from is not None):
         must_agree.discard("head_ids")  # heads come and go
-    must_agree -= may_change | {key for cls in turned_on for key in flags_of(cls)}
-    same_model(old, path, model_config, must_agree)
-    return replace(old, **{key: getattr(model_config, key) for key in may_change}), turned_on
+    must_agree -= may_change | {key for cls in new_mechanisms for key in flags_of(cls)}
+    check_same_model(old, path, model_config, must_agree)
+    return replace(old, **{key: getattr(model_config, key) for key in may_change}), new_mechanisms
 
 
-def same_model(old, path, config, must_agree):
+def check_same_model(old, path, config, must_agree):
     """UserError, which names the flags, unless a config and that of a checkpoint, old, agree in these."""
-    differ = []
+    differences = []
     for key in GPTConfig.defaults():
         here, there = getattr(config, key), getattr(old, key)
         if key == "vocab_size" and here is None:
             continue  # that is the checkpoint's, or the data's
         if key in must_agree and here != there:
-            differ.append(f"{key}={here!r} here is {there!r} there")
-    if differ:
-        raise UserError(f"{path} holds another model: {'; '.join(differ)}")
+            differences.append(f"{key}={here!r} here is {there!r} there")
+    if differences:
+        raise UserError(f"{path} holds another model: {'; '.join(differences)}")
 
 
-def model_of(begun):
+def model_of(start):
     """The GPT of a Start, on its device. UserError where a checkpoint's weights do not fit its flags, or the
     model has no use for what is asked of its training.
     """
-    config, path, device = begun.config, begun.path, begun.process.device
+    config, path, device = start.config, start.path, start.process.device
     if path is None:
-        model = GPT(begun.model_config).to(device)
+        model = GPT(start.model_config).to(device)
     else:
-        flags = {key: value for key, value in begun.model_config.flags().items() if key != "block_size"}
-        if begun.turned_on:
+        flags = {key: value for key, value in start.model_config.flags().items() if key != "block_size"}
+        if start.new_mechanisms:
             from nanoheads import neutral  # only here: most runs turn nothing on over a checkpoint's weights
-            model = neutral.extended(begun.state, path, device, begun.turned_on, config.init_anyway, flags)
+            model = neutral.extended(start.state, path, device, start.new_mechanisms,
+                                     config.init_anyway, flags)
         else:
-            model = checkpoint.build(begun.state, path, device, **flags)
-        if begun.model_config.block_size < model.config.block_size:
-            model.crop_block_size(begun.model_config.block_size)
-    model.at_step(max(0, begun.progress.get("step", 0) - 1))  # an evaluation sees it as its last step left it
+            model = checkpoint.build(start.state, path, device, **flags)
+        if start.model_config.block_size < model.config.block_size:
+            model.crop_block_size(start.model_config.block_size)
+    model.at_step(max(0, start.progress.get("step", 0) - 1))  # an evaluation sees it as its last step left it
     check_model(model, config)
     return model
 
 
 # ---- the run that goes on ----
 
-def same_run(state, path, config, dataset):
+def check_same_run(state, path, config, dataset):
     """UserError unless a run that goes on from a read checkpoint as configured is still the same run."""
-    instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
-    if missing := sorted(name for name in checkpoint.TO_GO_ON if state.get(name) is None):
-        raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {instead}")
+    advice = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
+    if missing := sorted(name for name in checkpoint.RESUME_KEYS if state.get(name) is None):
+        raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {advice}")
     old, new = ({"optimizer": c["optimizer"], "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]}
                 for c in (state["train"], asdict(config)))
-    differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
+    differences = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
     old, new = (of_training(meta) for meta in (state["meta"], dataset.meta))  # {} of a text
-    differ += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
-               if new.get(key) != old.get(key)]
+    differences += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
+                    if new.get(key) != old.get(key)]
     if not new and digests_of(state["meta"]) != digests_of(dataset.meta):
-        differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
-    if differ:
-        raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
+        differences.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
+    if differences:
+        raise UserError(f"{path} cannot go on like this: {'; '.join(differences)}; {advice}")
 
 
 SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
 
 
-def print_changes(config, before, step):
-    """A line for each key of training that is not what it was at the last save; before: {key: value} then."""
-    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
-    for key in sorted(set(asdict(config)) - of_a_launch):
-        if getattr(config, key) != before.get(key):
-            print_once(f"changed since the last save: {key}={getattr(config, key)}, was {before.get(key)}")
+def print_changes(config, old_values, step):
+    """Print a line for each key of training that has changed since the last save.
+
+    old_values: {key: value} at that save.
+    """
+    launch_keys = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
+    for key in sorted(set(asdict(config)) - launch_keys):
+        if getattr(config, key) != old_values.get(key):
+            print_once(f"changed since the last save: {key}={getattr(config, key)}, "
+                       f"was {old_values.get(key)}")
 
     # and where the learning rate goes on higher than that schedule would have
-    as_before = replace(config, **{key: before[key] for key in SCHEDULE if key in before})
-    rate, planned = (rates_at(each, step)["adamw_lr"] for each in (config, as_before))
-    ended = rates_at(as_before, step - 1)["adamw_lr"]
-    if rate > max(planned, ended) * (1 + 1e-9):
-        end, end_before = (each.lr_decay_iters or each.max_iters for each in (config, as_before))
-        was_down = step >= end_before and not config.lr_decay_iters
-        low = f"; --lr_decay_iters={end_before} keeps it low" if was_down else ""
-        print_once(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, by the "
-                   f"schedule of {plural(end, 'step')}{low}")
+    old_config = replace(config, **{key: old_values[key] for key in SCHEDULE if key in old_values})
+    rate, old_rate = (rates_at(c, step)["adamw_lr"] for c in (config, old_config))
+    last_rate = rates_at(old_config, step - 1)["adamw_lr"]
+    if rate > max(old_rate, last_rate) * (1 + 1e-9):
+        end, old_end = (c.lr_decay_iters or c.max_iters for c in (config, old_config))
+        was_down = step >= old_end and not config.lr_decay_iters
+        low = f"; --lr_decay_iters={old_end} keeps it low" if was_down else ""
+        print_once(f"the learning rate rises: it ended at {last_rate:.2e} and goes on with {rate:.2e}, by "
+                   f"the schedule of {plural(end, 'step')}{low}")
 
 
 # ---- what is tried of a model before it is trained ----
@@ -364,7 +371,7 @@ def try_mechanisms(model, config):
         try_scores(model)
     untried = causality.untried(model.config)
     for cls in untried:  # a file of one's own was asked this when it was added
-        problems = () if cls in own_mechanism.ADDED else class_checks.problems_of_models(cls)
+        problems = () if cls in own_mechanism.FILES else class_checks.problems_of_models(cls)
         for problem in problems:
             raise UserError(f"{cls.__name__}: {problem}")
     if untried:
@@ -381,5 +388,5 @@ def try_scores(model):
     one row of tokens is read on the CPU, by the path that has the scores in memory, which traces take.
     """
     on_cpu = model.lm_head.weight.device.type == "cpu"
-    tried = model if on_cpu else copy.deepcopy(model).cpu()
-    tried.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)
+    cpu_model = model if on_cpu else copy.deepcopy(model).cpu()
+    cpu_model.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)

@@ -38,7 +38,7 @@ from nanoheads.config import TrainConfig, data_of
 from nanoheads.files import only_writer
 from nanoheads.log import read_json, read_rows
 from nanoheads.scoring import score_windows
-from nanoheads.start import of_new_model
+from nanoheads.start import new_model_config
 from study.digest import surroundings
 from study.records import Failure, Result, hash_of
 
@@ -140,7 +140,7 @@ def config_of(spec, folder):
 
 def refuse_look_ahead(model_config, config, data, device):
     """UserError where the new model looks ahead or mixes rows, with every weight moved off its start."""
-    model = GPT(of_new_model(model_config, config, data)).to(device)
+    model = GPT(new_model_config(model_config, config, data)).to(device)
     causality.refuse(causality.grown(model), config, "before training", step=0)
 
 
@@ -188,7 +188,7 @@ def add_mechanisms(spec, paths):
                         f"name it, --mechanism={planned}")
     names = [key.removeprefix("mechanism ") for key in spec["own"] if key.startswith("mechanism ")]
     for path in paths if planned else ():
-        for name, sha256 in own_mechanism.opened(path, names).sha256.items():
+        for name, sha256 in own_mechanism.read_own_file(path, names).sha256.items():
             if sha256 != spec["own"].get(f"mechanism {name}"):
                 raise Changed(f"{Path(path).parent / name}, the mechanism's file,")
         own_mechanism.add(path)

@@ -150,15 +150,15 @@ def pass_of(model, x, **wanted):
 @contextmanager
 def without_own_mechanisms():
     """Forget the mechanisms that were added inside: flags, classes, modes, and the modules of their files."""
-    before = {*own.ADDED}
+    before = {*own.FILES}
     yield
     forget_own_mechanisms(before)
 
 
 def forget_own_mechanisms(but=()):
     """As in a process that has added none, but for these classes."""
-    own.remove({*own.ADDED} - {*but})
-    OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
+    own.remove({*own.FILES} - {*but})
+    OWN_FILES.intersection_update(str(file.path) for file in own.FILES.values())
 
 
 def curve(steps=60, every=20, floor=1.0):

@@ -22,7 +22,7 @@ import torch.nn as nn
 
 from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, PLAIN_LAYERS, XSA, Agency, ConstraintHeads, GPTConfig,
                    HeadNorm, OutputGate, Routing, Sentinel, Sink)
-from nanoheads.checkpoint import WITHOUT_EFFECT
+from nanoheads.checkpoint import IGNORED_FLAGS
 from nanoheads.common import UserError
 from nanoheads.configurator import likely_name
 from nanoheads.by_hand import HeadControl
@@ -332,7 +332,7 @@ def load(folder, **options):
 
     def init(self, config, *args, **kwargs):
         flags = config.__dict__.pop("nanoheads", {})
-        flags = {key: value for key, value in flags.items() if (key, value) not in WITHOUT_EFFECT}
+        flags = {key: value for key, value in flags.items() if (key, value) not in IGNORED_FLAGS}
         cls.__init__(self, config, *args, **kwargs)
         if flags:
             gpt = gpt_config(self, (), flags)

@@ -427,7 +427,7 @@ def test_what_a_run_is_whatever_code_made_it(texts):
 def config_of(path):
     """The StudyConfig of a file in config/studies; mechanisms of one's own are added."""
     command = configurator.parse_command((StudyConfig,), [str(path), "--device=cpu"])
-    (config,), _ = configurator.build_configs(own_mechanism.take(command))
+    (config,), _ = configurator.build_configs(own_mechanism.add_from_command(command))
     return config
 
 

@@ -256,14 +256,14 @@ def test_a_mechanisms_file_runs_only_where_the_command_line_names_it(bytes_data,
     file = mine()
     own_mechanism.add(file)
     run = run_of(bytes_data, flags=dict(forget=True), variant="forget", own_mechanism=str(file))
-    for cls in list(own_mechanism.ADDED):
+    for cls in list(own_mechanism.FILES):
         own_mechanism.remove([cls])
     assert refused(run) == (f"this run is of a mechanism in {file}, and what is only read is not run: name "
                             f"it, --mechanism={file}")
     ran = tmp_path / "ran"
     file.write_text(f"{CODE}\nopen({str(ran)!r}, 'w').close()\n")
     assert refused(run, f"--mechanism={file}").startswith(f"{file}, the mechanism's file, changed after ")
-    assert not ran.exists() and not own_mechanism.ADDED
+    assert not ran.exists() and not own_mechanism.FILES
     file.write_text(CODE)
     assert isinstance(perform(run, f"--mechanism={file}"), Result)
 
@@ -276,10 +276,10 @@ def test_a_helper_that_changed_after_a_run_was_planned_is_refused(bytes_data, tm
     mine.write_text(CODE.replace("import torch\n", "import torch\nfrom gates import rate\n", 1).replace(
         "rate = F.softplus(self.slope)", "rate_of = rate(self.slope)").replace("rate[h]", "rate_of[h]"))
     own_mechanism.add(mine, keep=tmp_path / "kept")
-    file, = own_mechanism.ADDED.values()
+    file, = own_mechanism.FILES.values()
     run = run_of(bytes_data, flags=dict(forget=True), variant="forget", own_mechanism=str(file.path))
     assert {"mechanism mine.py", "mechanism gates.py"} <= run.spec["own"].keys()
-    for cls in list(own_mechanism.ADDED):
+    for cls in list(own_mechanism.FILES):
         own_mechanism.remove([cls])
     helper.write_text("1 / 0\n")
     kept = file.path.parent / "gates.py"
@@ -287,7 +287,7 @@ def test_a_helper_that_changed_after_a_run_was_planned_is_refused(bytes_data, tm
     kept.write_text(f"{text}# edited\n")
     said = refused(run, f"--mechanism={file.path}")
     assert said.startswith(f"{kept}, the mechanism's file, changed after ")
-    assert not own_mechanism.ADDED
+    assert not own_mechanism.FILES
     kept.write_text(text)
     assert isinstance(perform(run, f"--mechanism={file.path}"), Result)
 

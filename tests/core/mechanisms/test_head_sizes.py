@@ -255,7 +255,7 @@ def test_a_checkpoint_with_a_rounded_size_is_another_model(tmp_path):
     state, flags = checkpoint.read(path), set(GPTConfig.defaults())
     saved = checkpoint.config_of(state, path)
     with pytest.raises(UserError, match="constraint_round=1 here is 8 there"):
-        start.same_model(saved, path, config_of((64, 4, 3)), flags)
-    start.same_model(saved, path, config_of((64, 4, 3), constraint_round=8), flags)
+        start.check_same_model(saved, path, config_of((64, 4, 3)), flags)
+    start.check_same_model(saved, path, config_of((64, 4, 3), constraint_round=8), flags)
     with pytest.raises(UserError, match="constraint_round cannot be changed after training"):
         checkpoint.build(state, path, settings=["constraint_round=1"])

@@ -226,7 +226,7 @@ def test_libraries_and_the_repositorys_modules_are_no_helpers(tmp_path, monkeypa
     path.write_text("import numpy, statistics\nfrom nanoheads.attention import attend\n"
                     + MINE.format(name="mine", module="strengths"))
     own.add(path)
-    assert own.added(path).helpers == {}
+    assert own.find_added(path).helpers == {}
 
 
 @pytest.mark.parametrize("name", ["mine.py", "my mechanism.py"])
@@ -267,7 +267,7 @@ BOOL = 'forget: bool = flag(False, "scores fall with distance, at a learned rate
 def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine):
     path = mine(before, after)
     said = line_of(train, f"--mechanism={path}")
-    assert said.startswith(f"train: {path}: Forgetting: ") and words in said and not own.ADDED
+    assert said.startswith(f"train: {path}: Forgetting: ") and words in said and not own.FILES
 
 
 @pytest.mark.parametrize("before, after, words", [
@@ -300,7 +300,7 @@ def test_names_that_are_taken_are_one_line(project, mine):
             ('name = "forgetting"', 'name = "mine"', "name='mine' must be a name of its own")):
         with pytest.raises(UserError, match=words):
             own.add(mine(before, after, name="yours.py"))
-    assert len(own.ADDED) == 1
+    assert len(own.FILES) == 1
 
 
 def test_two_files_of_one_name_are_one_line(mine, project, args):
@@ -315,7 +315,7 @@ def test_a_run_has_one_mode_of_a_file(mine, args):
         train, *args(), f"--mechanism={path}")
     assert "has no mode fats; it has forget, fast" in line_of(train, *args(), f"--mechanism={path}:fats")
     command = parse_command((Presets, model.GPTConfig, TrainConfig), [f"--mechanism=xsa,{path}:fast"])
-    command = own.take(command, every=False)
+    command = own.add_from_command(command, all_modes=False)
     assert command.words() == ["--mechanism=xsa,fast", f"--own_mechanism={path}"]
 
 

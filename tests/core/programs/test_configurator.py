@@ -211,9 +211,9 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
     if isinstance(found[0], str):
         return
     model, train = found
-    asked = start.asked_for(model, train)
+    asked = start.settings_of(model, train)
     again, train_again = answer(values, base=("config.json", asked), data=bytes_data)
-    of_a_command = {key: getattr(train, key) for key in start.OF_A_COMMAND}
+    of_a_command = {key: getattr(train, key) for key in start.COMMAND_KEYS}
     assert again == model and replace(train_again, **of_a_command) == train
     assert replace(model) == model, "what follows from a flag follows once"
     assert checkpoint.config_of(dict(config=model.flags()), "x.pt") == model
@@ -223,7 +223,7 @@ def test_flags_mean_the_same_on_the_command_line_in_a_file_in_config_json_and_in
 def test_what_is_off_or_0_is_kept_of_what_was_asked_for():
     """A run that goes on would otherwise have the default again."""
     off = dict(eval_tokens=0, grad_clip=0.0, compile=False)
-    asked = start.asked_for(GPTConfig(), TrainConfig(**off))
+    asked = start.settings_of(GPTConfig(), TrainConfig(**off))
     assert {key: asked.get(key) for key in off} == off
 
 

@@ -19,7 +19,7 @@ from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
 from nanoheads.dataset import Dataset
 from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words, only_writer, setting_in_name
-from nanoheads.start import RUN_FILES, asked_in
+from nanoheads.start import RUN_FILES, settings_in
 
 # ---- whole files or none ----
 
@@ -217,7 +217,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def found(asked, **how):
-    settings_of = {folder: asked_in(folder) for folder in folders_named("a", RUN_FILES)}
+    settings_of = {folder: settings_in(folder) for folder in folders_named("a", RUN_FILES)}
     folder, line = choose_folder("a", asked, settings_of, **how)
     assert line in (None, f"out/a holds another run: this one goes into {folder}")
     return folder.as_posix(), bool(line)

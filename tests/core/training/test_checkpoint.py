@@ -286,13 +286,13 @@ def test_a_flag_that_left_is_read_where_it_changed_nothing(tmp_path, state):
 
 
 def test_a_vocabulary_that_means_something_else_is_one_line(state, chars_data, bytes_data):
-    checkpoint.same_vocabulary(state, Dataset(bytes_data), "x.pt")
-    said = line(checkpoint.same_vocabulary, state, Dataset(chars_data), "x.pt")
+    checkpoint.check_vocabulary(state, Dataset(bytes_data), "x.pt")
+    said = line(checkpoint.check_vocabulary, state, Dataset(chars_data), "x.pt")
     assert all(name in said for name in ("x.pt", "sums (byte, 256", "letters (char, 10"))
     state["meta"] = None  # nanoGPT's: only the size can be compared
-    checkpoint.same_vocabulary(state, Dataset(chars_data), "x.pt")
+    checkpoint.check_vocabulary(state, Dataset(chars_data), "x.pt")
     state["config"]["vocab_size"] = 9
-    said = line(checkpoint.same_vocabulary, state, Dataset(chars_data), "x.pt")
+    said = line(checkpoint.check_vocabulary, state, Dataset(chars_data), "x.pt")
     assert all(name in said for name in ("x.pt", "9", "letters", "10"))
 
 

@@ -329,7 +329,7 @@ def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
     hf.export(model, dict(name="x", encoding="char", vocab_size=58, vocab=vocab), tmp_path / "x")
     state = checkpoint.read(tmp_path / "x")
     with pytest.raises(UserError, match="whose vocabulary is not that of sums"):
-        checkpoint.same_vocabulary(state, Dataset(bytes_data), "x")
+        checkpoint.check_vocabulary(state, Dataset(bytes_data), "x")
 
 
 # ---- out ----

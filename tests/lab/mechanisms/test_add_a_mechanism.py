@@ -376,7 +376,7 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
         assert done.returncode == 0, done.stderr
     assert (out / "mine.py").read_text() == CODE
     state = torch.load(out / "best.pt", weights_only=True)
-    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.opened(path).digest)]
+    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.read_own_file(path).digest)]
     path.unlink()
     named = f"--mechanism={out / 'mine.py'}"
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
@@ -401,7 +401,7 @@ def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
     """A file that is edited during a run, or deleted: the copy and the digest are those of what was read."""
     path = mine()
     own.add(path)
-    before, config = own.opened(path).digest, model.GPTConfig(**SIZES, forget=True)
+    before, config = own.read_own_file(path).digest, model.GPTConfig(**SIZES, forget=True)
     path.write_text(CODE + "\n# edited\n")
     assert own.record(config) == [dict(file="mine.py", digest=before)]
     file, = own.files_for(config)
@@ -445,7 +445,7 @@ def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
 def arguments_taken(argv, **how):
     """The arguments of train.py or compare.py after take()."""
     command = parse_command((Presets, model.GPTConfig, TrainConfig, StudyConfig), argv)
-    return own.take(command, **how).words()
+    return own.add_from_command(command, **how).words()
 
 
 def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
@@ -453,7 +453,7 @@ def test_its_flag_takes_no_config_file_for_its_value(mine, tmp_path):
     (tmp_path / "config.py").write_text("n_head = 4\nn_embd = 64")
     command = parse_command((Presets, model.GPTConfig, TrainConfig),
                             ["--own_mechanism", str(mine()), "--forget", str(tmp_path / "config.py")])
-    (config, _), _ = build_configs(own.take(command))
+    (config, _), _ = build_configs(own.add_from_command(command))
     assert config.forget is True and config.n_head == 4
 
 
@@ -522,7 +522,7 @@ def test_the_commands_of_the_page(mine, tmp_path):
     assert done.returncode == 0 and done.stdout.count("kept") == 23, done.stderr
     taken = arguments_taken([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
                             keep=tmp_path / "kept")
-    digest = own.opened(tmp_path / "mine.py").digest
+    digest = own.read_own_file(tmp_path / "mine.py").digest
     assert taken == ["--mechanism=forget", f"--own_mechanism={tmp_path / 'kept' / digest / 'mine.py'}"]
 
 

@@ -263,7 +263,7 @@ def test_probes_depend_on_their_seed_alone():
                                    dict(constraint_layers=[0, 1]), dict(constraint_variant="B", n_embd=64)])
 def test_the_mlp_probe_has_as_many_parameters_as_the_heads(flags):
     model = with_heads(**flags)
-    names = [name for name in checkpoint.tensors(model.config) if ".constraint." in name]
+    names = [name for name in checkpoint.tensor_shapes(model.config) if ".constraint." in name]
     size = sum(model.state_dict()[name].numel() for name in names)
     assert branch_size(model) == size > 1000
     blocks = len(flags.get("constraint_layers", [1]))
