@@ -85,7 +85,7 @@ def on_task(args):
         def drawn_step(*_):
             at = next(number)
             x, y = (t.to(args.device) for t in batches(at))
-            step(x, y, None, batches.scored(at))
+            step(x, y, None, batches.n_scored(at))
         return model, drawn_step, generate
 
     def drawing():

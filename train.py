@@ -259,17 +259,17 @@ def batch_at(run, step):
     batches, process = run.batches, run.process
     if run.config.task:
         x, y = (send(t, process) for t in batches(step, process.rank, process.world))
-        return x, y, None, batches.scored(step), None
+        return x, y, None, batches.n_scored(step), None
     if run.config.documents_packed:
         x, y, positions = (send(t, process) for t in batches(step, process.rank, process.world))
-        return x, y, None, batches.scored(step), positions
+        return x, y, None, batches.n_scored(step), positions
     ids, targets = send(batches(step, process.rank, process.world), process), None
     if run.targets:
         starts = batches.starts(step, process.rank, process.world)
         targets = run.targets.rows("train", starts, batches.block_size)
         targets = {name: send(t, process) for name, t in targets.items()}
     x = ids[:, :-1]  # documents are padded with -1, for which there is no embedding
-    return x.clamp_min(0) if run.config.documents else x, ids[:, 1:], targets, batches.scored(step), None
+    return x.clamp_min(0) if run.config.documents else x, ids[:, 1:], targets, batches.n_scored(step), None
 
 
 def send(t, process):

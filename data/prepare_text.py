@@ -23,10 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nanoheads.common import UserError, plural, unescape
-from nanoheads.corpus import HOME, blocks, described, existing, read_text
+from nanoheads.corpus import HOME, blocks, describe, read_text, require
 from nanoheads.dataset import Dataset
 from nanoheads.files import safe_name
-from nanoheads.prepare import already, arguments, build, origin, run
+from nanoheads.prepare import arguments, build, is_prepared, origin, run
 from nanoheads.tokenizer import ENDS, Tokenizer
 
 
@@ -84,7 +84,7 @@ def files_of(source, between):
     """The text files of a --source: itself, or those of a folder in order of name, which are printed.
     UserError.
     """
-    if existing(source, "--source").is_file():
+    if require(source, "--source").is_file():
         return [source]
     paths = sorted(path for ending in ("", ".gz", ".xz") for path in source.glob("*.txt" + ending))
     others = sorted(path.name + "/" * path.is_dir() for path in set(source.iterdir()) - set(paths))
@@ -223,7 +223,7 @@ def main(argv=None):
     as_token = separator and args.encoding in ("gpt2", "hf")
     between = "an end-of-text token" if as_token else repr(separator) if separator else "nothing"
     paths = files_of(Path(args.source).expanduser(), between)
-    sources = [described(path) for path in paths]
+    sources = [describe(path) for path in paths]
     for path, file in zip(paths, sources):
         if not file.bytes:
             raise UserError(f"{path}: is empty; remove it, or choose another --source")
@@ -235,7 +235,7 @@ def main(argv=None):
     if args.by_default and not args.force and is_of_another_text(args.out, source["sha256"]):
         raise UserError(f"{args.out} holds another text: name another folder with --out, or write it anew "
                         "with --force")
-    if not already(args, source["sha256"], options):
+    if not is_prepared(args, source["sha256"], options):
         build(args, texts, source, note, options, vocab, separator if as_token else None)
 
 

@@ -24,18 +24,18 @@ class Reader:
         """Map the split anew: what was read through the mapping before is no longer in memory."""
         data = self.dataset.tokens(self.split)
         self.data = np.asarray(data) if isinstance(data, np.memmap) else data  # which is slow to cut
-        self.read = 0
+        self.bytes_read = 0
 
     def cut(self, starts, ends):
         """The tokens from each start to its end, as a list."""
         # the kernel maps 64 KiB around each fault
         size = self.dataset.dtype.itemsize
-        self.read += sum(max((end - start) * size, 1 << 16) for start, end in zip(starts, ends))
-        if self.read > REOPEN_AFTER:
+        self.bytes_read += sum(max((end - start) * size, 1 << 16) for start, end in zip(starts, ends))
+        if self.bytes_read > REOPEN_AFTER:
             self.open()
         return [self.data[start:end] for start, end in zip(starts, ends)]
 
-    def checked(self, ids):
+    def check_ids(self, ids):
         """ids as they are. UserError where one is outside the vocabulary."""
         if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
             raise UserError(f"{self.dataset.name_of(self.split)} holds the token {ids.max()}, "
@@ -81,10 +81,10 @@ class Batches(Reader):
     def __call__(self, step, rank=0, world=1):
         """This rank's rows of the batch at `step`, int64 [rows / world, T + 1]: inputs, shifted targets."""
         starts = self.starts(step, rank, world)
-        ids = self.checked(np.stack(self.cut(starts, [s + self.block_size + 1 for s in starts])))
+        ids = self.check_ids(np.stack(self.cut(starts, [s + self.block_size + 1 for s in starts])))
         return torch.from_numpy(ids.astype(np.int64))
 
-    def scored(self, step):
+    def n_scored(self, step):
         """Tokens of the batch at `step` that are scored, over all ranks; None: all, in each of its rows."""
 
     def tokens(self, step):
@@ -171,14 +171,14 @@ class DocumentBatches(Reader):
 
     def __call__(self, step, rank=0, world=1):
         """This rank's rows of the batch at `step`, int64 [rows / world, longest + 1], -1: padding."""
-        number, at = self.place(step)
-        first, length = (each[at] for each in self.one_pass(number))
+        number, index = self.place(step)
+        first, length = (array[index] for array in self.one_pass(number))
         width = self.width(length)
         first, length = first[rank::world], length[rank::world]
         ids = np.full((len(first), 1 + width), -1)
         for row, n, piece in zip(ids, length, self.with_token_before(first, length)):
             row[:1 + n] = piece
-        return torch.from_numpy(self.checked(ids))
+        return torch.from_numpy(self.check_ids(ids))
 
     def with_token_before(self, first, length):
         """The tokens of each part of a document [n], after the one before them: in a document's first part
@@ -189,25 +189,25 @@ class DocumentBatches(Reader):
         for piece, n, is_first in zip(pieces, length, begins):
             yield np.append(self.dataset.separator, piece[-n:].astype(np.int64)) if is_first else piece
 
-    def scored(self, step):
+    def n_scored(self, step):
         """Tokens of the batch at `step` that are scored, over all ranks."""
-        number, at = self.place(step)
-        return int(self.one_pass(number)[1][at].sum())
+        number, index = self.place(step)
+        return int(self.one_pass(number)[1][index].sum())
 
     def tokens(self, step):
         """Tokens scored in the steps before `step`."""
-        number, at = self.place(step)
-        return int(self.one_pass(number)[1][:at].sum()) + (self.ends[number - 1][1] if number else 0)
+        number, index = self.place(step)
+        return int(self.one_pass(number)[1][:index].sum()) + (self.ends[number - 1][1] if number else 0)
 
     def __str__(self):
         """What there is of it, and how much of the first pass is padding, in a line."""
         _, length = self.one_pass(0)
-        padded = sum(self.width(row) for row in length) * self.rows
-        return (f"{self.in_words()}; a pass is {len(length):,} steps, its rows have {length.min():,} to "
+        padded_size = sum(self.width(row) for row in length) * self.rows
+        return (f"{self.coverage()}; a pass is {len(length):,} steps, its rows have {length.min():,} to "
                 f"{length.max():,} tokens, {length.mean():,.0f} in the mean, and "
-                f"{1 - length.sum() / padded:.1%} of it is padding")
+                f"{1 - length.sum() / padded_size:.1%} of it is padding")
 
-    def in_words(self):
+    def coverage(self):
         """How much of the split is in documents that are long enough."""
         return (f"documents: {len(self.size):,} of {self.n_documents:,} have at least "
                 f"{plural(self.shortest, 'token')}, {self.size.sum() / len(self.data):.1%} of {self.split}")
@@ -245,7 +245,7 @@ class PackedBatches(DocumentBatches):
         first = self.first[order][document] + start - (end - self.size[order])[document]
         return first, np.diff(cuts), start // T
 
-    def uncut(self, rng):
+    def keep_whole(self, rng):
         """The same of documents that stay whole where a row has room for them."""
         first, length = self.even_parts(rng)
         order = rng.permutation(len(first))
@@ -259,7 +259,7 @@ class PackedBatches(DocumentBatches):
         them is the first of each row, and n, [rows + 1].
         """
         rng = np.random.default_rng([self.seed, number])
-        first, length, row = self.cut_anywhere(rng) if self.cuts else self.uncut(rng)
+        first, length, row = self.cut_anywhere(rng) if self.cuts else self.keep_whole(rng)
         return first, length, np.searchsorted(row, np.arange(row[-1] + 2))
 
     def one_pass(self, number):
@@ -276,32 +276,32 @@ class PackedBatches(DocumentBatches):
 
         A target is -1, and not scored, where a row has no more documents.
         """
-        number, at = self.place(step)
+        number, index = self.place(step)
         first, length, bounds = self.parts(number)
-        rows = self.one_pass(number)[0][at][rank::world]
+        rows = self.one_pass(number)[0][index][rank::world]
         x, y, positions = np.zeros((3, len(rows), self.block_size), np.int64)
         y[:] = -1
         for i, row in enumerate(rows):
-            here, column = slice(bounds[row], bounds[row + 1]), 0
-            for piece in self.with_token_before(first[here], length[here]):
+            span, column = slice(bounds[row], bounds[row + 1]), 0
+            for piece in self.with_token_before(first[span], length[span]):
                 columns = slice(column, column + len(piece) - 1)
                 x[i, columns], y[i, columns] = piece[:-1], piece[1:]
                 positions[i, columns] = np.arange(len(piece) - 1)
                 column = columns.stop
             positions[i, column:] = np.arange(self.block_size - column)
-        self.checked(np.maximum(x, y))
-        return tuple(torch.from_numpy(each) for each in (x, y, positions))
+        self.check_ids(np.maximum(x, y))
+        return tuple(torch.from_numpy(array) for array in (x, y, positions))
 
-    def scored(self, step):
+    def n_scored(self, step):
         """Tokens of the batch at `step` that are scored, over all ranks; None: all, in each of its rows."""
-        return None if self.cuts else super().scored(step)
+        return None if self.cuts else super().n_scored(step)
 
     def __str__(self):
         """What there is of it, and how full its rows are, in a line."""
         _, size = self.one_pass(0)
         first, _, bounds = self.parts(0)
         in_row = len(first) / (len(bounds) - 1)
-        return (f"{self.in_words()}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} documents or "
+        return (f"{self.coverage()}; a pass is {len(size):,} steps, its rows have {in_row:,.1f} documents or "
                 f"parts of them in the mean, and {1 - size.mean() / self.block_size:.1%} of it is padding")
 
 
@@ -311,17 +311,17 @@ def best_fit(lengths, T):
     """
     rows, count = np.empty(len(lengths), np.int64), 0
     with_room = [[] for _ in range(T + 1)]  # the rows that have room for so many tokens
-    some = 0  # a bit for each room that some row has
+    rooms = 0  # a bit for each room that some row has
     for i, length in enumerate(lengths):
-        fitting = some >> length
+        fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
             row = with_room[room].pop()
             if not with_room[room]:
-                some &= ~(1 << room)
+                rooms &= ~(1 << room)
         else:
             row, room, count = count, T, count + 1
         rows[i] = row
         with_room[room - length].append(row)
-        some |= 1 << room - length
+        rooms |= 1 << room - length
     return rows

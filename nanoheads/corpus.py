@@ -48,30 +48,31 @@ GPT2_ENCODER = File("encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1
 
 # ---- where they lie ----
 
-def located(files, corpus, source=None, archive=None):
+def locate(files, corpus, source=None, archive=None):
     """{key: path} of the files {key: File} of a corpus. UserError.
 
     corpus: the name of its folder. source: what --source names. archive: the File of the zip that they come
     in, which a folder that --source names has unpacked.
     """
-    source = source and existing(Path(source).expanduser(), "--source")
+    source = source and require(Path(source).expanduser(), "--source")
     if archive and not (source and source.is_dir()):
-        path = source or fetched(archive, corpus)
-        return {key: inside(path, file.name) for key, file in files.items()}
+        path = source or fetch(archive, corpus)
+        return {key: zip_member(path, file.name) for key, file in files.items()}
     if source and source.is_file() and len(files) > 1:
         raise UserError(f"{source}: is one file; name the folder that holds all {len(files)} with --source")
     if not source:
-        return {key: fetched(file, corpus) for key, file in files.items()}
-    paths = {key: source if source.is_file() else stored(source / file.name) for key, file in files.items()}
+        return {key: fetch(file, corpus) for key, file in files.items()}
+    paths = {key: source if source.is_file() else find_form(source / file.name)
+             for key, file in files.items()}
     for path in paths.values():
         if not path.is_file():
             raise UserError(f"{source}: holds no {path.name} (plain, .gz or .xz); correct --source")
     return paths
 
 
-def fetched(file, corpus):
+def fetch(file, corpus):
     """The path of a file in the folder of sources, downloaded where it is not there. UserError."""
-    path = stored(sources() / corpus / file.name)
+    path = find_form(sources() / corpus / file.name)
     if path.is_file():
         return path
     if not file.url:
@@ -82,29 +83,30 @@ def fetched(file, corpus):
 
 def sources():
     """The folder of sources. UserError."""
-    named = os.environ.get("NANOHEADS_DATA")
-    return existing(Path(named).expanduser(), "NANOHEADS_DATA") if named else HOME
+    folder = os.environ.get("NANOHEADS_DATA")
+    return require(Path(folder).expanduser(), "NANOHEADS_DATA") if folder else HOME
 
 
-def existing(path, name):
+def require(path, name):
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; correct {name}")
     return path
 
 
-def stored(path):
+def find_form(path):
     """A path, or that of its compressed form, whichever is there."""
     forms = (path, *(path.with_name(path.name + ending) for ending in OPENERS))
     return next(filter(Path.is_file, forms), path)
 
 
-def inside(path, name):
+def zip_member(path, name):
     """What has this name in a zip, as a path that can be opened; a file that is no zip is itself. UserError.
     """
     if path.suffix != ".zip":
         return path
-    with damage_named(path):
-        member = next((each for each in zipfile.ZipFile(path).namelist() if Path(each).name == name), None)
+    with name_damage(path):
+        names = zipfile.ZipFile(path).namelist()
+        member = next((member for member in names if Path(member).name == name), None)
     if not member:
         raise UserError(f"{path}: holds no {name}; {ADVICE}")
     return zipfile.Path(path, member)
@@ -122,27 +124,27 @@ def gpt2_file(file):
     All programs read them, so that they are kept in data/: nobody needs NANOHEADS_DATA or a network to
     sample from a model whose text was prepared with either.
     """
-    kept = HOME / "gpt2_bpe" / file.name
-    if not kept.is_file():
-        found = fetched(file, "gpt2_bpe")
-        check(found, file)
-        if found == kept:
-            return kept
-        part = kept.with_name(f"{kept.name}.{os.getpid()}.part")  # several runs may be the first one
+    path = HOME / "gpt2_bpe" / file.name
+    if not path.is_file():
+        source = fetch(file, "gpt2_bpe")
+        check(source, file)
+        if source == path:
+            return path
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several runs may be the first one
         try:
-            kept.parent.mkdir(exist_ok=True)
-            part.write_bytes(found.read_bytes())
-            os.replace(part, kept)
+            path.parent.mkdir(exist_ok=True)
+            part.write_bytes(source.read_bytes())
+            os.replace(part, path)
         except OSError:  # a checkout that cannot be written
-            return found
-    check(kept, file)
-    return kept
+            return source
+    check(path, file)
+    return path
 
 
 # ---- read ----
 
 @contextlib.contextmanager
-def damage_named(path):
+def name_damage(path):
     """Damage in a compressed file -> UserError naming it."""
     try:
         yield
@@ -153,12 +155,12 @@ def damage_named(path):
 def blocks(path):
     """A file's bytes, decompressed, block by block. UserError."""
     ending = os.path.splitext(path.name)[1]
-    with damage_named(path), OPENERS[ending](path) if ending in OPENERS else path.open("rb") as file:
+    with name_damage(path), OPENERS[ending](path) if ending in OPENERS else path.open("rb") as file:
         while block := file.read(BLOCK):
             yield block
 
 
-def described(path):
+def describe(path):
     """File of what a file holds. UserError: nothing."""
     sha, size, lines = hashlib.sha256(), 0, 0
     for block in blocks(path):
@@ -168,25 +170,25 @@ def described(path):
     return File(path.name, sha.hexdigest(), size, lines)
 
 
-def difference(found, file):
-    """What a described() file has that is not `file`'s, in a few words; "": nothing."""
-    if not found.bytes:
+def difference(actual, file):
+    """What describe() says of a file that is not as `file` has it, in a few words; "": nothing."""
+    if not actual.bytes:
         return "is empty"
     for key in ("bytes", "lines"):
-        got, expected = getattr(found, key), getattr(file, key)
+        got, expected = getattr(actual, key), getattr(file, key)
         if expected and got != expected:
             return f"holds {got:,} {key} where {expected:,} are expected"
-    if file.sha256 and found.sha256 != file.sha256:
-        return f"has the sha256 {found.sha256}, not {file.sha256}"
+    if file.sha256 and actual.sha256 != file.sha256:
+        return f"has the sha256 {actual.sha256}, not {file.sha256}"
     return ""
 
 
 def check(path, file):
-    """described() of a file. UserError unless it is what is known of `file`."""
-    found = described(path)
-    if complaint := difference(found, file):
+    """What describe() says of a file. UserError unless it is what is known of `file`."""
+    actual = describe(path)
+    if complaint := difference(actual, file):
         raise UserError(f"{path}: {complaint}; {ADVICE}")
-    return found
+    return actual
 
 
 def read_text(path, errors=None):
@@ -215,15 +217,15 @@ def download(file, path, tries=3):
     by_hand = f"put {path.parent.name}/{file.name} into the folder NANOHEADS_DATA by hand"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in reversed(range(tries)):
+        for tries_left in reversed(range(tries)):
             try:
                 receive(file.url, part)
                 break
             except requests.RequestException as error:
-                if not left or error.response is not None and error.response.status_code < 500:
+                if not tries_left or error.response is not None and error.response.status_code < 500:
                     raise
                 time.sleep(2)  # no connection, one that was cut off, or a fault of the server
-        if complaint := difference(described(part), file):
+        if complaint := difference(describe(part), file):
             raise UserError(f"{file.url}: the download {complaint}; {by_hand}")
         os.replace(part, path)
         return path
@@ -245,10 +247,10 @@ def receive(url, path):
     headers = {"User-Agent": "nanoHeads/1.0", "Accept-Encoding": "identity"}  # its length is the file's own
     with requests.get(url, stream=True, timeout=30, headers=headers) as reply, open(path, "wb") as out:
         reply.raise_for_status()
-        size, came = int(reply.headers.get("Content-Length") or 0), 0
+        size, received = int(reply.headers.get("Content-Length") or 0), 0
         with tqdm(total=size or None, unit="B", unit_scale=True, desc=url.rpartition("/")[2]) as bar:
             for block in reply.iter_content(1 << 16):
-                came += out.write(block)
+                received += out.write(block)
                 bar.update(len(block))
-    if size and came != size and "Content-Encoding" not in reply.headers:
-        raise requests.ConnectionError(f"{came:,} of {size:,} bytes came")
+    if size and received != size and "Content-Encoding" not in reply.headers:
+        raise requests.ConnectionError(f"{received:,} of {size:,} bytes came")

@@ -31,10 +31,10 @@ BEGINNINGS = (TITLE,
               re.compile(rb"^  <page>\r?$", re.M),          # enwik8: a page
               # after a blank line: a speech, an article
               re.compile(rb"(?:(?<=\n\n)|(?<=\n\r\n))(?=[^\n])(?!\r\n)"))
-ANEW = "run its prepare script again, which writes it anew"
+ADVICE = "run its prepare script again, which writes it anew"
 # what a model or a score reads of meta.json, and there of each split; names, notes and sources are for people
-READ = ("encoding", "vocab", "vocab_size", "separator", "dtype", "spelled")
-READ_OF_SPLITS = ("tokens", "bytes", "sizes_sha256")
+META_KEYS = ("encoding", "vocab", "vocab_size", "separator", "dtype", "spelled")
+SPLIT_KEYS = ("tokens", "bytes", "sizes_sha256")
 
 
 # ---- read ----
@@ -52,7 +52,7 @@ class Dataset:
     def __init__(self, name):
         self.dir = next((folder for folder in folders_of(name) if (folder / "meta.json").is_file()), None)
         if self.dir is None:
-            raise missing(name)
+            raise missing_error(name)
         path = self.dir / "meta.json"
         try:
             self.meta = json.loads(path.read_bytes())
@@ -88,7 +88,7 @@ class Dataset:
         says.
         """
         if self.shards.get(split):
-            return shards.opened(self, split)
+            return shards.open_shards(self, split)
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
             splits = [s for s in self.splits if all(map(Path.is_file, self.files(s)))]
@@ -98,13 +98,15 @@ class Dataset:
         if size != tokens * self.dtype.itemsize or not tokens:
             raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
                             f"where meta.json says {tokens:,}; run its prepare script with --force")
-        files.check(path, self.sums[split], "meta.json", ANEW)
+        files.check(path, self.sums[split], "meta.json", ADVICE)
         return np.memmap(path, self.dtype, "r")
 
     def name_of(self, split):
         """What a split is called in messages: its file or, of shards, the folder's name for them."""
-        many = self.shards.get(split)
-        return f"{self.dir / split} ({len(many):,} shards)" if many else f"{self.dir / split}.bin"
+        split_shards = self.shards.get(split)
+        if split_shards:
+            return f"{self.dir / split} ({len(split_shards):,} shards)"
+        return f"{self.dir / split}.bin"
 
     def sizes_beyond(self, split):
         """[n, 3], int64: the tokens that stand for other text than they spell, in their order, and how many
@@ -114,8 +116,8 @@ class Dataset:
         if expected is None:
             return np.empty((0, 3), np.int64)
         if not path.is_file():
-            raise UserError(f"{path} is not there, which meta.json describes; {ANEW}")
-        files.check(path, expected, "meta.json", ANEW)
+            raise UserError(f"{path} is not there, which meta.json describes; {ADVICE}")
+        files.check(path, expected, "meta.json", ADVICE)
         return np.memmap(path, "<i8", "r").reshape(-1, 3)
 
     def need(self, split, tokens, block_size):
@@ -140,18 +142,18 @@ class Dataset:
         if plain and separator:
             mark = separator.encode()
             if self.meta["encoding"] == "byte" and len(mark) == 1:
-                cuts = after_each(tokens, mark[0])
+                cuts = places_after(tokens, mark[0])
             else:
                 cuts = after_matches(self.tokenizer, tokens, re.compile(re.escape(mark)))
         elif not plain and self.separator == self.tokenizer.end:  # else the vocabulary has none
-            cuts = after_each(tokens, self.separator)
+            cuts = places_after(tokens, self.separator)
         if not len(cuts):
             cuts = beginnings(self.tokenizer, tokens, *BEGINNINGS)
-        marked = len(cuts) > 0
+        has_marks = len(cuts) > 0
         cuts = np.unique([0, *cuts, len(tokens)])
         if len(cuts) < 3:
             raise UserError(self.name_of(split) + (
-                " is a single document, and it takes two or more" if marked else
+                " is a single document, and it takes two or more" if has_marks else
                 " has no documents: no end-of-text token, title or blank line says where one begins"))
         return cuts
 
@@ -162,14 +164,14 @@ def digests_of(meta):
     Each split's is there by its name, and as "meta" the one of the fields that READ and READ_OF_SPLITS name.
     """
     splits = meta.get("splits") or {}
-    read = {key: meta.get(key) for key in READ}
-    read["documents"] = (meta.get("options") or {}).get("separator")
-    read["splits"] = {name: [split.get(key) for key in READ_OF_SPLITS] for name, split in splits.items()}
-    of_splits = {name: split.get("sha256") for name, split in splits.items()}
-    return {**of_splits, "meta": hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()}
+    content = {key: meta.get(key) for key in META_KEYS}
+    content["documents"] = (meta.get("options") or {}).get("separator")
+    content["splits"] = {name: [split.get(key) for key in SPLIT_KEYS] for name, split in splits.items()}
+    split_digests = {name: split.get("sha256") for name, split in splits.items()}
+    return {**split_digests, "meta": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def after_each(tokens, token, block=1 << 26):
+def places_after(tokens, token, block=1 << 26):
     """The places behind each `token` in tokens [n], int64; block by block, for files beyond memory."""
     return np.concatenate([first + 1 + np.flatnonzero(tokens[first:first + block] == token)
                            for first in range(0, len(tokens), block)])
@@ -211,15 +213,15 @@ def folders_of(name):
     return Path(name), ROOT / "data" / name, ROOT / name
 
 
-def missing(name):
+def missing_error(name):
     """The UserError for a data folder that is not there: the command that makes it, or the nearest name."""
-    called = Path(name).name
+    base_name = Path(name).name
     commands = {script.parent.name: f"python {os.path.relpath(script)}"
                 for script in (ROOT / "data").glob("*/prepare.py")}
     # a second encoding has a folder of its own but no script of its own
-    base, _, encoding = called.rpartition("_")
-    if encoding in ("byte", "char", "gpt2") and base in commands:
-        commands.setdefault(called, f"{commands[base]} --encoding={encoding}")
+    first_part, _, encoding = base_name.rpartition("_")
+    if encoding in ("byte", "char", "gpt2") and first_part in commands:
+        commands.setdefault(base_name, f"{commands[first_part]} --encoding={encoding}")
     for folder in folders_of(name):
         if folder.resolve().parent == (ROOT / "data").resolve() and folder.name in commands:
             continue
@@ -231,9 +233,9 @@ def missing(name):
             return UserError(f"{folder} has shards but no meta.json; if they are in llm.c's format, run: "
                              f"python {os.path.relpath(ROOT / 'data/fineweb/prepare.py')} --shards "
                              f"'{folder / '*.bin'}'")
-    if called in commands:
-        return NotPrepared(f"dataset {name} is not prepared; run: {commands[called]}")
-    if close := difflib.get_close_matches(called, commands, 1, 0.6):
+    if base_name in commands:
+        return NotPrepared(f"dataset {name} is not prepared; run: {commands[base_name]}")
+    if close := difflib.get_close_matches(base_name, commands, 1, 0.6):
         return UserError(f"no dataset {name}; did you mean {close[0]}?")
     return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "
                      f"{', '.join(sorted(commands))}")
@@ -241,8 +243,8 @@ def missing(name):
 
 # ---- write ----
 
-PIECE = 1 << 22  # bytes or characters of text that are encoded at a time
-WHOLE = 160      # bytes of memory for each byte of text that tokenizers encodes at once, measured
+PIECE = 1 << 22        # bytes or characters of text that are encoded at a time
+MEMORY_PER_BYTE = 160  # what tokenizers takes for each byte of text that it encodes at once, measured
 
 
 class Writer:
@@ -257,15 +259,15 @@ class Writer:
         self.name, self.options = name, options
         self.source, self.note = source, note  # may be set until the end, where a text is streamed
         self.splits = {split: dict(tokens=0, bytes=0, chars=0) for split in SPLITS}
-        self.changed = 0  # bytes of text whose tokens spell something else
+        self.changed_bytes = 0  # bytes of text whose tokens spell something else
 
     def __enter__(self):
         self.files, self.sums = {}, {}
-        with contextlib.ExitStack() as held:
-            held.enter_context(files.only_writer(self.folder, flag="--out", lock_stays=False))
+        with contextlib.ExitStack() as exit_stack:
+            exit_stack.enter_context(files.only_writer(self.folder, flag="--out", lock_stays=False))
             for split in SPLITS:
                 self.open(split)
-            self.held = held.pop_all()  # until the end
+            self.exit_stack = exit_stack.pop_all()  # until the end
         return self
 
     def open(self, name):
@@ -277,12 +279,12 @@ class Writer:
         for piece in self.pieces(text):
             data = piece if isinstance(piece, bytes) else piece.encode()
             try:
-                ids, sizes, changed = self.tok.encode_sized(piece)
+                ids, sizes, changed_bytes = self.tok.encode_sized(piece)
             except ValueError as e:  # of hf: some of its vocabularies lack a byte
                 raise UserError(f"{self.folder}: {e}; take another --tokenizer, or --encoding=byte") from None
             if len(sizes):
                 self.add_sizes(split, sizes)
-            self.changed += changed
+            self.changed_bytes += changed_bytes
             self.add(split, ids, len(data), count_chars(data))
 
     def end_document(self, split):
@@ -294,12 +296,12 @@ class Writer:
         if self.tok.encoding == "gpt2":
             return cut_at_spaces(text)
         if self.tok.encoding != "hf":
-            return (text[at:at + PIECE] for at in range(0, len(text), PIECE))
-        needs = WHOLE * len(text.encode())
-        if needs > memory_of_machine():
+            return (text[start:start + PIECE] for start in range(0, len(text), PIECE))
+        needed = MEMORY_PER_BYTE * len(text.encode())
+        if needed > memory_of_machine():
             raise UserError(f"{self.folder}: this machine has {gib(memory_of_machine())} of memory, not "
-                            f"{gib(needs)}; take a smaller source, or --separator: its documents are encoded "
-                            "one by one")
+                            f"{gib(needed)}; take a smaller source, or --separator: its documents are "
+                            "encoded one by one")
         return [text]
 
     def add(self, split, ids, size, chars):
@@ -321,7 +323,7 @@ class Writer:
         self.sums[name].update(data)
 
     def __exit__(self, kind, error, trace):
-        with self.held:
+        with self.exit_stack:
             try:
                 if kind is None:
                     self.finish()
@@ -340,12 +342,12 @@ class Writer:
             self.splits[split]["sha256"] = self.sums[split].hexdigest()
             if f"{split}.sizes" in self.sums:
                 self.splits[split]["sizes_sha256"] = self.sums[f"{split}.sizes"].hexdigest()
-        if self.changed:
+        if self.changed_bytes:
             size = sum(split["bytes"] for split in self.splits.values())
             self.note = "; ".join(filter(None, [
-                self.note, f"the encoding changes the text: the tokens of {self.changed:,} of its {size:,} "
-                "bytes spell something else; bits per byte count the bytes of the text"]))
-        spelled = {"spelled": not self.changed} if self.tok.encoding == "hf" else {}
+                self.note, f"the encoding changes the text: the tokens of {self.changed_bytes:,} of its "
+                f"{size:,} bytes spell something else; bits per byte count the bytes of the text"]))
+        spelled = {"spelled": not self.changed_bytes} if self.tok.encoding == "hf" else {}
         with self.disk():
             for file in self.files.values():
                 file.flush()

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from nanoheads.common import UserError, as_program, say
-from nanoheads.corpus import HOME, blocks, check, located, read_text
+from nanoheads.corpus import HOME, blocks, check, locate, read_text
 from nanoheads.dataset import SPLITS, Dataset, Writer
 from nanoheads.shards import identity
 from nanoheads.tokenizer import Tokenizer
@@ -17,10 +17,12 @@ def arguments(doc, name, encodings, argv=None, **more):
     name: what the dataset is called; "" where that follows from --source, and then args.out may be None.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    download, called = (" (default: $NANOHEADS_DATA, else a download)", "name") if name else ("", "source")
+    download = " (default: $NANOHEADS_DATA, else a download)" if name else ""
+    default_name = "name" if name else "source"
     parser.add_argument("--source", help=f"file or folder to read{download}")
-    parser.add_argument("--out", type=Path, help=f"folder to write (default: data/<{called}>, of other "
-                                                 f"encodings than the first data/<{called}>_<encoding>)")
+    parser.add_argument("--out", type=Path,
+                        help=f"folder to write (default: data/<{default_name}>, of other encodings than the "
+                             f"first data/<{default_name}>_<encoding>)")
     parser.add_argument("--force", action="store_true", help="write anew what is already there")
     parser.add_argument("--encoding", choices=encodings, default=encodings[0])
     for flag, options in more.items():
@@ -38,9 +40,9 @@ def prepare(args, corpus, files, archive=None, splits=None, note="", options=Non
     are the splits.
     """
     shas = [file.sha256 for file in files.values()]
-    if already(args, identity(shas) if all(shas) else None, options):
+    if is_prepared(args, identity(shas) if all(shas) else None, options):
         return  # by its checksums, without its source
-    paths = located(files, corpus, args.source, archive)
+    paths = locate(files, corpus, args.source, archive)
     source = origin([check(path, files[key]) for key, path in paths.items()])
     texts = {key: text_of(path, args.encoding) for key, path in paths.items()}
     build(args, splits(texts) if splits else texts, source, note, options)
@@ -76,7 +78,7 @@ def build(args, texts, source, note="", options=None, vocab=None, separator=None
     report(args.out, writer.meta)
 
 
-def already(args, sha256=None, options=None):
+def is_prepared(args, sha256=None, options=None):
     """True, after printing the counts, where the folder is whole and was made as args and options have it.
 
     sha256: of the source; None: any. Where there is another folder, a line says what it has instead.
@@ -91,10 +93,10 @@ def already(args, sha256=None, options=None):
     except UserError as error:
         say(f"preparing it anew: {error}")
         return False
-    there = {**data.meta, **data.meta["source"]}
-    asked = {"encoding": args.encoding, "sha256": sha256 or there["sha256"], "options": options}
-    for key, value in asked.items():
-        if there.get(key) != value:
+    actual = {**data.meta, **data.meta["source"]}
+    expected = {"encoding": args.encoding, "sha256": sha256 or actual["sha256"], "options": options}
+    for key, value in expected.items():
+        if actual.get(key) != value:
             say(f"{args.out}: was made with another {key}: preparing it anew")
             return False
     report(args.out, data.meta, "already prepared, verified: ")

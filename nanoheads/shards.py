@@ -42,7 +42,7 @@ def header(tokens):
 
 def tokens_of(path):
     """How many tokens a file in llm.c's format holds. UserError, where it is not one that is whole."""
-    check_there(path)
+    check_exists(path)
     with open(path, "rb") as file:
         words = np.frombuffer(file.read(HEADER), "<i4", 3) if path.stat().st_size >= HEADER else None
     if words is None:
@@ -68,7 +68,7 @@ def check_size(path, expected, why):
                         f"where {why} take {expected:,}; {ADVICE}")
 
 
-def check_there(path):
+def check_exists(path):
     if not path.is_file():
         raise UserError(f"{path} is not there; {ADVICE}")
 
@@ -77,13 +77,13 @@ def check_whole(path, shard, dtype):
     """UserError unless a file is there and has as many tokens as meta.json says of this shard."""
     tokens = shard["tokens"]
     if shard["format"] == "plain":
-        check_there(path)
+        check_exists(path)
         check_size(path, tokens * dtype.itemsize, f"the {tokens:,} tokens of meta.json")
     elif tokens_of(path) != tokens:
         raise UserError(f"{path} holds {tokens_of(path):,} tokens where meta.json says {tokens:,}; {ADVICE}")
 
 
-def opened(dataset, split):
+def open_shards(dataset, split):
     """The Shards of a split of a Dataset. UserError where one of them is not what meta.json says."""
     shards, paths = dataset.shards[split], dataset.files(split)
     for path, shard in zip(paths, shards):  # before the first is read, which may take long
@@ -107,15 +107,15 @@ class Shards:
     def __len__(self):
         return self.ends[-1]
 
-    def __getitem__(self, at):
-        if not isinstance(at, slice) or at.step not in (None, 1):
+    def __getitem__(self, key):
+        if not isinstance(key, slice) or key.step not in (None, 1):
             raise TypeError("of shards, only slices of step 1 are read")
-        start, stop, _ = at.indices(len(self))
+        start, stop, _ = key.indices(len(self))
         parts = []
         i = bisect_right(self.ends, start)
         while start < stop:
             first = self.ends[i] - self.shards[i]["tokens"]
-            parts.append(self.mapped(i)[start - first:stop - first])
+            parts.append(self.map_shard(i)[start - first:stop - first])
             start = self.ends[i]
             i += 1
         if len(parts) == 1:
@@ -129,13 +129,13 @@ class Shards:
     def tobytes(self):
         return self[:].tobytes()
 
-    def mapped(self, i):
+    def map_shard(self, i):
         """The tokens of the i-th shard, as a memory map."""
         if i not in self.maps:
             if len(self.maps) == MOST_OPEN:
                 del self.maps[next(iter(self.maps))]
             shard = self.shards[i]
             offset = HEADER if shard["format"] == "llm.c" else 0
-            found = np.memmap(self.paths[i], self.dtype, "r", offset, shard["tokens"])
-            self.maps[i] = np.asarray(found)  # a memmap is slow to cut
+            tokens = np.memmap(self.paths[i], self.dtype, "r", offset, shard["tokens"])
+            self.maps[i] = np.asarray(tokens)  # a memmap is slow to cut
         return self.maps[i]

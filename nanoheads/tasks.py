@@ -435,7 +435,7 @@ class TaskBatches:
         x, y = self.whole(step)
         return torch.from_numpy(x[rank::world]), torch.from_numpy(y[rank::world])
 
-    def scored(self, step):
+    def n_scored(self, step):
         """Answers asked for in the batch at `step`, over all ranks."""
         return int((self.whole(step)[1] != NOT_ASKED).sum())
 

@@ -41,8 +41,8 @@ class Tokenizer:
         # the token behind a text; None: there is none
         self.end = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding)
         if encoding == "char":
-            different = len(set(self.vocab)) == self.vocab_size
-            if not different or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
+            all_different = len(set(self.vocab)) == self.vocab_size
+            if not all_different or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
                 raise ValueError("a character vocabulary is a list of at most 65,536 different single "
                                  "characters")
             self.symbols = np.array([ord(c) for c in self.vocab], "<u4")
@@ -58,37 +58,38 @@ class Tokenizer:
         except ImportError:
             raise ValueError("this vocabulary is read by Hugging Face's tokenizers: pip install tokenizers"
                              ) from None
-        about = json.loads(self.vocab)
-        self.spelled = spelled_by(about) if isinstance(about, dict) else None
-        if self.spelled is None:
+        settings = json.loads(self.vocab)
+        self.spelling = spelling(settings) if isinstance(settings, dict) else None
+        if self.spelling is None:
             raise ValueError("only tokenizers of byte pairs (decoder: ByteLevel or ByteFallback) are known "
                              "here")
         try:
-            as_read = nothing_before(about)
-            self.pairs = Pairs.from_str(self.vocab if as_read == about else json.dumps(as_read))
+            adjusted = without_space_before(settings)
+            self.pairs = Pairs.from_str(self.vocab if adjusted == settings else json.dumps(adjusted))
         except Exception as e:  # it knows no kind of its own
             raise ValueError(f"tokenizer.json cannot be read: {' '.join(str(e).split())[:100]}") from None
         self.pairs.no_truncation()  # what the last caller of transformers had set is saved with it
         self.pairs.no_padding()
         self.pairs.post_processor = None  # it puts special tokens around a text, and moves where tokens begin
         ids = self.pairs.get_vocab(with_added_tokens=True)
-        added = {token["id"] for token in about.get("added_tokens", ())}
-        symbols = byte_symbols() if self.spelled == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
+        added_ids = {token["id"] for token in settings.get("added_tokens", ())}
+        symbols = byte_symbols() if self.spelling == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
         byte_of = {symbol: byte for byte, symbol in enumerate(symbols)}
         self.vocab_size = max(ids.values()) + 1
         self.pieces = [b""] * self.vocab_size  # the bytes that each token spells
         for token, i in ids.items():
-            if i in added:
+            if i in added_ids:
                 self.pieces[i] = token.encode()
-            elif self.spelled == "pieces":
+            elif self.spelling == "pieces":
                 is_byte = token in byte_of
                 self.pieces[i] = bytes([byte_of[token]]) if is_byte else token.replace(SPACE, " ").encode()
             else:
                 in_symbols = set(token) <= byte_of.keys()
                 self.pieces[i] = bytes(byte_of[symbol] for symbol in token) if in_symbols else token.encode()
         # without a token of its own, or one for the unknown, a byte would vanish
-        has_unknown = self.spelled == "bytes" and about["model"].get("unk_token")
-        self.lost = set() if has_unknown else {byte_of[symbol] for symbol in byte_of.keys() - ids.keys()}
+        has_unknown = self.spelling == "bytes" and settings["model"].get("unk_token")
+        missing_symbols = set() if has_unknown else byte_of.keys() - ids.keys()
+        self.missing_bytes = {byte_of[symbol] for symbol in missing_symbols}
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         self.end = next((ids[end] for end in ENDS if end in ids), None)
         self.separator = self.end or 0
@@ -127,18 +128,18 @@ class Tokenizer:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         ids = self.ids[codes]
         if ids.size and ids.min() < 0:
-            at = int(np.argmax(ids < 0))
-            raise ValueError(f"{text[at]!r} (U+{codes[at]:04X}) at position {at} is not among "
+            place = int(np.argmax(ids < 0))
+            raise ValueError(f"{text[place]!r} (U+{codes[place]:04X}) at position {place} is not among "
                              f"the {self.vocab_size:,} symbols of this model's vocabulary")
         return ids.astype(self.dtype)
 
     def encode_hf(self, text, special=False):
         """encode() as tokenizers gives it, for hf alone: ids, and the offsets of tokens in the text."""
-        lost = self.lost and self.lost & set(text.encode("utf-8", "surrogatepass"))
-        if self.spelled == "pieces" and SPACE in text:
+        missing = self.missing_bytes and self.missing_bytes & set(text.encode("utf-8", "surrogatepass"))
+        if self.spelling == "pieces" and SPACE in text:
             raise ValueError(f"the text has {SPACE!r}, which this vocabulary writes for a space")
-        if lost:
-            raise ValueError(f"the text has the byte 0x{min(lost):02X}, for which this vocabulary has no "
+        if missing:
+            raise ValueError(f"the text has the byte 0x{min(missing):02X}, for which this vocabulary has no "
                              "token")
         self.pairs.encode_special_tokens = not special
         return self.pairs.encode(text, add_special_tokens=False)
@@ -163,15 +164,15 @@ class Tokenizer:
         first = np.flatnonzero(np.diff(begins, prepend=-1))
         last = np.append(first[1:], len(ids))
         places = np.append(np.append(0, char_sizes(text).cumsum())[begins[first]], len(raw)).tolist()
-        sizes, changed = [], 0
+        sizes, changed_bytes = [], 0
         for i_first, i_last, start, end in zip(first, last, places, places[1:]):  # tokens, and bytes of text
-            spelled = [self.pieces[i] for i in ids[i_first:i_last].tolist()]
-            if raw[start:end] != b"".join(spelled):
-                meant = [b""] * (len(spelled) - 1) + [raw[start:end]]
+            spellings = [self.pieces[i] for i in ids[i_first:i_last].tolist()]
+            if raw[start:end] != b"".join(spellings):
+                texts = [b""] * (len(spellings) - 1) + [raw[start:end]]
                 sizes += [(i_first + i, len(a) - len(b), count_chars(a) - count_chars(b))
-                          for i, (a, b) in enumerate(zip(meant, spelled))]
-                changed += end - start
-        return ids, np.array(sizes, np.int64).reshape(-1, 3), changed
+                          for i, (a, b) in enumerate(zip(texts, spellings))]
+                changed_bytes += end - start
+        return ids, np.array(sizes, np.int64).reshape(-1, 3), changed_bytes
 
     def encode_batch(self, texts):
         """gpt2 only: [str] -> [ids], each text on its own, two threads."""
@@ -196,27 +197,27 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
-def spelled_by(about):
+def spelling(settings):
     """How the tokens of a tokenizer.json (a dict) spell text: "bytes" (GPT-2's way), "pieces"
     (SentencePiece's, with a token for each byte), or None: another.
     """
-    decoder = json.dumps(about.get("decoder"))
+    decoder = json.dumps(settings.get("decoder"))
     return "bytes" if "ByteLevel" in decoder else "pieces" if "ByteFallback" in decoder else None
 
 
-def nothing_before(about):
+def without_space_before(settings):
     """The same tokenizer.json with no space put before a text, so that its tokens spell the text's bytes and
     no more.
     """
-    if isinstance(about, list):
-        return [nothing_before(each) for each in about if each.get("type") != "Prepend"]
-    if about.get("type") == "Metaspace":
-        return {**about, "prepend_scheme": "never", "add_prefix_space": False}
-    if about.get("type") == "ByteLevel":
-        return {**about, "add_prefix_space": False}
+    if isinstance(settings, list):
+        return [without_space_before(item) for item in settings if item.get("type") != "Prepend"]
+    if settings.get("type") == "Metaspace":
+        return {**settings, "prepend_scheme": "never", "add_prefix_space": False}
+    if settings.get("type") == "ByteLevel":
+        return {**settings, "add_prefix_space": False}
     steps = ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers")
-    changed = {step: nothing_before(about[step]) for step in steps if about.get(step)}
-    return None if about.get("type") == "Prepend" else {**about, **changed}
+    changed_steps = {step: without_space_before(settings[step]) for step in steps if settings.get(step)}
+    return None if settings.get("type") == "Prepend" else {**settings, **changed_steps}
 
 
 def cut_at_spaces(text, size=1 << 20):

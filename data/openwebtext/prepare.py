@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
 from nanoheads.dataset import SPLITS, Writer
-from nanoheads.prepare import already, arguments, report, run
+from nanoheads.prepare import arguments, is_prepared, report, run
 from nanoheads.tokenizer import END_OF_TEXT, Tokenizer, count_chars
 
 import numpy as np
@@ -78,7 +78,7 @@ def main(argv=None):
     if args.source and not parquet:
         raise UserError(f"{folder}: holds no .parquet file; correct --source")
     origin = f"{len(parquet)} files of {folder.resolve().name}" if parquet else f"{REPO}@{REVISION}"
-    if not already(args, options={"from": origin}):
+    if not is_prepared(args, options={"from": origin}):
         meta = write(args, stream(parquet), origin, options={"from": origin}, expected=DOCUMENTS)
         report(args.out, meta)
 

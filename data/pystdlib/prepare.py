@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
 from nanoheads.dataset import SPLITS
-from nanoheads.prepare import already, arguments, build, run
+from nanoheads.prepare import arguments, build, is_prepared, run
 
 # not the library itself, or different on every machine, or (tests) full of broken text
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -51,7 +51,7 @@ def main(argv=None):
     source = {"file": f"standard library of Python {platform.python_version()}, {len(files)} files",
               "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
     options = {"python": platform.python_version()}
-    if not already(args, source["sha256"], options):
+    if not is_prepared(args, source["sha256"], options):
         texts = {split: b"".join(text for own, text in files if own == split) for split in SPLITS}
         build(args, texts, source, options=options)
 

@@ -69,7 +69,7 @@ def test_each_pass_reads_each_piece_once(folder, data):
     for number in range(3):
         starts = sorted(read[number * pieces:(number + 1) * pieces, 0].tolist())
         assert starts[0] < T and np.diff(starts).tolist() == [T] * (pieces - 1)
-    assert batches.tokens(7) == 7 * rows * T and batches.scored(7) is None
+    assert batches.tokens(7) == 7 * rows * T and batches.n_scored(7) is None
     check_resume_and_ranks(lambda: Batches(batches.dataset, "train", T, rows, seed), 5, rows)
 
 
@@ -119,7 +119,7 @@ def test_a_row_is_a_document_alone(folder, drawn, seed, few_widths):
         assert 1 <= n <= T and (row[1 + n:] == -1).all() and len(row) - 1 <= T
         part = bytes(row[1:1 + n].tolist())
         assert in_one_document(int(row[0]), part, long_enough)
-        assert batches.scored(step) == n and batches.tokens(step) == tokens
+        assert batches.n_scored(step) == n and batches.tokens(step) == tokens
         read.update(part)
         tokens += n
         if tokens >= sum(wanted.values()):

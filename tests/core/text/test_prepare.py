@@ -133,7 +133,7 @@ def test_a_text_is_in_bytes_or_in_characters(encoding, tmp_path):
     assert sum(data.splits[split]["bytes"] for split in SPLITS) == len(text.encode())
     assert sum(data.splits[split]["chars"] for split in SPLITS) == len(text)
     assert data.meta["source"] == dict(file="my.txt", bytes=len(text.encode()),
-                                       sha256=corpus.described(path).sha256)
+                                       sha256=corpus.describe(path).sha256)
 
 
 def test_what_is_odd_in_a_text_is_said(tmp_path, capsys):
@@ -521,10 +521,10 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     address, asked = server
     monkeypatch.setenv("NANOHEADS_DATA", str(tmp_path))
     (tmp_path / "good").write_bytes(b"text\n" * 200)
-    sha256 = corpus.described(tmp_path / "good").sha256
+    sha256 = corpus.describe(tmp_path / "good").sha256
 
     def get(path):
-        return corpus.located({"a": File(path.strip("/"), sha256, 1000, url=address + path)}, "corpus")["a"]
+        return corpus.locate({"a": File(path.strip("/"), sha256, 1000, url=address + path)}, "corpus")["a"]
     for path in ("/whole", "/late"):
         for _ in range(2):
             assert get(path).read_bytes() == b"text\n" * 200

@@ -185,7 +185,7 @@ def test_rows_follow_from_seed_and_step_and_ranks_share_them():
     for rank in range(3):
         mine = batches(5, rank, 3)
         assert torch.equal(mine[0], x[rank::3]) and torch.equal(mine[1], y[rank::3])
-    assert batches.scored(5) == int((y != -1).sum()) and batches.tokens(5) == 5 * 6 * LENGTH
+    assert batches.n_scored(5) == int((y != -1).sum()) and batches.tokens(5) == 5 * 6 * LENGTH
 
 
 def test_evaluations_have_rows_of_their_own():

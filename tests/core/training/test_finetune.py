@@ -279,7 +279,7 @@ def tokens_data(folder, tokens):
 def test_an_end_of_text_ends_a_document(tmp_path, monkeypatch):
     data = tokens_data(tmp_path / "t", [5, 6, 50256, 7, 50256, 50256, 8, 9])
     assert data.documents("train").tolist() == [0, 3, 5, 6, 8]
-    monkeypatch.setattr(dataset, "after_each", partial(dataset.after_each, block=3))
+    monkeypatch.setattr(dataset, "places_after", partial(dataset.places_after, block=3))
     assert data.documents("train").tolist() == [0, 3, 5, 6, 8], "in blocks"
 
 
@@ -351,7 +351,7 @@ def test_the_batch_is_a_function_of_seed_and_step_alone(wiki):
             shares = torch.stack([b(step, rank, world) for rank in range(world)], 1).flatten(0, 1)
             assert torch.equal(shares, forward[step])
     counts = [int((ids[:, 1:] != -1).sum()) for ids in forward]
-    assert [b.scored(step) for step in range(last)] == counts
+    assert [b.n_scored(step) for step in range(last)] == counts
     assert [b.tokens(step) for step in range(last)] == [sum(counts[:step]) for step in range(last)]
 
 
@@ -436,7 +436,7 @@ def test_a_packed_batch_is_a_function_of_seed_and_step_alone(wiki, cut):
         assert all(torch.equal(*each) for each in zip(shares, forward[step]))
     assert not torch.equal(packed(data, rows=4, seed=6, cut=cut)(3)[0], forward[3][0])
     counts = [int((y != -1).sum()) for _, y, _ in forward]
-    assert [b.scored(step) for step in range(last)] == ([None] * last if cut else counts)
+    assert [b.n_scored(step) for step in range(last)] == ([None] * last if cut else counts)
     assert [b.tokens(step) for step in range(last)] == [sum(counts[:step]) for step in range(last)]
 
 
