@@ -45,8 +45,8 @@ from nanoheads.optim import CUDA_GRAPHS, check_compile, compiles, precision
 from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
 from nanoheads.tasks import TASKS, TaskBatches, TaskData
-from nanoheads.timing import (mfu, on_cuda, peak_memory, progress_bar, take_turns, time_line, time_rows,
-                              time_table, timed)
+from nanoheads.timing import (mfu, on_cuda, peak_memory, progress_bar, take_turns, time_action, time_line,
+                              time_rows, time_table)
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
@@ -136,7 +136,7 @@ def batch(args):
 def matmul_rate(args, n=8192):
     """Measured bf16 matrix-product rate in TFLOP/s: the ceiling that utilisation is a share of."""
     a, b = torch.randn(2, n, n, device=args.device, dtype=torch.bfloat16)
-    seconds = [timed(lambda: [a @ b for _ in range(10)], args.device) / 10 for _ in range(5)]
+    seconds = [time_action(lambda: [a @ b for _ in range(10)], args.device) / 10 for _ in range(5)]
     return 2 * n**3 / statistics.median(seconds) / 1e12
 
 
@@ -399,7 +399,7 @@ def run(args):
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
     allow_graphs()  # each contestant is one more of GPT.forward
-    machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
+    machine = torch.cuda.get_device_name() if on_cuda(args) else threads.describe_threads()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
           f"{plural(args.n_layer, 'layer')}, {plural(args.n_head, 'head')}, {args.n_embd} wide, "
           f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}"
@@ -430,7 +430,7 @@ def run(args):
 def write(args, rows, rate, finished):
     """What is measured so far, into --json; finished: whether that is all."""
     if args.json:
-        write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
+        write_json(args.json, dict(torch=torch.__version__, processor=threads.describe_threads(),
                                    arguments=vars(args), finished=finished,
                                    measured_matmul_tflops=rate, rows=rows))
 

@@ -43,7 +43,7 @@ from nanoheads.memory import advising, memory_lines
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,
                              make_optimizers, note_on_bfloat16, note_on_compile, of_mechanisms, precision,
                              rates_at, seed_step)
-from nanoheads.ranks import Process, StopSignal, one_speaks
+from nanoheads.ranks import Process, StopSignal, report_once
 from nanoheads.scoring import bits, of_critic, score
 from nanoheads.timing import mfu
 
@@ -162,7 +162,7 @@ def loop(run):
         if run.controller and run.controller.step(run):  # heads came or went
             set_up_again(run)
         count_time(run, time.perf_counter() - began)
-        if run.profile and run.profile.ended():
+        if run.profile and run.profile.is_done():
             write_profile(run)
 
         # log and save, also before the last evaluation: that may be killed before it saves once more
@@ -385,7 +385,7 @@ def log_step(run, values):
 def write_profile(run):
     """The trace of the steps of `profile` into the run's folder, what it comes to as lines."""
     path = run.out_dir / "trace.json"
-    run.process.print0(run.profile.written(path))
+    run.process.print0(run.profile.write(path))
     run.process.print0(f"trace, for chrome://tracing or ui.perfetto.dev: {path}")
     run.profile = None
     run.timed_from = run.step, time.perf_counter()
@@ -601,7 +601,7 @@ def train(model_config, config, given=None):
             make_ready(run, begun.state if begun.goes_on else {})
             del begun  # the tensors that were read can go
             open_run(run, closing)
-            with process.telling():
+            with process.report_errors():
                 loop(run)
         write_result(run)
         return run.last_eval
@@ -652,7 +652,7 @@ def print_run(run):
         if note:
             process.print0(note)
     ranks = f"{process.world} x " if process.world > 1 else ""
-    where = threads.on_processor() if process.kind == "cpu" else device_name(process)
+    where = threads.describe_threads() if process.kind == "cpu" else device_name(process)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if padded else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {ranks}{where}, {steps} in {run.out_dir}")
@@ -671,7 +671,7 @@ def open_run(run, closing):
     config, process = run.config, run.process
     if config.profile:
         from nanoheads import profiling  # only here: most runs have none
-        run.profile = profiling.of_run(run)
+        run.profile = profiling.profile_run(run)
         if run.profile:
             closing.callback(run.profile.close)
     if process.rank == 0:
@@ -681,7 +681,7 @@ def open_run(run, closing):
             own_mechanism.keep(run.model.config, run.out_dir)
         for name in ("ckpt.pt", "best.pt") if config.overwrite else ():
             (run.out_dir / name).unlink(missing_ok=True)
-        machine = dict(device=device_name(process), processor=threads.on_processor(), dtype=run.dtype,
+        machine = dict(device=device_name(process), processor=threads.describe_threads(), dtype=run.dtype,
                        compile=run.compiled, ranks=process.world)
         details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine,
                                run.asked)
@@ -714,7 +714,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--trial"]:  # a run that a study of compare.py has planned
         return from_lab("study.trial", "--trial").main(argv[1:], train)
-    with one_speaks():
+    with report_once():
         # what config files and arguments set. The files of one's own that --mechanism names are run: their
         # mechanisms join those of model.py
         command = configurator.parse_command((configurator.Presets, GPTConfig, TrainConfig), argv)

@@ -51,7 +51,7 @@ from nanoheads.common import (ROOT, UserError, as_program, pick_device, plural, 
                               writable_folder, write_atomic, write_json)
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import likely_name, read_file
-from nanoheads.drawing import COLOURS, drawn, label_right, panels
+from nanoheads.drawing import COLOURS, picture_bytes, label_right, panels
 from nanoheads.files import only_writer
 from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.scoring import load, score_windows
@@ -491,7 +491,7 @@ def run(args):
     if args.json:
         write_json(args.json, {**found, "finished": True})  # these are all
         written.append(args.json)
-        if picture := drawn(draw_curves, rows, "png"):
+        if picture := picture_bytes(draw_curves, rows, "png"):
             written.append(args.json.with_name("pruning.png"))
             write_atomic(written[-1], lambda f: f.write(picture))
     if of_task:

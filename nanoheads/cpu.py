@@ -28,10 +28,10 @@ def bfloat16_instructions():
     """The fastest that this CPU has for products in bfloat16: "amx_bf16", "avx512_bf16", or None."""
     info = cpuinfo()
     if info:
-        there = info.get("flags", "").split()
+        features = info.get("flags", "").split()
     else:
-        there = [name for name, has in torch.cpu.get_capabilities().items() if has]
-    return next((name for name in ("amx_bf16", "avx512_bf16") if name in there), None)
+        features = [name for name, is_there in torch.cpu.get_capabilities().items() if is_there]
+    return next((name for name in ("amx_bf16", "avx512_bf16") if name in features), None)
 
 
 def prefers_onednn():

@@ -77,13 +77,14 @@ def curves_of(run_dir, x="step"):
     if not evals:
         warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
     c.of_task = bool(c.levels)
-    lost = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
-    if lost.size:
-        warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
+    not_finite = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
+    if not_finite.size:
+        warn(run_dir, f"{not_finite.size} loss(es) not finite, the first at step {not_finite.min():g}; "
+                      "drawn as gaps")
     c.gap = c.val - c.etrain
-    both = np.isfinite(c.bpb) & (c.val > 0)
+    has_ratio = np.isfinite(c.bpb) & (c.val > 0)
     # nats per token -> bits per byte
-    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan
+    c.ratio = np.median(c.bpb[has_ratio] / c.val[has_ratio]) if has_ratio.any() else np.nan
     c.window = len(train) // 40 * 2 + 1
     c.smooth = moving_mean(c.loss, c.window)
     return c
@@ -145,14 +146,14 @@ def draw_training(axes, c, colour):
     """The minibatch losses of a run alone; returns their lines for the legend."""
     mean = f"train, mean of {c.window} logged steps" if c.window > 1 else "train, as logged"
     for ax, ratio in losses_in(axes, c):
-        raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
+        minibatch, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
         smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
     ax, ratio = losses_in(axes, c)[-1]
-    fixed, = ax.plot(c.ex, c.etrain * ratio, color=colour, lw=1.4, ls="--", label="train, evaluated")
+    evaluated, = ax.plot(c.ex, c.etrain * ratio, color=colour, lw=1.4, ls="--", label="train, evaluated")
     for line in (line for ax, _ in losses_in(axes, c) for line in ax.lines):
         if points(line).shape[1] == 1:  # a line through one point is none
             line.set(marker="o", markersize=4)
-    return [line for line in (raw, smooth, fixed) if points(line).size]
+    return [line for line in (minibatch, smooth, evaluated) if points(line).size]
 
 
 def draw_train_loss(axes, c, style):
@@ -211,11 +212,11 @@ def draw(runs, stem, title=""):
     """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    above, below = ["bpb", "bpb" if same_panels(runs) else "loss"], ["lr", "gap"]
+    upper_panels, lower_panels = ["bpb", "bpb" if same_panels(runs) else "loss"], ["lr", "gap"]
     of_task = all(c.of_task for _, c, _, _ in runs)
     if of_task:
-        above, below = ["loss", "acc"], ["lr", "acc"]
-    axes = fig.subplot_mosaic([above, below], sharex=True)
+        upper_panels, lower_panels = ["loss", "acc"], ["lr", "acc"]
+    axes = fig.subplot_mosaic([upper_panels, lower_panels], sharex=True)
     alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes.values()}
     for n, (name, c, colour, dash) in enumerate(runs):
         tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
@@ -233,7 +234,7 @@ def draw(runs, stem, title=""):
             handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
     if not alone and any(np.isfinite(c.etrain).any() for _, c, _, _ in runs):
         handles.append(Line2D([], [], color=GREY, lw=1, alpha=0.6, label="thin: train, evaluated"))
-    if any(labels[axes[name]] for name in above):
+    if any(labels[axes[name]] for name in upper_panels):
         handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
                               label="best val"))
     titles = {**TITLES, **(OF_TASK if of_task and alone else {})}
@@ -257,21 +258,21 @@ def dataset_name(run_dir):
         return "?"
 
 
-def plot_runs(given, names, together, x="step", called=""):
-    """Draw each run by itself, and into the folder `together` all of them -> the paths.
+def plot_runs(run_dirs, names, comparison_dir, x="step", suffix=""):
+    """Draw each run by itself, and all of them into the folder `comparison_dir` -> the paths.
 
-    called: what stands behind "comparison" in the name of the latter.
+    suffix: what stands behind "comparison" in the name of the latter.
     """
-    runs, written, datasets = [], [], [dataset_name(run) for run in given]
+    runs, paths, datasets = [], [], [dataset_name(run) for run in run_dirs]
     if len(set(datasets)) > 1:
         print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
-    for i, (run, name) in enumerate(zip(given, names)):
+    for i, (run, name) in enumerate(zip(run_dirs, names)):
         c = curves_of(run, x)
         if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
             colour = COLOURS[i % len(COLOURS)]
-            shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
-            runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
-            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
+            label = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
+            runs.append((label, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
+            paths += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
     if len(runs) > 1:
-        written += draw(runs, together / f"comparison{called}")
-    return written
+        paths += draw(runs, comparison_dir / f"comparison{suffix}")
+    return paths

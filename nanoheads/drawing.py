@@ -35,9 +35,9 @@ def panels(width, height, n=1, title=""):
     return figure, axes[0] if n == 1 else axes
 
 
-def ticks(axis, at, text=None):
+def ticks(axis, places, text=None):
     """Numbers as they are on a logarithmic axis, at these places alone."""
-    axis.set_ticks(at, text or [f"{v:g}" for v in at])
+    axis.set_ticks(places, text or [f"{v:g}" for v in places])
     axis.set_ticks([], minor=True)
 
 
@@ -48,29 +48,29 @@ def label_right(ax, labels, size=12):
     """
     ax.get_ylim()  # settles the autoscale that transData needs
     labels, gap = sorted(labels), min(0.07, 1 / max(len(labels), 1))
-    at = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for y, _, _ in labels]
-    for i in range(1, len(at)):
-        at[i] = max(at[i], at[i - 1] + gap)
-    for i in reversed(range(len(at))):  # and back down from the top
-        at[i] = min(at[i], at[i + 1] - gap if i + 1 < len(at) else 1)
-    for height, (_, text, colour) in zip(at, labels):
+    heights = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for y, _, _ in labels]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    for i in reversed(range(len(heights))):  # and back down from the top
+        heights[i] = min(heights[i], heights[i + 1] - gap if i + 1 < len(heights) else 1)
+    for height, (_, text, colour) in zip(heights, labels):
         ax.text(1.02, height, text, transform=ax.transAxes, va="center", color=colour,
                 fontsize=min(size, 170 * gap))
-    return list(zip(at, labels))
+    return list(zip(heights, labels))
 
 
-def encoded(figure, kind):
+def encode(figure, kind):
     """The bytes of a Figure as png, svg or pdf; the same each time: an svg has no date."""
     file = io.BytesIO()
     figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
-def drawn(draw, found, kind="svg"):
+def picture_bytes(draw, data, kind="svg"):
     """The bytes of a picture; None where it has nothing to show."""
     with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": draw.__name__}):
-        figure = draw(found)
-        return figure and encoded(figure, kind)
+        figure = draw(data)
+        return figure and encode(figure, kind)
 
 
 def save(figure, stem, kinds=("png", "svg")):
@@ -81,6 +81,6 @@ def save(figure, stem, kinds=("png", "svg")):
         raise UserError(f"cannot make the folder {stem.parent} ({e.strerror or e})") from None
     paths = [Path(f"{stem}.{kind}") for kind in kinds]
     for path in paths:
-        data = encoded(figure, path.suffix[1:])
+        data = encode(figure, path.suffix[1:])
         write_atomic(path, lambda f, data=data: f.write(data))
     return paths

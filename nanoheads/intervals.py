@@ -37,10 +37,10 @@ def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95
     nats, size = np.add.reduceat(difference, starts), np.minimum(block, n - starts)
     rng, per_window = np.random.default_rng(seed), []
     at_once = max(1, (1 << 20) // blocks)  # resamples: some 8 MB of indices
-    for done in range(0, resamples, at_once):
-        drawn = rng.integers(blocks, size=(min(at_once, resamples - done), blocks))
+    for first in range(0, resamples, at_once):
+        indices = rng.integers(blocks, size=(min(at_once, resamples - first), blocks))
         # the last block is short: a ratio gives it its weight
-        per_window.append(nats[drawn].sum(1) / size[drawn].sum(1))
+        per_window.append(nats[indices].sum(1) / size[indices].sum(1))
     # percentiles of few blocks are too narrow, as z is beside t: Hesterberg's expanded percentiles (2015)
     tail = ndtr(math.sqrt(blocks / (blocks - 1)) * stdtrit(blocks - 1, (1 - level) / 2))
     low, high = np.quantile(np.concatenate(per_window), (tail, 1 - tail)) * n / (math.log(2) * bytes_scored)

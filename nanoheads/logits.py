@@ -10,7 +10,7 @@ from nanoheads.kernels import product_dtype
 
 # ---- losses ----
 
-AT_ONCE = 1e9  # bytes of logits in memory, above which a loss takes them in portions
+MAX_LOGIT_BYTES = 1e9  # bytes of logits in memory, above which a loss takes them in portions
 
 
 def portions(chunks, x, vocab_size):
@@ -21,7 +21,7 @@ def portions(chunks, x, vocab_size):
     if chunks is not None:
         return chunks
     tokens = x.size(0) * x.size(1)
-    return max(1, math.ceil(tokens * vocab_size * product_dtype(x).itemsize / AT_ONCE))
+    return max(1, math.ceil(tokens * vocab_size * product_dtype(x).itemsize / MAX_LOGIT_BYTES))
 
 
 def discounted_return(r, scored, gamma, positions=None):
@@ -56,12 +56,12 @@ def label_losses(scores, targets, coefs=None, focal=0.0, positive=1.0):
     for name, y in targets.items():
         s = scores[name].to(torch.promote_types(scores[name].dtype, torch.float32))
         y = y.to(s.dtype)
-        known, y = y >= 0, y.clamp_min(0)
+        is_known, y = y >= 0, y.clamp_min(0)
         weight = torch.tensor(positive, dtype=s.dtype, device=s.device)
         nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=weight)
         if focal:  # below an exponent of 1 the slope at 0 is infinite, and infinity times 0 is not a number
             nats = nats * (y - s.sigmoid()).abs().clamp_min(1e-12) ** focal
-        mean = (nats * known).sum() / known.sum().clamp_min(1)
+        mean = (nats * is_known).sum() / is_known.sum().clamp_min(1)
         terms[name] = (coefs or {}).get(name, 1.0) * mean / len(targets)
     return terms
 
@@ -143,7 +143,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
     try:
         if isinstance(generator, list):
-            return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in zip(probs, generator)])
+            return torch.cat([torch.multinomial(row, 1, generator=row_generator)
+                              for row, row_generator in zip(probs, generator)])
         return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
     except RuntimeError as e:
         if "probability tensor" not in str(e):

@@ -15,27 +15,27 @@ ROWS = 10
 STEP = "training step"  # what the trace calls one
 
 
-def of_run(run):
+def profile_run(run):
     """The Profile that a run's config asks for, of its first rank; on other ranks None.
 
     UserError, on all ranks, where the run has too few steps left.
     """
-    steps, left = run.config.profile, run.config.max_iters - run.step
-    if left < WARM_UP + steps:
+    steps, steps_left = run.config.profile, run.config.max_iters - run.step
+    if steps_left < WARM_UP + steps:
         raise UserError(f"profile={steps} takes {WARM_UP + steps} steps, the first {WARM_UP} to warm up, and "
-                        f"this run has {left:,} to go: set a larger max_iters")
+                        f"this run has {steps_left:,} to go: set a larger max_iters")
     return Profile(steps, run.process.device) if run.process.rank == 0 else None
 
 
 class Profile:
     """What train.py's loop has around its training steps while some of them are recorded.
 
-    step() is the context of each training step, and ended() is asked after it. What is done between steps,
+    step() is the context of each training step, and is_done() is asked after it. What is done between steps,
     such as an evaluation, is in the trace and not in the rows.
     """
 
     def __init__(self, steps, device):
-        self.steps, self.device, self.seen = steps, torch.device(device), 0
+        self.steps, self.device, self.steps_done = steps, torch.device(device), 0
         self.on_cuda = self.device.type == "cuda"
         if not self.on_cuda:  # where its errors say why there are no kernels in the trace
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of no use
@@ -46,19 +46,19 @@ class Profile:
 
     @contextmanager
     def step(self):
-        if self.seen == 0:
+        if self.steps_done == 0:
             self.profiler.start()
         with record_function(STEP):
             yield
-        self.seen += 1
-        if self.ended() and self.on_cuda:
+        self.steps_done += 1
+        if self.is_done() and self.on_cuda:
             torch.cuda.synchronize(self.device)  # the last step's kernels belong to it
-        if not self.ended():
+        if not self.is_done():
             self.profiler.step()
 
-    def ended(self):
+    def is_done(self):
         """Whether all steps are recorded."""
-        return self.seen == WARM_UP + self.steps
+        return self.steps_done == WARM_UP + self.steps
 
     def close(self):
         """Stop recording."""
@@ -66,14 +66,14 @@ class Profile:
             self.profiler.stop()
             self.profiler = None
 
-    def written(self, path):
+    def write(self, path):
         """Write the trace to a file, in Chrome's form; returns what it comes to, as lines of text."""
-        recorded = self.profiler
+        profiler = self.profiler
         self.close()
-        recorded.export_chrome_trace(str(path))
-        return self.in_rows(recorded.events())
+        profiler.export_chrome_trace(str(path))
+        return self.summarise(profiler.events())
 
-    def in_rows(self, events):
+    def summarise(self, events):
         """The ROWS operators that took most of the steps' time, as a table with a line before it.
 
         An operator's time is without that of the operators that it calls: on a CPU against the time of the
@@ -89,9 +89,9 @@ class Profile:
                 calls[e.name] += 1
         in_operators = sum(times.values())
         whole = in_operators if self.on_cuda else sum(step.elapsed_us() for step in steps)
-        rest = "" if self.on_cuda else f", {1 - in_operators / whole:.1%} of it outside operators"
+        remainder = "" if self.on_cuda else f", {1 - in_operators / whole:.1%} of it outside operators"
         what = "kernels on the GPU" if self.on_cuda else "time"
         rows = [(name, f"{time / whole:.1%}", f"{calls[name] / len(steps):,.1f}")
                 for name, time in times.most_common(ROWS)]
         return (f"profile of {plural(len(steps), 'step')}: {whole / len(steps) / 1000:,.2f} ms of {what} a "
-                f"step{rest}\n{table(('operator', 'share of the step', 'calls a step'), rows)}")
+                f"step{remainder}\n{table(('operator', 'share of the step', 'calls a step'), rows)}")

@@ -41,12 +41,12 @@ class Process:
         except BrokenPipeError:
             if self.stop is None:
                 raise
-            self.stop.reader_gone()
+            self.stop.lose_reader()
 
     @contextmanager
-    def telling(self):
-        """What goes wrong inside is told by this rank: other ranks may know nothing of it, and one_speaks()
-        has the first one say what all of them meet.
+    def report_errors(self):
+        """This rank says what goes wrong inside: other ranks may know nothing of it, and report_once() has
+        the first one say what all of them meet.
         """
         try:
             yield
@@ -68,7 +68,7 @@ class Process:
         filled while others are on their way. A parameter without a gradient has none on any rank.
         """
         grads = [p.grad for p in params if p.grad is not None] if self.world > 1 else []
-        buckets, sent = [], []
+        buckets, transfers = [], []
         for grad in grads:
             last = buckets[-1] if buckets else []
             if not last or sum(g.numel() for g in last) >= size or last[0].dtype != grad.dtype:
@@ -76,8 +76,8 @@ class Process:
             buckets[-1].append(grad)
         for bucket in buckets:
             flat = torch.cat([grad.flatten() for grad in bucket]).div_(self.world)
-            sent.append((flat, dist.all_reduce(flat, async_op=True)))
-        for bucket, (flat, work) in zip(buckets, sent):
+            transfers.append((flat, dist.all_reduce(flat, async_op=True)))
+        for bucket, (flat, work) in zip(buckets, transfers):
             work.wait()
             parts = flat.split([grad.numel() for grad in bucket])
             torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket)])
@@ -86,9 +86,10 @@ class Process:
         """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
         if self.world == 1:
             return
-        mine = [float(run.step), float(get_total_norm([p.detach() for p in run.model.parameters()]))]
-        sums = self.all_reduce_sum(mine)
-        differ = any(abs(total - self.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
+        values = [float(run.step), float(get_total_norm([p.detach() for p in run.model.parameters()]))]
+        sums = self.all_reduce_sum(values)
+        differ = any(abs(total - self.world * value) > 1e-6 * abs(total)
+                     for total, value in zip(sums, values))
         if self.all_reduce_sum([float(differ)])[0]:
             raise UserError("the processes begin with different weights or at different steps: "
                             f"{run.out_dir}, and what init_from names, must be on a disk all machines share")
@@ -100,9 +101,9 @@ class Process:
 
 
 @contextmanager
-def one_speaks():
+def report_once():
     """Let the first process of a machine say alone what is wrong with all that torchrun started there. Memory
-    runs out in each by itself, and Process.telling() says what one of them alone met.
+    runs out in each by itself, and Process.report_errors() says what one of them alone met.
     """
     try:
         yield
@@ -152,23 +153,23 @@ def problem_of_ranks(device, local):
 
 
 class StopSignal:
-    """Remembers the first SIGINT, SIGTERM or SIGHUP, until `closing` (an ExitStack) puts the handlers back.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP, until `exit_stack` puts the handlers back.
 
     A second one ends the process at once, unless torchrun passes signals on. SIGHUP says that the terminal
     is gone: from then on what would be printed there is dropped, since printing would end the run before it
     is saved. Where SIGHUP is ignored, as under nohup, it stays so.
     """
 
-    def __init__(self, closing):
+    def __init__(self, exit_stack):
         self.name = None
-        self.on_terminal = [number for number in (1, 2) if os.isatty(number)]
+        self.terminal_streams = [number for number in (1, 2) if os.isatty(number)]
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number is None or name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            closing.callback(signal.signal, number, signal.signal(number, self.catch))
+            exit_stack.callback(signal.signal, number, signal.signal(number, self.catch))
 
-    def reader_gone(self):
+    def lose_reader(self):
         """What is printed from now on is dropped, and the run is to stop."""
         drop(1)
         self.name = self.name or "SIGPIPE"
@@ -176,7 +177,7 @@ class StopSignal:
     def catch(self, number, frame):
         self.name = signal.Signals(number).name
         if self.name == "SIGHUP":
-            for stream in self.on_terminal:
+            for stream in self.terminal_streams:
                 drop(stream)
         if "RANK" not in os.environ:
             signal.signal(number, signal.SIG_DFL)

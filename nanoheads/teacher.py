@@ -60,13 +60,14 @@ def teacher_of(config, model, device):
     teacher = checkpoint.build(state, config.teacher, device).requires_grad_(False)
     ours, theirs = c, teacher.config
     heads, their_heads = constraint_heads(model), constraint_heads(teacher)
-    for what, same in (("vocab_size", ours.vocab_size == theirs.vocab_size),
-                       ("constraint_names", ours.constraint_names == theirs.constraint_names),
-                       ("blocks with constraint heads", len(heads) == len(their_heads)),
-                       ("constraint heads' sizes", heads == their_heads or ours.constraint_match == "kl"),
-                       ("block_size", ours.block_size <= theirs.block_size)):
-        if not same:
-            raise UserError(f"teacher={config.teacher}: its {what} are not this model's, "
+    checks = {"vocab_size": ours.vocab_size == theirs.vocab_size,
+              "constraint_names": ours.constraint_names == theirs.constraint_names,
+              "blocks with constraint heads": len(heads) == len(their_heads),
+              "constraint heads' sizes": heads == their_heads or ours.constraint_match == "kl",
+              "block_size": ours.block_size <= theirs.block_size}
+    for quantity, is_same in checks.items():
+        if not is_same:
+            raise UserError(f"teacher={config.teacher}: its {quantity} are not this model's, "
                             f"so that constraint_match={ours.constraint_match} cannot compare them")
     return teacher
 

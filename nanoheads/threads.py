@@ -19,12 +19,12 @@ import sys
 # best on an AMD EPYC, and cost an idle Intel Xeon 40 %
 SPIN_COUNT = 10_000
 # any of these means that the user has decided how threads wait
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY")
+WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 def wait_briefly():
     """Let OpenMP's threads spin for SPIN_COUNT turns only, unless the environment says how they wait."""
-    if sys.platform == "linux" and not any(name in os.environ for name in WAITING):
+    if sys.platform == "linux" and not any(name in os.environ for name in WAIT_VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
@@ -36,14 +36,14 @@ def processor(device="cpu"):
         import torch  # not before wait_briefly() has been called
         return torch.cuda.get_device_name(device)
     from nanoheads.cpu import cpuinfo  # which imports torch
-    found = cpuinfo()
-    if "model name" in found:
-        generation = f"family {found.get('cpu family', '?')}, model {found.get('model', '?')}"
-        return f"{found['model name']} ({generation})"
+    info = cpuinfo()
+    if "model name" in info:
+        generation = f"family {info.get('cpu family', '?')}, model {info.get('model', '?')}"
+        return f"{info['model name']} ({generation})"
     return platform.processor() or platform.machine() or "unknown processor"
 
 
-def on_processor():
+def describe_threads():
     """The threads that torch has, and of what: "2 threads of AMD EPYC 9R14 (family 25, model 17)"."""
     import torch  # late, as above
     threads = torch.get_num_threads()

@@ -28,31 +28,32 @@ class Lines(tqdm):
     def display(self, msg=None, pos=None):
         if self.n and self.total and msg is None:
             elapsed = self.format_dict["elapsed"]
-            left = tqdm.format_interval((self.total - self.n) * elapsed / self.n)
+            remaining = tqdm.format_interval((self.total - self.n) * elapsed / self.n)
             say(f"{self.desc}: {self.n:,} of {self.total:,}, {tqdm.format_interval(elapsed)} so far, about "
-                f"{left} left", file=sys.stderr, flush=True)
+                f"{remaining} left", file=sys.stderr, flush=True)
 
 
 def progress_bar(items, what):
     """A tqdm over items, or one that counts up to `items`, a number, with update(); without a terminal it
     prints Lines.
     """
-    counted = isinstance(items, int)
-    how = dict(desc=what, total=items if counted else None, leave=False)
+    is_count = isinstance(items, int)
+    options = dict(desc=what, total=items if is_count else None, leave=False)
     if not sys.stderr.isatty():
-        return Lines(None if counted else items, mininterval=LINE_EVERY, miniters=1, file=StringIO(), **how)
-    return tqdm(None if counted else items, mininterval=0.5 if counted else 0.1, **how)
+        return Lines(None if is_count else items, mininterval=LINE_EVERY, miniters=1, file=StringIO(),
+                     **options)
+    return tqdm(None if is_count else items, mininterval=0.5 if is_count else 0.1, **options)
 
 
-def timed(action, device, clock=time.perf_counter):
+def time_action(action, device, clock=time.perf_counter):
     """Seconds that action() takes, the device's work included."""
     kind = torch.device(device).type
     wait = getattr(torch, kind).synchronize if kind in ("cuda", "mps") else lambda: None
     wait()
-    began = clock()
+    start = clock()
     action()
     wait()
-    return clock() - began
+    return clock() - start
 
 
 def take_turns(names, action, args, what):
@@ -63,7 +64,7 @@ def take_turns(names, action, args, what):
         action(name)
     for _ in progress_bar(range(args.rounds), what):
         for name in names:
-            seconds[name].append(timed(lambda: action(name), args.device))
+            seconds[name].append(time_action(lambda: action(name), args.device))
     return seconds
 
 
@@ -79,12 +80,12 @@ def median_interval(values):
 def time_rows(what, seconds, reference, tokens, repeats):
     """A row for each name in `seconds`, of take_turns(); a round was `tokens` tokens in `repeats` actions."""
     rows = []
-    for name, each in seconds.items():
-        median = statistics.median(each)
-        ratio, low, high = median_interval([a / b for a, b in zip(each, seconds[reference])])
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        ratio, low, high = median_interval([a / b for a, b in zip(times, seconds[reference])])
         rows.append(dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / repeats,
                          time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
-                         reference=reference, rounds=len(each)))
+                         reference=reference, rounds=len(times)))
     return rows
 
 

@@ -21,7 +21,7 @@ from model import GPT, CausalMask, Window
 from nanoheads.common import keep_freed_memory
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
-from nanoheads.timing import median_interval, timed
+from nanoheads.timing import median_interval, time_action
 from study.models import is_small
 
 # ---- FLOPs ----
@@ -128,7 +128,7 @@ def step_time(model, plain, device, threads, training):
         pair = [steps_of(each, device, training) for each in (plain, model)]
         for take_steps in pair:
             take_steps()  # compilation, allocation, caches
-        rounds = [[timed(take_steps, device, clock) for take_steps in pair] for _ in range(ROUNDS)]
+        rounds = [[time_action(take_steps, device, clock) for take_steps in pair] for _ in range(ROUNDS)]
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the next runs share this GPU
     return median_interval([own / other for other, own in rounds])
@@ -197,5 +197,5 @@ def median_seconds(action, device, times=9, at_most=5.0):
     action()
     seconds = []
     while len(seconds) < times and sum(seconds) < at_most:
-        seconds.append(timed(action, device))
+        seconds.append(time_action(action, device))
     return float(np.median(seconds))

@@ -213,9 +213,9 @@ def picture(folder, files):
     """The PNG of a results file's differences; of several files, by size."""
     found = [judged(Path(folder, file)) for file in files]
     if len(found) == 1:
-        return drawing.drawn(pictures.forest, found[0], "png")
+        return drawing.picture_bytes(pictures.forest, found[0], "png")
     sizes = [(size_of_blocks(study), study, own) for study, own in found]
-    return drawing.drawn(pictures.ladder, sizes, "png")
+    return drawing.picture_bytes(pictures.ladder, sizes, "png")
 
 
 def size_of_blocks(study):

@@ -3,7 +3,7 @@ The pictures of a report: differences with their intervals, learning curves; and
 differences and worth against size. White, so that they read on a dark page too; the same study gives the same
 bytes.
 
-Each takes (Study, Comparisons), and is drawn by nanoheads.drawing.drawn().
+Each takes (Study, Comparisons), and is drawn by nanoheads.drawing.picture_bytes().
 """
 
 import math

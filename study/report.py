@@ -208,12 +208,12 @@ def write(study, comparisons, folder, beyond=()):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     found = study, comparisons
-    drawn = {draw.__name__: drawing.drawn(draw, found)
+    drawn = {draw.__name__: drawing.picture_bytes(draw, found)
              for draw in (pictures.forest, pictures.forest_narrow, pictures.learning,
                           pictures.learning_narrow)}
     files = {"report.html": page(study, comparisons, beyond, drawn).encode("utf-8", "replace"),
              "report.md": in_markdown(study, comparisons, beyond).encode("utf-8", "replace"),
-             "forest.svg": drawn["forest"], "forest.png": drawn["forest"] and drawing.drawn(
+             "forest.svg": drawn["forest"], "forest.png": drawn["forest"] and drawing.picture_bytes(
                  pictures.forest, found, "png")}
     paths = []
     for name, data in files.items():

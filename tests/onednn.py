@@ -21,7 +21,7 @@ import torch
 import bench
 from nanoheads import cpu, kernels
 from nanoheads.common import keep_freed_memory
-from nanoheads.timing import time_rows, timed
+from nanoheads.timing import time_action, time_rows
 
 SIZES = {"tiny": (2, 4, 64, 128, 16, 256), "nano": (3, 6, 96, 128, 16, 256), "1M": (5, 8, 128, 128, 16, 256),
          "124M": (12, 12, 768, 1024, 1, 50304)}
@@ -45,7 +45,7 @@ def main():
     seconds = {name: [] for name in ways}
     for turn in range(1 + mine.rounds):
         for name, kernels.onednn_is_faster in ways.items():
-            took = timed(lambda: [step(x, y) for _ in range(mine.steps)], "cpu", time.process_time)
+            took = time_action(lambda: [step(x, y) for _ in range(mine.steps)], "cpu", time.process_time)
             if turn:  # the first one warms up
                 seconds[name].append(took)
     print(f"torch {torch.__version__}, {bench.threads.on_processor()}, {mine.scale}, {mine.rounds} rounds of "

@@ -50,7 +50,7 @@ def race(args):
                   f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
         rows.append(row)
         if args.json:
-            write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
+            write_json(args.json, dict(torch=torch.__version__, processor=threads.describe_threads(),
                                        arguments=dict(seeds=args.seeds, iters=args.iters, dtype=args.dtype,
                                                       compile=args.compile),
                                        rows=rows, finished=len(rows) == args.seeds))
@@ -124,7 +124,7 @@ def main(argv):
         args.json = str(writable(args.json))
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
-    print(f"torch {torch.__version__}, {threads.on_processor()}, "
+    print(f"torch {torch.__version__}, {threads.describe_threads()}, "
           f"{args.dtype}{', compiled' if args.compile else ''}; nanoGPT float32, not compiled: "
           "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
     race(args)

@@ -9,7 +9,7 @@ block of the plain GPT reads, --own: of the model itself, too.
 import numpy as np
 
 from nanoheads.common import writable, write_atomic
-from nanoheads.drawing import drawn
+from nanoheads.drawing import picture_bytes
 from nanoheads.intervals import t_interval
 from nanoheads.scoring import score_windows
 from nanoheads.timing import progress_bar
@@ -97,7 +97,7 @@ def probe(args):
              comparison_table([(r["name"], r["figures"], r["heads_less"]) for r in rows], METRICS, sizes),
              *bits_lines(setup, bpb)]
     if picture_file:
-        picture = drawn(reliability, rows, "png")
+        picture = picture_bytes(reliability, rows, "png")
         write_atomic(picture_file, lambda f: f.write(picture))
         lines.append(str(picture_file))
     return numbers_of_setup(setup, args, dict(parameters=sizes, names=rows, bits_per_byte=bpb)), lines

@@ -356,7 +356,7 @@ def test_portions_follow_from_the_size_of_the_logits(monkeypatch):
     model, x = tiny(), torch.zeros(4, 8, 1)
     V = model.config.vocab_size
     assert logits_py.portions(None, x, V) == 1
-    monkeypatch.setattr(logits_py, "AT_ONCE", 32 * V * 4 / 2.5)
+    monkeypatch.setattr(logits_py, "MAX_LOGIT_BYTES", 32 * V * 4 / 2.5)
     assert logits_py.portions(None, x, V) == 3 and logits_py.portions(None, x.bfloat16(), V) == 2
     assert logits_py.portions(1, x, V) == 1
 

@@ -64,7 +64,7 @@ def test_what_the_user_has_set_counts(name, value):
 
 
 def test_the_number_of_threads_says_nothing_of_how_they_wait(monkeypatch):
-    for name in threads.WAITING:
+    for name in threads.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(sys, "platform", "linux")
@@ -74,15 +74,15 @@ def test_the_number_of_threads_says_nothing_of_how_they_wait(monkeypatch):
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems_are_left_as_they_are(monkeypatch, system):
-    for name in threads.WAITING:
+    for name in threads.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", system)
     threads.wait_briefly()
-    assert not any(name in os.environ for name in threads.WAITING)
+    assert not any(name in os.environ for name in threads.WAIT_VARIABLES)
 
 
 def test_tests_wait_briefly_too():
-    assert any(name in os.environ for name in threads.WAITING) or sys.platform != "linux"
+    assert any(name in os.environ for name in threads.WAIT_VARIABLES) or sys.platform != "linux"
 
 
 def processor_of(monkeypatch, tmp_path, text):
@@ -192,7 +192,7 @@ def test_threads_are_counted(monkeypatch):
     monkeypatch.setattr(threads, "processor", lambda: "a processor")
     for n, line in ((1, "1 thread of a processor"), (3, "3 threads of a processor")):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=n: n)
-        assert threads.on_processor() == line
+        assert threads.describe_threads() == line
 
 
 @pytest.mark.slow
