@@ -66,10 +66,10 @@ def score_table(reports, width=120):
              f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in reports]
     head, *rows = table(HEAD, rows, width=width, cut=last_folders).splitlines()
     lines = []
-    for scored, group in groupby(zip(reports, rows), lambda pair: scored_line(pair[0])):
+    for heading, group in groupby(zip(reports, rows), lambda pair: scored_line(pair[0])):
         group = list(group)
         report = group[0][0]
-        lines += ["", scored] if lines else [scored]
+        lines += ["", heading] if lines else [heading]
         lines += [f"note: {report['note']}", head] if report.get("note") else [head]
         lines += [row for _, row in group]
         if report["words"]:
@@ -83,10 +83,10 @@ def score_table(reports, width=120):
 
 def steps_of(report):
     """How many steps a checkpoint was trained for before it was saved; a dash: its file does not say."""
-    return shown(report["step"])
+    return format_number(report["step"])
 
 
-def shown(number):
+def format_number(number):
     """A number, as text; None: a dash."""
     return "–" if number is None else f"{number:,}"
 
@@ -100,13 +100,15 @@ def unequal_lines(reports):
         steps = ", ".join(f"{name} {steps_of(report)}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints were trained for different numbers of steps: {steps}.")
     if len({report["tokens_a_step"] for report in reports} - {None}) > 1:
-        each = ", ".join(f"{name} {shown(report['tokens_a_step'])}" for name, report in zip(names, reports))
-        lines.append(f"The checkpoints were trained on different numbers of tokens in each step: {each}.")
+        counts = [format_number(report["tokens_a_step"]) for report in reports]
+        token_counts = ", ".join(f"{name} {count}" for name, count in zip(names, counts))
+        lines.append("The checkpoints were trained on different numbers of tokens in each step: "
+                     f"{token_counts}.")
     if len({report["block_size"] for report in reports}) > 1:
         contexts = ", ".join(f"{name} {report['block_size']:,}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints see contexts of different lengths, in tokens: {contexts}.")
     others = [f"{name} ({other})" for name, report in zip(names[1:], reports[1:])
-              if (other := other_text(report, reports[0]))]
+              if (other := text_difference(report, reports[0]))]
     if others:
         lines.append(f"Not compared with {names[0]}, since the scored text differs: {', '.join(others)}.")
     return "\n".join(lines)
@@ -117,7 +119,7 @@ OF_TEXT = dict(dataset=("the data set", ""), split=("the split", ""), tokens=("s
                bytes=("scored bytes", ","), separator=("the token before the first", ""))
 
 
-def other_text(a, b):
+def text_difference(a, b):
     """What two reports of one command were scored on that is not the same, in words; "": the same text."""
     words = [f"{what}: {a[key]:{form}} and {b[key]:{form}}" for key, (what, form) in OF_TEXT.items()
              if a[key] != b[key]]
@@ -126,12 +128,12 @@ def other_text(a, b):
     return ", ".join(words)
 
 
-def compared(report, first):
+def compare(report, first):
     """A report compared with the first one, as a dict; None where it was scored on other text.
 
     bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
     """
-    if other_text(report, first):
+    if text_difference(report, first):
         return None
     bpb = block_bootstrap(report["pieces"], first["pieces"], report["bytes"], 1)
     return dict(name=report["name"], bpb=list(bpb), percent=100 * bpb[0] / first["bpb"],
@@ -143,15 +145,15 @@ def difference_table(reports, width):
     """A table that compares each later report with the first; "" where there is only one."""
     first, rows = reports[0], []
     for report in reports[1:]:
-        found = compared(report, first)
+        comparison = compare(report, first)
         name = report["name"].removesuffix("/best.pt")
-        if found is None:
+        if comparison is None:
             rows.append((name, "other text: not compared", *["–"] * 4))
             continue
-        mean, low, high = found["bpb"]
-        rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{found['percent']:+.2f} %",
-                     f"{report['params'] - first['params']:+,}", f"{found['params']:.3f} x",
-                     f"{found['flops']:.3f} x"))
+        mean, low, high = comparison["bpb"]
+        rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{comparison['percent']:+.2f} %",
+                     f"{report['params'] - first['params']:+,}", f"{comparison['params']:.3f} x",
+                     f"{comparison['flops']:.3f} x"))
     head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text], below 0 is better",
             "of it", "parameters", "ratio", "FLOPs/token")
     return table(head, rows, width=width, cut=last_folders) if rows else ""
@@ -166,14 +168,14 @@ def heads_line(reports):
 
 def routing_table(report):
     """What the router of each block does; "": there is none."""
-    rows = [(str(each["block"]), " ".join(f"{100 * load:.0f}" for load in each["routing_load"]),
-             str(each["dead_heads"]), f"{each['effective_heads']:.2f}", f"{each['token_entropy']:.3f}",
-             f"{each['batch_entropy']:.3f}") for each in report["routing"]]
+    rows = [(str(block["block"]), " ".join(f"{100 * load:.0f}" for load in block["routing_load"]),
+             str(block["dead_heads"]), f"{block['effective_heads']:.2f}", f"{block['token_entropy']:.3f}",
+             f"{block['batch_entropy']:.3f}") for block in report["routing"]]
     head = ("block", "load of each head, %", "dead", "effective heads", "nats of a token", "of all")
     return f"routing of {report['name'].removesuffix('/best.pt')}:\n{table(head, rows)}" if rows else ""
 
 
-def scored_runs(args, device, progress):
+def score_runs(args, device, progress):
     """Yield what evaluate() reports of each checkpoint. All are opened before the first one is scored."""
     options, longest = (args.split, args.stride, device, args.dataset, args.settings), 0
     if args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
@@ -184,7 +186,7 @@ def scored_runs(args, device, progress):
 
 def as_json(reports):
     """The reports without `pieces` (the nats of parts of the text), and each compared with the first."""
-    less = [compared(report, reports[0]) for report in reports[1:]]
+    less = [compare(report, reports[0]) for report in reports[1:]]
     return {"runs": [{key: value for key, value in report.items() if key != "pieces"} for report in reports],
             "less_the_first": less}
 
@@ -199,7 +201,7 @@ def task_table(reports, guesses, about):
     """All that is printed of checkpoints of a task, as text; see evaluate_task()."""
     levels = list(guesses)
     rows = [(r["name"], *(f"{share:.3f}" for share in r["levels"].values()), f"{r['right']:.3f}",
-             f"{r['nats']:.4f}", f"{r['params']:,}", shown(r["step"])) for r in reports]
+             f"{r['nats']:.4f}", f"{r['params']:,}", format_number(r["step"])) for r in reports]
     best = [max(guesses[level].values()) for level in levels]
     rows.append(("guessing", *(f"{share:.3f}" for share in best), f"{sum(best) / len(best):.3f}", *"–––"))
     head = ("run", *map(str, levels), "mean", "nats/answer", "parameters", "steps")
@@ -222,14 +224,14 @@ def task_table(reports, guesses, about):
 def evaluate_task(args, device):
     """(what --json writes, what is printed) of checkpoints that were trained on one task. UserError."""
     rows = args.rows or task_scores.ROWS
-    runs, levels, length = task_scores.opened(args, device)
+    runs, levels, length = task_scores.open_runs(args, device)
     data = runs[0].data
-    reports = [task_scores.scored(run, levels, length, args.split, rows) for run in runs]
-    guesses = task_scores.guessed(data, levels, length, args.split, rows)
+    reports = [task_scores.score_run(run, levels, length, args.split, rows) for run in runs]
+    guesses = task_scores.guess_levels(data, levels, length, args.split, rows)
     about = dict(task=data.meta["name"], split=args.split, rows=rows, length=length, unit=data.task.unit,
                  set=f", with {', '.join(args.settings)}" if args.settings else "")
-    found = {**about, "set": args.settings, "guessing": guesses, "runs": reports}
-    return found, task_table(reports, guesses, about)
+    results = {**about, "set": args.settings, "guessing": guesses, "runs": reports}
+    return results, task_table(reports, guesses, about)
 
 
 @as_program("evaluate", "lower --batch_size or --tokens")
@@ -255,15 +257,15 @@ def main(argv=None):
                 raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
         own_mechanism.add_named(args)
         if task_scores.are_of_tasks(args.ckpt):
-            task_scores.refuse_given(args, p, OF_TEXT_ALONE,
-                                     f"is of a text, and {args.ckpt[0]} was trained on a task")
-            found, text = evaluate_task(args, device)
+            task_scores.refuse_arguments(args, p, OF_TEXT_ALONE,
+                                         f"is of a text, and {args.ckpt[0]} was trained on a task")
+            results, text = evaluate_task(args, device)
             if out:
-                write_json(out, found)
+                write_json(out, results)
             return say(text, *([args.json] if out else []))
-        task_scores.refuse_given(args, p, OF_TASKS_ALONE,
-                                 f"is of a task, and {args.ckpt[0]} was trained on a text")
-        for report in scored_runs(args, device, sys.stderr.isatty()):
+        task_scores.refuse_arguments(args, p, OF_TASKS_ALONE,
+                                     f"is of a task, and {args.ckpt[0]} was trained on a text")
+        for report in score_runs(args, device, sys.stderr.isatty()):
             reports.append(report)
         if out:
             write_json(out, as_json(reports))

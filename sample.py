@@ -42,7 +42,7 @@ def audit_files(args, models):
     return from_lab("lab.heads.look", "--audit").paths(args.audit, "--audit")
 
 
-def explained(args, model, tokenizer, prompt, rows, files):
+def write_audit(args, model, tokenizer, prompt, rows, files):
     """Write the audit of the texts that these rows of ids are after the prompt's; returns the lines to print
     under each text. files: see audit_files().
     """
@@ -67,36 +67,37 @@ def run(args):
                for (_, tokenizer), path in zip(models, args.ckpt)]
     for _, tokenizer in models:
         stop_of(args, tokenizer)  # what is wrong with it is said before anything is printed
-    changed = f"with {', '.join(args.settings)}" if args.settings else None
+    settings_note = f"with {', '.join(args.settings)}" if args.settings else None
     files = audit_files(args, models)
     out = writable(args.json) if args.json else None
 
     def audit():
-        return explained(args, *models[0], prompts[0][0].tolist(), made[0].rows, files)
+        return write_audit(args, *models[0], prompts[0][0].tolist(), samples[0].rows, files)
 
     # one text appears as it is made
     if len(models) == args.num_samples == 1:
         print(text, end="", flush=True)
         try:
-            made = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
+            samples = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
         finally:
             print(flush=True)  # also before a message of what went wrong
         if files and (rows := audit()[0]):
             print("", rows, sep="\n")
     # several stand side by side
     else:
-        made = [generate(*model, ids, args) for model, ids in zip(models, prompts)]
+        samples = [generate(*model, ids, args) for model, ids in zip(models, prompts)]
         audits = audit() if files else None
-        if changed:
-            say(changed, end="\n\n")
-        print_samples(args, text, made, audits)
+        if settings_note:
+            say(settings_note, end="\n\n")
+        print_samples(args, text, samples, audits)
     sys.stdout.flush()
     if out:
-        write_json(out, [dict(ckpt=path, prompt=text, texts=list(samples.texts),
-                              tokens_per_s=samples.tokens_per_s) for path, samples in zip(args.ckpt, made)])
-    for path, samples in zip(args.ckpt, made):
-        which = f"{path}, {changed}" if changed else path
-        say(f"{which}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+        write_json(out, [dict(ckpt=path, prompt=text, texts=list(run_samples.texts),
+                              tokens_per_s=run_samples.tokens_per_s)
+                         for path, run_samples in zip(args.ckpt, samples)])
+    for path, run_samples in zip(args.ckpt, samples):
+        which = f"{path}, {settings_note}" if settings_note else path
+        say(f"{which}: {run_samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
     for path in files or ():
         say(path, file=sys.stderr)
 
@@ -109,13 +110,13 @@ OF_TEXT_ALONE = ("start", "max_new_tokens", "temperature", "top_k", "top_p", "re
 
 def chunks(columns, width):
     """Columns of words, [[str, one a line]], as lines of aligned text, in blocks no wider than `width`."""
-    blocks, block, used = [], [], 0
+    blocks, block, block_width = [], [], 0
     for column in columns:
-        wide = max(map(len, column))
-        if block and used + 1 + wide > width:
-            blocks, block, used = [*blocks, block], [], 0
-        block.append([word.ljust(wide) for word in column])
-        used += 1 + wide
+        column_width = max(map(len, column))
+        if block and block_width + 1 + column_width > width:
+            blocks, block, block_width = [*blocks, block], [], 0
+        block.append([word.ljust(column_width) for word in column])
+        block_width += 1 + column_width
     return [[" ".join(words) for words in zip(*block)] for block in [*blocks, block]]
 
 
@@ -125,28 +126,28 @@ def row_of_task(names, row, wanted, answers, width):
     wanted, answers [of each checkpoint]: see task_scores.rows_with_answers(). Behind a wrong one is a "!".
     """
     labels = ["", "wanted", *names]
-    side = max(map(len, labels))
+    label_width = max(map(len, labels))
     places = [i for i, word in enumerate(wanted) if word is not None]
-    right = [sum(each[i] == wanted[i] for i in places) for each in answers]
+    n_right = [sum(run_answers[i] == wanted[i] for i in places) for run_answers in answers]
     columns = []
     for i, token in enumerate(row):
         cells = [""] * len(answers)
         if i in places:
-            cells = [each[i] + ("" if each[i] == wanted[i] else "!") for each in answers]
+            cells = [run_answers[i] + ("" if run_answers[i] == wanted[i] else "!") for run_answers in answers]
         columns.append([token, wanted[i] or "", *cells])
     lines, ends = [], {}
-    for block in chunks(columns, max(1, width - side)):
+    for block in chunks(columns, max(1, width - label_width)):
         for label, line in zip(labels, block):
             if line.strip():
                 ends[label] = len(lines)
-                lines.append(f"{label:{side}} {line}".rstrip())
+                lines.append(f"{label:{label_width}} {line}".rstrip())
         lines.append("")
-    for name, n in zip(names, right):
+    for name, n in zip(names, n_right):
         end, text = ends.get(name), f"{n} of {len(places)} right"
         if end is not None and len(lines[end]) + 3 + len(text) <= width:
             lines[end] += f"   {text}"
         else:
-            lines.insert(-1, f"{name:{side}} {text}")
+            lines.insert(-1, f"{name:{label_width}} {text}")
     return "\n".join(lines[:-1])
 
 
@@ -156,32 +157,32 @@ def run_task(args):
     if n < 1 or not 0 <= args.seed < 1 << 63:
         raise UserError(f"num_samples={n} must be at least 1, seed={args.seed} from 0 to 2^63 - 1")
     out = writable(args.json) if args.json else None
-    runs, levels, length = task_scores.opened(args, device)
+    runs, levels, length = task_scores.open_runs(args, device)
     files, data = audit_files(args, runs), runs[0].data
-    names, width, found = [run.name for run in runs], shutil.get_terminal_size((120, 40)).columns, []
+    names, width, results = [run.name for run in runs], shutil.get_terminal_size((120, 40)).columns, []
     for level in levels:
         rows = task_scores.rows_with_answers(runs, level, length, args.split, n, args.seed)
         for number, (row, wanted, answers) in enumerate(rows, 1):
             which = f", row {number}" if n > 1 else ""
             say(f"==== {data.name}, {level} {data.task.unit}{which} ====",
                 row_of_task(names, row, wanted, answers, width), "")
-            found.append(dict(level=level, row=row, wanted=wanted, answers=dict(zip(names, answers))))
+            results.append(dict(level=level, row=row, wanted=wanted, answers=dict(zip(names, answers))))
     if out:
-        write_json(out, found)
+        write_json(out, results)
     if files:
-        drawn = [data.rows(args.split, level, n, length, args.seed)[0] for level in levels]
-        ids = [row for x in drawn for row in x.tolist()]
-        explained(args, runs[0].model, Tokenizer.from_meta(data.meta), [], ids, files)
+        row_blocks = [data.rows(args.split, level, n, length, args.seed)[0] for level in levels]
+        ids = [row for x in row_blocks for row in x.tolist()]
+        write_audit(args, runs[0].model, Tokenizer.from_meta(data.meta), [], ids, files)
         say(*files, file=sys.stderr)
 
 
-def print_samples(args, text, made, audits=None):
+def print_samples(args, text, samples, audits=None):
     """Each sample after the prompt, those of several checkpoints side by side; under it its audit."""
     columns = shutil.get_terminal_size((120, 40)).columns
     for i in range(args.num_samples):
         if args.num_samples > 1:
             print(f"==== sample {i + 1} ====")
-        texts = [text + samples.texts[i] for samples in made]
+        texts = [text + run_samples.texts[i] for run_samples in samples]
         print(texts[0] if len(texts) == 1 else side_by_side(args.ckpt, texts, columns), end="\n\n")
         if audits and audits[i]:
             print(audits[i], end="\n\n")
@@ -214,12 +215,12 @@ def main(argv=None):
     args.ckpt = args.ckpt or default_runs("sample")
     own_mechanism.add_named(args)
     if task_scores.are_of_tasks(args.ckpt):
-        task_scores.refuse_given(args, p, OF_TEXT_ALONE,
-                                 f"is of a text, and {args.ckpt[0]} was trained on a task")
+        task_scores.refuse_arguments(args, p, OF_TEXT_ALONE,
+                                     f"is of a text, and {args.ckpt[0]} was trained on a task")
         args.split = "test"
         return run_task(args)
-    task_scores.refuse_given(args, p, ["levels"],
-                             f"is of a task, and {args.ckpt[0]} was trained on a text")
+    task_scores.refuse_arguments(args, p, ["levels"],
+                                 f"is of a task, and {args.ckpt[0]} was trained on a text")
     run(args)
 
 

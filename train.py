@@ -44,7 +44,7 @@ from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments,
                              make_optimizers, note_on_bfloat16, note_on_compile, of_mechanisms, precision,
                              rates_at, seed_step)
 from nanoheads.ranks import Process, StopSignal, report_once
-from nanoheads.scoring import bits, of_critic, score
+from nanoheads.scoring import bits, critic_metrics, score
 from nanoheads.timing import mfu
 
 
@@ -180,7 +180,7 @@ def loop(run):
                        f"{run.out_dir / 'log.jsonl'}")
     if config.task and run.process.rank == 0:
         evaluations = [row for row in read_rows(run.out_dir / "log.jsonl") if "val_acc" in row]
-        say(tasks.what_was_learned(run.dataset, evaluations))
+        say(tasks.describe_learning(run.dataset, evaluations))
 
 
 def read_values(run, means, stop_asked):
@@ -298,7 +298,7 @@ def evaluate_splits(run):
         row[f"{split}_loss"] = nats / count
     row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
     row["elapsed_s"] = round(run.elapsed_s, 3)
-    return {**row, **of_critic(run.model, dataset, "val")}
+    return {**row, **critic_metrics(run.model, dataset, "val")}
 
 
 def of_task(run):
@@ -315,7 +315,7 @@ def of_task(run):
 
 def eval_line(row):
     if "val_acc" in row:
-        levels = "  ".join(f"{level}: {right:.3f}" for level, right in tasks.levels_in(row).items())
+        levels = "  ".join(f"{level}: {right:.3f}" for level, right in tasks.level_shares(row).items())
         return (f"step {row['step']:>7,}   val {row['val_loss']:.4f} nats/answer   "
                 f"right {row['val_acc']:.3f}   by level  {levels}   {row['elapsed_s']:,.1f} s")
     return (f"step {row['step']:>7,}   "

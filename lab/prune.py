@@ -51,7 +51,7 @@ from nanoheads.common import (ROOT, UserError, as_program, pick_device, plural, 
                               writable_folder, write_atomic, write_json)
 from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import likely_name, read_file
-from nanoheads.drawing import COLOURS, picture_bytes, label_right, panels
+from nanoheads.drawing import COLOURS, label_right, panels, picture_bytes
 from nanoheads.files import only_writer
 from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.scoring import load, score_windows

@@ -46,7 +46,7 @@ def tokenizer_of(meta, path):
         raise UserError(f"{path}: its vocabulary cannot be read: {e}") from None
 
 
-def until_stop(ids, tokenizer, stop=None):
+def cut_at_stop(ids, tokenizer, stop=None):
     """The ids up to a stop token, without those beyond the vocabulary, which a padded model may sample."""
     ids = ids[:ids.index(stop)] if stop in ids else ids
     return [i for i in ids if i < tokenizer.vocab_size]
@@ -154,7 +154,7 @@ def write(model, idx, length, seed=None, on_step=None, **settings):
     True, that was the last. Raises UserError where the probabilities are not numbers.
     """
     if isinstance(seed, list):
-        settings["generator"] = [torch.Generator(idx.device).manual_seed(each) for each in seed]
+        settings["generator"] = [torch.Generator(idx.device).manual_seed(row_seed) for row_seed in seed]
     elif seed is not None:
         settings["generator"] = torch.Generator(idx.device).manual_seed(seed)
     steps = []
@@ -196,20 +196,20 @@ def generate(model, tokenizer, ids, args, on_piece=None):
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
 
     def spell(tokens):
-        return tokenizer.decode_bytes(until_stop(tokens, tokenizer, stop))
+        return tokenizer.decode_bytes(cut_at_stop(tokens, tokenizer, stop))
 
     def show_first(tokens):
         on_piece(decoder.decode(spell(tokens[:1])))
 
-    idx, began = ids.to(device).repeat(args.num_samples, 1), time.perf_counter()
+    idx, start_time = ids.to(device).repeat(args.num_samples, 1), time.perf_counter()
     with bfloat16_on_gpu(device):
         seeds = seeds_of(args.seed, args.num_samples)
-        made = write(model, idx, args.max_new_tokens, seeds, show_first if on_piece else None, **settings)
+        rows = write(model, idx, args.max_new_tokens, seeds, show_first if on_piece else None, **settings)
     if on_piece:
         on_piece(decoder.decode(b"", final=True))
-    texts = [spell(row).decode("utf-8", "replace") for row in made]
-    speed = len(made) * len(made[0]) / (time.perf_counter() - began)
-    return Samples(texts, [row[:row.index(stop)] if stop in row else row for row in made], speed)
+    texts = [spell(row).decode("utf-8", "replace") for row in rows]
+    speed = len(rows) * len(rows[0]) / (time.perf_counter() - start_time)
+    return Samples(texts, [row[:row.index(stop)] if stop in row else row for row in rows], speed)
 
 
 # ---- columns ----
@@ -234,17 +234,17 @@ def wrap(line, width):
 
 def side_by_side(titles, texts, width):
     """Texts in columns of equal width under their titles; columns that find no room come below."""
-    fit = max(1, (width + 3) // 23)  # 20 cells and a rule
-    if len(texts) > fit:
-        return "\n\n".join(side_by_side(titles[i:i + fit], texts[i:i + fit], width)
-                           for i in range(0, len(texts), fit))
-    each = (width + 3) // len(texts) - 3
+    n_columns = max(1, (width + 3) // 23)  # 20 cells and a rule
+    if len(texts) > n_columns:
+        return "\n\n".join(side_by_side(titles[i:i + n_columns], texts[i:i + n_columns], width)
+                           for i in range(0, len(texts), n_columns))
+    column_width = (width + 3) // len(texts) - 3
     columns = []
     for title, text in zip(titles, texts):
-        rows = [row for line in text.split("\n") for row in wrap(line, each)]
+        rows = [row for line in text.split("\n") for row in wrap(line, column_width)]
         title = printable(title)
-        columns.append([title[-each:], "-" * min(each, len(title)), *rows])
+        columns.append([title[-column_width:], "-" * min(column_width, len(title)), *rows])
     lines = []
     for row in zip_longest(*columns, fillvalue=""):
-        lines.append(" | ".join(cell + " " * (each - cell_count(cell)) for cell in row).rstrip())
+        lines.append(" | ".join(cell + " " * (column_width - cell_count(cell)) for cell in row).rstrip())
     return "\n".join(lines)

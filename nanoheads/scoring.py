@@ -46,9 +46,9 @@ def window(i, n, block_size, stride):
     """The i-th of windows()."""
     if i == 0:
         return 0, min(block_size, n), min(block_size, n)
-    done = block_size + (i - 1) * stride  # scored by the windows before it
-    end = min(done + stride, n)
-    return done + stride - block_size, end, end - done
+    position = block_size + (i - 1) * stride  # scored by the windows before it
+    end = min(position + stride, n)
+    return position + stride - block_size, end, end - position
 
 
 def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
@@ -68,20 +68,22 @@ def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
     if last and end - start < longest:
         last -= 1  # it is cut short by the end of the text
     count = max(1, 1 + (max_tokens - longest) // step)
-    chosen = [window(i * last // max(1, count - 1), n, longest, step) for i in range(count)]
-    return chosen if longest == block_size else within(windows(n, block_size, stride or block_size), chosen)
+    chosen_windows = [window(i * last // max(1, count - 1), n, longest, step) for i in range(count)]
+    if longest == block_size:
+        return chosen_windows
+    return cut_windows(windows(n, block_size, stride or block_size), chosen_windows)
 
 
-def within(cuts, chosen):
-    """The windows of `cuts` that score what the windows of `chosen` score, cut to that."""
+def cut_windows(cuts, chosen_windows):
+    """The windows of `cuts` that score what the chosen windows score, cut to that."""
     ends, parts = [end for _, end, _ in cuts], []
-    for _, to, scored in chosen:
-        done = to - scored
-        while done < to:  # the window that scores the next token; what follows in it is not read
-            start, end, _ = cuts[bisect_right(ends, done)]
-            end = min(end, to)
-            parts.append((start, end, end - done))
-            done = end
+    for _, stop, n_scored in chosen_windows:
+        position = stop - n_scored
+        while position < stop:  # the window that scores the next token; what follows in it is not read
+            start, end, _ = cuts[bisect_right(ends, position)]
+            end = min(end, stop)
+            parts.append((start, end, end - position))
+            position = end
     return parts
 
 
@@ -103,14 +105,15 @@ def nats_of(logits, targets):
     return (mass.log() + short).numpy()
 
 
-def nats_of_last(model, ids, n, most=None):
-    """-log p of the last n of ids [B, 1 + T], float64 [B, n]; logits of `most` tokens in memory at a time,
-    None: of all.
+def nats_of_last(model, ids, n, tokens_at_once=None):
+    """-log p of the last n of ids [B, 1 + T], float64 [B, n]. tokens_at_once: tokens whose logits are in
+    memory at a time, None: all.
     """
-    if most is None or len(ids) * n <= most:
+    if tokens_at_once is None or len(ids) * n <= tokens_at_once:
         return nats_of(model(ids[:, :-1]).logits[:, -n:], ids[:, -n:])
-    x = model.hidden(ids[:, :-1])[:, -n:].flatten(0, 1)
-    parts = [nats_of(model.head(x_), y) for x_, y in zip(x.split(most), ids[:, -n:].flatten().split(most))]
+    x, targets = model.hidden(ids[:, :-1])[:, -n:].flatten(0, 1), ids[:, -n:].flatten()
+    parts = [nats_of(model.head(x_), y)
+             for x_, y in zip(x.split(tokens_at_once), targets.split(tokens_at_once))]
     return np.concatenate(parts).reshape(len(ids), n)
 
 
@@ -123,10 +126,10 @@ def rows_at_once(device, block_size, vocab_size, batch_tokens=16384):
     Logits are vocab_size floats a token. A CPU is fastest while they fit its caches; a GPU wants many rows in
     the blocks, and the logits of a large vocabulary in portions.
     """
-    most = max(1, LOGITS_AT_ONCE // vocab_size)
+    tokens_at_once = max(1, LOGITS_AT_ONCE // vocab_size)
     if device.type == "cpu":
-        batch_tokens, most = min(batch_tokens, most, 4096), None
-    return max(1, batch_tokens // block_size), most
+        batch_tokens, tokens_at_once = min(batch_tokens, tokens_at_once, 4096), None
+    return max(1, batch_tokens // block_size), tokens_at_once
 
 
 @torch.no_grad()
@@ -141,29 +144,29 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
     """
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens, longest)[rank::world]
-    fitting, most = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
-    rows = rows or fitting
+    default_rows, tokens_at_once = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
+    rows = rows or default_rows
 
     nats, count, parts = 0.0, 0, [np.empty(0, np.float32)] if into is None else into
-    bar = tqdm(total=sum(scored for _, _, scored in cuts), desc=split, unit="tok", unit_scale=True,
+    bar = tqdm(total=sum(n_scored for _, _, n_scored in cuts), desc=split, unit="tok", unit_scale=True,
                disable=not progress, leave=False, mininterval=0.5)
     was_training = model.training
     model.eval()
     try:
         with autocast or nullcontext(), bar:
             # windows of one length and one scored part go together
-            for (_, scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
+            for (_, n_scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
                 group = list(group)
                 for first in range(0, len(group), rows):
                     ids = np.stack([window_ids(tokens, dataset.separator, start, end)
                                     for start, end, _ in group[first:first + rows]])
                     ids = torch.from_numpy(ids).to(device)
-                    each = nats_of_last(model, ids, scored, most)
-                    nats += float(each.sum())
-                    count += each.size
+                    token_nats = nats_of_last(model, ids, n_scored, tokens_at_once)
+                    nats += float(token_nats.sum())
+                    count += token_nats.size
                     if per_token or into is not None:
-                        parts.append(each.astype(np.float32).ravel())
-                    bar.update(each.size)
+                        parts.append(token_nats.astype(np.float32).ravel())
+                    bar.update(token_nats.size)
     finally:
         model.train(was_training)
     return np.concatenate(parts) if per_token else (nats, count)
@@ -182,20 +185,20 @@ def score_windows(model, data, split, tokens):
         raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
     windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
     count, size = scored_size(data, split, windows)
-    per_window = summed(nats, [scored for _, _, scored in windows])
+    per_window = sum_parts(nats, [n_scored for _, _, n_scored in windows])
     return per_window, dict(nats=total, tokens=count, bytes=size, bpb=bits(total, size))
 
 
 def scored_size(data, split, cuts):
     """(tokens, bytes) of the text that these windows score."""
-    count, whole = sum(scored for _, _, scored in cuts), data.splits[split]
+    count, whole = sum(n_scored for _, _, n_scored in cuts), data.splits[split]
     if count == whole["tokens"]:
         return count, whole["bytes"]
     # a slice, whose tokens may be longer or shorter than the others
     return count, text_size(data, split, cuts)[0]
 
 
-def summed(nats, sizes):
+def sum_parts(nats, sizes):
     """The sums of consecutive parts of nats [n], so many tokens each."""
     return np.add.reduceat(nats, np.cumsum([0, *sizes[:-1]]))
 
@@ -203,7 +206,7 @@ def summed(nats, sizes):
 def scored_text(data, split, cuts):
     """The text, in bytes, of what each of these windows scores. A separator of documents is no text."""
     ids, mark = data.tokens(split), mark_of(data)
-    parts = (ids[end - scored:end] for _, end, scored in cuts)
+    parts = (ids[end - n_scored:end] for _, end, n_scored in cuts)
     return [data.tokenizer.decode_bytes(part if mark is None else part[part != data.separator])
             for part in parts]
 
@@ -217,8 +220,8 @@ def text_size(data, split, cuts):
     if data.tokenizer.encoding == "hf" and "spelled" not in data.meta:  # an older folder
         check_spelled(data, split)
     more = data.sizes_beyond(split)
-    for _, end, scored in cuts:
-        first, last = np.searchsorted(more[:, 0], (end - scored, end))
+    for _, end, n_scored in cuts:
+        first, last = np.searchsorted(more[:, 0], (end - n_scored, end))
         more_bytes, more_chars = more[first:last, 1:].sum(0).tolist()
         size, chars = size + more_bytes, chars + more_chars
     return size, chars
@@ -279,9 +282,9 @@ def dataset_of(state, path, name=None, task=False):
     names = [n for n in names if n]
     if not names:
         raise UserError(f"{path} does not say what it was trained on; name it with --dataset")
-    for other in names[:-1]:  # a path may lead nowhere from here, while data/<name> is there
+    for candidate in names[:-1]:  # a path may lead nowhere from here, while data/<name> is there
         try:
-            return Dataset(other)
+            return Dataset(candidate)
         except UserError:
             pass
     return Dataset(names[-1])
@@ -319,17 +322,18 @@ def load(path, split, stride, device, dataset=None, settings=(), task=False):
     if isinstance(data, TaskData):
         check_split(split, path)
         return state, model, data
-    then, now = ({"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
-                 for meta in (state["meta"] or {}, data.meta))
-    if then.get("sha256") and not dataset:
-        anyway = f"--dataset={data.dir} scores it all the same"
-        if then["sha256"] != now.get("sha256"):
+    trained_split, current_split = (
+        {"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
+        for meta in (state["meta"] or {}, data.meta))
+    if trained_split.get("sha256") and not dataset:
+        advice = f"--dataset={data.dir} scores it all the same"
+        if trained_split["sha256"] != current_split.get("sha256"):
             raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, "
-                            f"and may hold what it was trained on; {anyway}")
+                            f"and may hold what it was trained on; {advice}")
         for key in ("tokens", "bytes", "separator"):
-            if then.get(key) not in (None, now[key]):
-                raise UserError(f"{path}: at its training {data.dir / 'meta.json'} had {key}={then[key]} for "
-                                f"{split}, and it has {now[key]} now; {anyway}")
+            if trained_split.get(key) not in (None, current_split[key]):
+                raise UserError(f"{path}: at its training {data.dir / 'meta.json'} had "
+                                f"{key}={trained_split[key]} for {split}, and it has {current_split[key]} now; {advice}")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
 
@@ -348,16 +352,16 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
     """
     state, model, data = load(path, split, stride, device, dataset, settings)
     T, size, parts = model.config.block_size, dict(data.splits[split]), []
-    whole_model = dict(heads=heads_at_work(model), routing=routing_of(model, data, split),
-                       params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
-                       flops_per_token=model.flops_per_token())
+    model_report = dict(heads=heads_at_work(model), routing=routing_of(model, data, split),
+                        params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
+                        flops_per_token=model.flops_per_token())
     if pack:
         from nanoheads.pruning import pack_in_place  # not part of a run
         pack_in_place(model)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     nats, tokens = score(model, data, split, stride, max_tokens, progress=progress, rows=rows, into=parts,
                          longest=longest)
-    seconds, whole = time.perf_counter() - began, size["tokens"]
+    seconds, whole = time.perf_counter() - start_time, size["tokens"]
     if not math.isfinite(nats):
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
@@ -368,8 +372,8 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
     if tokens == whole and data.meta.get("spelled", True):  # other tokens do not show the text's words
         words = count_words(data, split)
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
-    each, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))
-    return dict(pieces=summed(each, [piece] * (tokens // piece)), of=whole, **whole_model,
+    token_nats, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))
+    return dict(pieces=sum_parts(token_nats, [piece] * (tokens // piece)), of=whole, **model_report,
                 name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
                 chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
                 bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
@@ -394,12 +398,12 @@ def tokens_a_step(state, block_size):
 
 def heads_at_work(model):
     """[heads whose gate is above agency_threshold whatever they read, all heads]."""
-    at_work = [0, 0]
+    counts = [0, 0]
     for block in model.transformer.h:
         gate, n = constant_gate(block.attn), block.attn.n_total
-        at_work[0] += n if gate is None else int((gate > model.config.agency_threshold).sum())
-        at_work[1] += n
-    return at_work
+        counts[0] += n if gate is None else int((gate > model.config.agency_threshold).sum())
+        counts[1] += n
+    return counts
 
 
 def some_windows(model, data, split, tokens):
@@ -409,12 +413,12 @@ def some_windows(model, data, split, tokens):
         yield torch.from_numpy(window_ids(text, data.separator, start, end)[None]).to(device)
 
 
-ROUTED = 16384  # tokens, at most, by which a router's load is measured
-CRITICISED = 4096  # by which a critic's explained variance is, at each evaluation
+ROUTING_TOKENS = 16384  # tokens, at most, by which a router's load is measured
+CRITIC_TOKENS = 4096  # by which a critic's explained variance is, at each evaluation
 
 
 @torch.no_grad()
-def of_critic(model, data, split):
+def critic_metrics(model, data, split):
     """{name: how much of the returns' variance A2C's value head explains, at most 1}; {}: the model has none.
     """
     if not hasattr(model, "value"):
@@ -423,7 +427,7 @@ def of_critic(model, data, split):
     was_training, batches = model.training, []
     model.eval()
     try:
-        for ids in some_windows(model, data, split, CRITICISED):
+        for ids in some_windows(model, data, split, CRITIC_TOKENS):
             (x, results), targets, traces = model.run_blocks(ids[:, :-1]), ids[:, 1:], {}
             # a pass with traces would measure all rows, too
             nats = model.cross_entropy(x, targets, per_token=True)[1]
@@ -431,7 +435,7 @@ def of_critic(model, data, split):
             batches.append(traces)
     finally:
         model.train(was_training)
-    traces = {key: torch.cat([each[key] for each in batches], 1) for key in batches[0]}
+    traces = {key: torch.cat([batch[key] for batch in batches], 1) for key in batches[0]}
     summary = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
     return {"a2c_explained_variance": float(summary["a2c.explained_variance"])}
 
@@ -443,7 +447,7 @@ def routing_of(model, data, split):
         return []
     from nanoheads.traces import summaries  # only here: most models have no router
     weights = {}
-    for ids in some_windows(model, data, split, ROUTED):
+    for ids in some_windows(model, data, split, ROUTING_TOKENS):
         for key, value in model(ids[:, :-1], traces=True).traces.items():
             if key.endswith((".routing_weights", ".selected")):
                 weights.setdefault(key, []).append(value)

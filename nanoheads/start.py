@@ -29,7 +29,7 @@ from nanoheads.files import choose_folder, folders_named, only_writer
 from nanoheads.mechanism import flags_of
 from nanoheads.optim import check_compile, check_precision, precision, rates_at
 from nanoheads.ranks import Process, join_ranks
-from nanoheads.tasks import TaskData, of_training
+from nanoheads.tasks import TaskData, training_flags
 
 
 # ---- the configuration ----
@@ -324,7 +324,7 @@ def check_same_run(state, path, config, dataset):
     old, new = ({"optimizer": c["optimizer"], "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]}
                 for c in (state["train"], asdict(config)))
     differences = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
-    old, new = (of_training(meta) for meta in (state["meta"], dataset.meta))  # {} of a text
+    old, new = (training_flags(meta) for meta in (state["meta"], dataset.meta))  # {} of a text
     differences += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
                     if new.get(key) != old.get(key)]
     if not new and digests_of(state["meta"]) != digests_of(dataset.meta):

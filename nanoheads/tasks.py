@@ -63,9 +63,9 @@ def recall(rng, level, n, words, length):
     keys = words.key + distinct(rng, n, words.keys, level)
     values = words.value + rng.integers(words.values, size=(n, level))
     x[:, :2 * level] = np.stack((keys, values), -1).reshape(n, -1)
-    asked = 2 * level + distinct(rng, n, length - 2 * level, level)
-    np.put_along_axis(x, asked, keys, 1)
-    np.put_along_axis(y, asked, values, 1)
+    query_places = 2 * level + distinct(rng, n, length - 2 * level, level)
+    np.put_along_axis(x, query_places, keys, 1)
+    np.put_along_axis(y, query_places, values, 1)
     return x, y
 
 
@@ -84,9 +84,9 @@ def fuzzy_recall(rng, level, n, words, length):
     x[:, :end] = pairs.reshape(n, -1)
     order = distinct(rng, n, level, level)[..., None]
     pairs = np.take_along_axis(pairs, order, 1)
-    asked = end + places(rng, n, level, k + v - 1, length - end)
-    put(x, asked, pairs[..., :-1])  # the last token of a value is asked, and never read
-    put(y, asked + k - 1, np.take_along_axis(values, order, 1))
+    query_places = end + places(rng, n, level, k + v - 1, length - end)
+    put(x, query_places, pairs[..., :-1])  # the last token of a value is asked, and never read
+    put(y, query_places + k - 1, np.take_along_axis(values, order, 1))
     return x, y
 
 
@@ -101,9 +101,9 @@ def noisy_recall(rng, level, n, words, length):
     keys = words.key + distinct(rng, n, words.keys, level)
     values = words.value + rng.integers(words.values, size=(n, level))
     put(x, places(rng, n, level, 2, half), np.stack((keys, values), -1))
-    asked = half + distinct(rng, n, length - half, level)
-    np.put_along_axis(x, asked, keys, 1)
-    np.put_along_axis(y, asked, values, 1)
+    query_places = half + distinct(rng, n, length - half, level)
+    np.put_along_axis(x, query_places, keys, 1)
+    np.put_along_axis(y, query_places, values, 1)
     return x, y
 
 
@@ -153,10 +153,10 @@ def count(rng, level, n, words, length):
     """
     x, y = empty(n, length)
     tokens = rng.integers(words.keys, size=(n, level))
-    seen = (tokens[..., None] == np.arange(words.keys)).cumsum(1)
-    times = np.take_along_axis(seen, tokens[..., None], 2)[..., 0]
+    counts = (tokens[..., None] == np.arange(words.keys)).cumsum(1)
+    occurrences = np.take_along_axis(counts, tokens[..., None], 2)[..., 0]
     x[:, length - level:] = words.key + tokens
-    y[:, length - level:] = words.value + times - 1
+    y[:, length - level:] = words.value + occurrences - 1
     return x, y
 
 
@@ -167,9 +167,9 @@ def parity(rng, level, n, words, length):
     """
     x, y = empty(n, length)
     bits = rng.integers(2, size=(n, level))
-    asked = level - level // 2
+    n_queries = level - level // 2
     x[:, length - level:] = words.key + bits
-    y[:, length - asked:] = words.value + (bits.cumsum(1) % 2)[:, -asked:]
+    y[:, length - n_queries:] = words.value + (bits.cumsum(1) % 2)[:, -n_queries:]
     return x, y
 
 
@@ -243,8 +243,8 @@ class TaskConfig:
 
 def letters(first, n, kind=str.isalpha):
     """n characters from a code point on that are of a kind, a letter by default."""
-    found = (chr(code) for code in range(first, 0x3000) if kind(chr(code)))
-    return [next(found) for _ in range(n)]
+    characters = (chr(code) for code in range(first, 0x3000) if kind(chr(code)))
+    return [next(characters) for _ in range(n)]
 
 
 class Words:
@@ -279,7 +279,7 @@ class Words:
         """(first word, number of words) of the alphabet that answers are from."""
         return (self.value, self.values) if self.values else (self.key, self.keys)
 
-    def shown(self, word):
+    def text_of(self, word):
         """A word as a person reads it."""
         if self.task.show and self.value <= word < self.value + self.values:
             return self.task.show(int(word) - self.value)
@@ -312,20 +312,20 @@ class TaskData:
             if flags.get(f"task_{key}") == []:
                 raise UserError(f"task_{key} is empty: name a level, or leave it out for the task's own")
             levels = getattr(self, key)
-            if twice := [level for level in levels if levels.count(level) > 1]:
-                raise UserError(f"task_{key} names {twice[0]} twice: name each level once")
+            if repeated := [level for level in levels if levels.count(level) > 1]:
+                raise UserError(f"task_{key} names {repeated[0]} twice: name each level once")
             for level in levels:
                 self.check_level(f"task_{key}", level, self.length)
         self.dir = f"task {self.name}"  # in messages, in the place of a folder
         self.meta = dict(name=self.dir, encoding="char", vocab=self.words.vocab,
-                         vocab_size=self.vocab_size, separator=BLANK, task=self.settled())
+                         vocab_size=self.vocab_size, separator=BLANK, task=self.full_flags())
 
     @property
     def digests(self):
         """What two of these must have in common to be the same rows in training, as Dataset.digests."""
-        return of_training(self.meta)
+        return training_flags(self.meta)
 
-    def settled(self):
+    def full_flags(self):
         """{key: value} of the flags, in which what was None is what it means."""
         sizes = {key: getattr(self.words, key.removeprefix("task_")) for key in SIZES}
         return dict(self.flags, **sizes, task_levels=list(self.levels), task_length=self.length,
@@ -361,9 +361,9 @@ class TaskData:
         """(x, y) of n rows of all levels of training in turn, tensors [n, T], always the same."""
         k = len(self.levels)
         parts = [self.rows(split, level, -(-n // k)) for level in self.levels]
-        return [torch.from_numpy(np.stack(each, 1).reshape(-1, self.length)[:n]) for each in zip(*parts)]
+        return [torch.from_numpy(np.stack(arrays, 1).reshape(-1, self.length)[:n]) for arrays in zip(*parts)]
 
-    def longer(self, levels):
+    def length_for(self, levels):
         """Tokens of rows with room for these levels: those of training, doubled as often as it takes."""
         most, length = max(self.task.room(level, self.words) for level in levels), self.length
         while length < most:
@@ -374,12 +374,13 @@ class TaskData:
         """(x, y) of the n rows that a run of this seed reads at a step, int64 [n, T] each."""
         rng = np.random.default_rng([STREAMS["train"], seed, step])
         x, y = empty(n, self.length)
-        which = rng.integers(len(self.levels), size=n)
+        row_levels = rng.integers(len(self.levels), size=n)
         for i, level in enumerate(self.levels):
-            mine = np.flatnonzero(which == i)
-            if not len(mine):
+            level_rows = np.flatnonzero(row_levels == i)
+            if not len(level_rows):
                 continue
-            x[mine], y[mine] = self.task.draw(rng, level, len(mine), self.words, self.length)
+            n_rows = len(level_rows)
+            x[level_rows], y[level_rows] = self.task.draw(rng, level, n_rows, self.words, self.length)
         return x, y
 
     def guesses(self, split, level, n, length=None):
@@ -393,16 +394,17 @@ class TaskData:
         x, y = self.rows(split, level, n, length)
         first, size = self.words.answers
         of_words = np.arange(first, first + size)
-        times = (x[..., None] == of_words).cumsum(1, dtype=np.int16)  # [n, T, words]
-        asked = y != NOT_ASKED
-        right, among = y[asked] - first, times[asked]
-        seen = among > 0
-        hits = seen[np.arange(len(right)), right] / seen.sum(1).clip(1)
-        usual = self.usual_at_places(split, level, length)
-        return dict(chance=1 / size, seen=float(hits.mean()), often=float((among.argmax(1) == right).mean()),
-                    place=float((usual[asked.nonzero()[1]] == right + first).mean()))
+        counts = (x[..., None] == of_words).cumsum(1, dtype=np.int16)  # [n, T, words]
+        is_query = y != NOT_ASKED
+        answers, query_counts = y[is_query] - first, counts[is_query]
+        is_seen = query_counts > 0
+        hits = is_seen[np.arange(len(answers)), answers] / is_seen.sum(1).clip(1)
+        usual_answers = self.usual_answers(split, level, length)
+        return dict(chance=1 / size, seen=float(hits.mean()),
+                    often=float((query_counts.argmax(1) == answers).mean()),
+                    place=float((usual_answers[is_query.nonzero()[1]] == answers + first).mean()))
 
-    def usual_at_places(self, split, level, length):
+    def usual_answers(self, split, level, length):
         """The word that is right most often at each place, [T], in rows that are not those scored."""
         first, size = self.words.answers
         _, y = self.rows(split, level, max(256, TOKENS_COUNTED // length), length, seed=1)
@@ -417,7 +419,7 @@ def check_split(split, path):
                         "step of training; there are val and test beside")
 
 
-def of_training(meta):
+def training_flags(meta):
     """{key: value} of the flags that say which rows a run is trained on, from its meta; {}: of a text's."""
     return {key: value for key, value in (meta.get("task") or {}).items()
             if key not in ("task_rows", "task_test_levels", "task_enough")}
@@ -444,7 +446,7 @@ class TaskBatches:
         return step * self.rows * self.data.length
 
 
-def levels_in(row):
+def level_shares(row):
     """{level: share of answers that are right} of an evaluation's row of log.jsonl."""
     return {int(key.removeprefix("acc/")): share for key, share in row.items() if key.startswith("acc/")}
 
@@ -453,8 +455,8 @@ def levels_in(row):
 def logits_of(model, x, at_once=4096):
     """Yield (rows of x [n, T] as a slice, the model's logits there [rows, T, V], float32 on the CPU)."""
     device, rows = next(model.parameters()).device, max(1, at_once // x.size(1))
-    for at in range(0, len(x), rows):
-        part = slice(at, at + rows)
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
         yield part, model(x[part].to(device)).logits.float().cpu()
 
 
@@ -470,7 +472,7 @@ def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0
     rows: of each level, None: task_rows. levels: None: task_test_levels. Of several ranks each scores its
     share; the caller adds them up.
     """
-    was_training, found = model.training, {}
+    was_training, counts = model.training, {}
     model.eval()
     try:
         with autocast or nullcontext():
@@ -479,23 +481,23 @@ def score_levels(model, data, split, rows=None, levels=None, length=None, rank=0
                 x, y = torch.from_numpy(x[rank::world]), torch.from_numpy(y[rank::world])
                 nats, right = 0.0, 0
                 for part, logits in logits_of(model, x):
-                    wanted = y[part]
-                    nats += float(F.cross_entropy(logits.flatten(0, 1).double(), wanted.flatten(),
+                    targets = y[part]
+                    nats += float(F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten(),
                                                   ignore_index=NOT_ASKED, reduction="sum"))
-                    right += int((logits.argmax(-1) == wanted).sum())
-                found[level] = nats, right, int((y != NOT_ASKED).sum())
+                    right += int((logits.argmax(-1) == targets).sum())
+                counts[level] = nats, right, int((y != NOT_ASKED).sum())
     finally:
         model.train(was_training)
-    return found
+    return counts
 
 
 def summary(counts):
     """What score_levels() counted, as a dict: levels, {level: share of the answers that are right}; right,
     the mean over levels; nats, of an answer, over all of them.
     """
-    nats, asked = (sum(each[i] for each in counts.values()) for i in (0, 2))
+    nats, n_answers = (sum(level_counts[i] for level_counts in counts.values()) for i in (0, 2))
     levels = {level: right / of_level for level, (_, right, of_level) in counts.items()}
-    return dict(levels=levels, right=sum(levels.values()) / len(levels), nats=nats / asked)
+    return dict(levels=levels, right=sum(levels.values()) / len(levels), nats=nats / n_answers)
 
 
 def rows_per_level(data, tokens):
@@ -505,10 +507,10 @@ def rows_per_level(data, tokens):
 
 # ---- what was learned ----
 
-LEARNED = 0.9  # the share of answers that must be right
+LEARNED_SHARE = 0.9  # the share of answers that must be right
 
 
-def learned_from(steps, shares, enough=LEARNED):
+def first_learned_step(steps, shares, enough=LEARNED_SHARE):
     """The first of these steps from which on a share is at least `enough` to the end; None: there is none."""
     first = None
     for step, share in zip(steps, shares):
@@ -519,7 +521,7 @@ def learned_from(steps, shares, enough=LEARNED):
     return first
 
 
-def what_was_learned(data, rows):
+def describe_learning(data, rows):
     """A line: which levels were learned, from which step on, and what became of the others.
 
     rows: the evaluations of a run, as in its log; those that scored other levels say nothing.
@@ -530,7 +532,7 @@ def what_was_learned(data, rows):
     learned, others = [], []
     for level in data.test_levels:
         shares = [row[f"acc/{level}"] for row in rows]
-        step = learned_from(steps, shares)
+        step = first_learned_step(steps, shares)
         if step is not None:
             learned.append((level, step))
         else:
@@ -542,7 +544,7 @@ def what_was_learned(data, rows):
         parts.append("learned " + ", ".join(f"{level} from step {step:,} on" for level, step in learned))
     if others:
         parts.append(f"not learned in {last['step']:,} steps " + ", ".join(others))
-    of_all = learned_from(steps, [row["val_acc"] for row in rows])
-    when = "never" if of_all is None else f"from step {of_all:,} on"
+    common_step = first_learned_step(steps, [row["val_acc"] for row in rows])
+    when = "never" if common_step is None else f"from step {common_step:,} on"
     return (f"{data.name}, by {unit}: {'; '.join(parts)}. All levels together: {last['val_acc']:.3f} right, "
-            f"{LEARNED:.0%} {when}. One run; compare.py --task={data.name} asks several seeds")
+            f"{LEARNED_SHARE:.0%} {when}. One run; compare.py --task={data.name} asks several seeds")

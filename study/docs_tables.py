@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
-from nanoheads.tasks import LEARNED
+from nanoheads.tasks import LEARNED_SHARE
 from study import pictures, records
 from study.records import PLAIN
 from study.tables import (Table, across_table, at_cost, costs_table, escaped, in_markdown, mean_alone,
@@ -129,7 +129,7 @@ def each_text(study, comparisons, only):
 
 def learned(study, comparisons, only):
     """Which variants of a study of tasks learn which."""
-    meaning = OF_TASKS.format(margin=study.margin, learned=LEARNED)
+    meaning = OF_TASKS.format(margin=study.margin, learned=LEARNED_SHARE)
     return f"{in_markdown(tasks_table(study, comparisons))}\n\n{escaped(meaning)}"
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 
 from nanoheads.common import number, plural, printable
-from nanoheads.tasks import LEARNED
+from nanoheads.tasks import LEARNED_SHARE
 from study.records import PLAIN
 from study.scores import scores_of
 from study.verdicts import MEASURES
@@ -199,8 +199,8 @@ def remarks(study, comparisons, beyond=()):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
     if is_of_tasks(study):
-        lines.append(f"A run learns a task from the step on from which {LEARNED:.0%} of its answers are "
-                     "right.")
+        lines.append(f"A run learns a task from the step on from which {LEARNED_SHARE:.0%} of its answers "
+                     "are right.")
     return [*lines, *remarks_on_target(study, beyond), *leaks_in_words(study), *timed_how(study)]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from nanoheads.common import UserError, pick_device
 from nanoheads.config import ControllerConfig, TrainConfig
-from nanoheads.tasks import learned_from
+from nanoheads.tasks import first_learned_step
 from study import stats
 from study.config import FIXED, variants_of
 from study.digest import surroundings
@@ -401,7 +401,7 @@ def best_pair(runs, outcomes):
     """
     def rank(pair):
         results = [outcomes[run.name] for run in runs[pair]]
-        steps = [learned_from(each.curve["steps"], each.curve["scores"]) if each.curve else None
+        steps = [first_learned_step(each.curve["steps"], each.curve["scores"]) if each.curve else None
                  for each in results]
         step = statistics.median(math.inf if each is None else each for each in steps)
         return (-round(statistics.mean(each.score for each in results), 2), step,

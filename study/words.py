@@ -13,7 +13,7 @@ from collections import Counter
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number, plural, printable
-from nanoheads.tasks import LEARNED, learned_from
+from nanoheads.tasks import LEARNED_SHARE, first_learned_step
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, over, shown_at_equal
@@ -254,11 +254,12 @@ def learned(study, name, task):
     """(how many judged runs learned a task, of how many, the median step from which on, or None)."""
     runs = [study.results[run.name] for run in study.runs if run.stage == "judge" and run.variant == name
             and run.text == task and run.name in study.results]
-    steps = [learned_from(result.curve["steps"], result.curve["scores"], LEARNED) for result in runs
+    steps = [first_learned_step(result.curve["steps"], result.curve["scores"], LEARNED_SHARE)
+                 for result in runs
              if result.curve]
     steps = sorted(math.inf if step is None else step for step in steps)
     middle = statistics.median(steps) if steps else math.inf
-    return (sum(result.score >= LEARNED for result in runs), len(runs),
+    return (sum(result.score >= LEARNED_SHARE for result in runs), len(runs),
             None if math.isinf(middle) else middle)
 
 

@@ -480,7 +480,7 @@ def of_task(args, device, files):
     if not task_scores.are_of_tasks(args.ckpt):
         raise UserError(f"--levels is of a task, and {args.ckpt[0]} was trained on a text")
     args.split = "test"
-    runs, levels, length = task_scores.opened(args, device)
+    runs, levels, length = task_scores.open_runs(args, device)
     data = runs[0].data
     ids = [token for level in levels for token in data.rows(args.split, level, 1, length)[0][0].tolist()]
     viewers = [Viewer(each.model, path, args.settings) for each, path in zip(runs, args.ckpt)]

@@ -25,7 +25,7 @@ import torch
 from model import GPT
 from nanoheads import sampling
 from nanoheads.common import UserError, last_folders, table
-from nanoheads.sampling import bfloat16_on_gpu, same_tokens, settings_of, stop_of, until_stop, write
+from nanoheads.sampling import bfloat16_on_gpu, cut_at_stop, same_tokens, settings_of, stop_of, write
 from nanoheads.scoring import (LOGITS_AT_ONCE, bits, nats_of_last, window_ids,
                                windows)
 from nanoheads.timing import progress_bar
@@ -139,7 +139,7 @@ def bits_under(judge, tokenizer, prompts, samples):
 
 def measured(samples, prompts, tokenizer, judge, stop):
     """(what leave_one_out() gives, the texts [P][S]) of samples [P][S] of ids, each up to the stop token."""
-    samples = [[until_stop(ids, tokenizer, stop) for ids in row] for row in samples]
+    samples = [[cut_at_stop(ids, tokenizer, stop) for ids in row] for row in samples]
     raw = [[tokenizer.decode_bytes(ids) for ids in row] for row in samples]
     found = leave_one_out(raw, bits_under(judge, tokenizer, prompts, samples) if judge else None)
     return found, [[one.decode("utf-8", "replace") for one in row] for row in raw]

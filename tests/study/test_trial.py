@@ -97,7 +97,7 @@ def test_a_run_on_a_task_has_the_share_of_right_answers():
     result = perform(run)
     assert result.levels.keys() == {"1", "3"} and result.bytes is None
     loaded = scoring.load(str(trial.folder_of(run)), "test", 0, "cpu", task=True)
-    scored = task_scores.scored(task_scores.Trained("run", *loaded), [1, 3], None, "test", 8)
+    scored = task_scores.score_run(task_scores.TaskRun("run", *loaded), [1, 3], None, "test", 8)
     assert result.score == scored["right"]
     shares = {int(level): right / asked for level, (_, right, asked) in result.levels.items()}
     assert shares == scored["levels"]

@@ -196,11 +196,11 @@ def test_rows_are_shown_with_wrong_answers_marked(task_run, shown):
     assert title == "==== recall, 3 pairs ===="
     data = TaskData(FLAGS, 12)
     x, y = data.rows("test", 3, 1, seed=1337)
-    assert tokens.split() == [data.words.shown(word) for word in x[0]]
-    assert wanted.split() == ["wanted", *(data.words.shown(word) for word in y[0] if word >= 0)]
+    assert tokens.split() == [data.words.text_of(word) for word in x[0]]
+    assert wanted.split() == ["wanted", *(data.words.text_of(word) for word in y[0] if word >= 0)]
     model = checkpoint.build(checkpoint.read(task_run), task_run)
     best = model(torch.from_numpy(x)).logits.argmax(-1)[0].tolist()
-    expected = [data.words.shown(a) + ("!" if a != w else "") for a, w in zip(best, y[0]) if w >= 0]
+    expected = [data.words.text_of(a) + ("!" if a != w else "") for a, w in zip(best, y[0]) if w >= 0]
     right = sum(not word.endswith("!") for word in expected)
     assert answers.split()[1:] == [*expected, *f"{right} of 3 right".split()]
     # an answer stands below the token behind which it is asked

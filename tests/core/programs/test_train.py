@@ -88,7 +88,8 @@ def test_the_log_says_how_well_the_critic_predicts(args, rows, tmp_path, a2c):
     assert all(each <= 1 for each in found) and len(set(found)) > 1
     state = checkpoint.read(tmp_path / "run/ckpt.pt")
     data = Dataset(state["train"]["dataset"])
-    assert scoring.of_critic(checkpoint.build(state, "x"), data, "val")["a2c_explained_variance"] == found[-1]
+    metrics = scoring.critic_metrics(checkpoint.build(state, "x"), data, "val")
+    assert metrics["a2c_explained_variance"] == found[-1]
 
 
 def test_train_returns_the_last_evaluation(args, rows, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanoheads.common import UserError
-from nanoheads.tasks import NOT_ASKED, TASKS, TaskBatches, TaskData, Words, learned_from, letters
+from nanoheads.tasks import NOT_ASKED, TASKS, TaskBatches, TaskData, Words, first_learned_step, letters
 
 LENGTH = 48
 
@@ -266,7 +266,7 @@ def test_count_can_be_guessed_by_place():
     ([0.1, 0.5, 0.9, 0.95], 30), ([0.9, 0.5, 0.9, 0.95], 30), ([1, 1, 1, 1], 10),
     ([0.1, 0.95, 0.95, 0.89], None), ([0.1, 0.2, 0.3, 0.4], None)])
 def test_learned_from_the_step_from_which_on_nine_tenths_are_right(shares, step):
-    assert learned_from([10, 20, 30, 40], shares) == step
+    assert first_learned_step([10, 20, 30, 40], shares) == step
 
 
 # ---- what does not fit ----
