@@ -56,7 +56,7 @@ LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no nu
 
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
 
-def ours(recipe, args, flags={}, off=0.0):
+def ours(recipe, args, flags={}, pruned_share=0.0):
     """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
     def build():
         sizes = "vocab_size", "block_size", "n_layer", "n_head", "n_embd"
@@ -64,8 +64,9 @@ def ours(recipe, args, flags={}, off=0.0):
             model = GPT(GPTConfig(**{key: getattr(args, key) for key in sizes}, recipe=recipe, **flags))
         except ValueError as e:  # sizes that make no model
             raise UserError(str(e)) from None
-        if off:
-            prune_heads(model, {layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
+        if pruned_share:
+            heads = range(round(pruned_share * args.n_head))
+            prune_heads(model, dict.fromkeys(range(args.n_layer), heads))
         config = TrainConfig(dtype=args.dtype, compile=args.compile,
                              compile_mode=args.compile_mode).for_recipe(recipe)
         run = train.ready_to_step(model.to(args.device), config, Process(args.device))
@@ -80,18 +81,18 @@ def on_task(args):
 
     def on_rows():
         model, step, generate = build()
-        batches, number = TaskBatches(data, args.batch_size, seed=0), itertools.count()
+        batches, step_numbers = TaskBatches(data, args.batch_size, seed=0), itertools.count()
 
-        def drawn_step(*_):
-            at = next(number)
-            x, y = (t.to(args.device) for t in batches(at))
-            step(x, y, None, batches.n_scored(at))
-        return model, drawn_step, generate
+        def step_on_rows(*_):
+            step_number = next(step_numbers)
+            x, y = (t.to(args.device) for t in batches(step_number))
+            step(x, y, None, batches.n_scored(step_number))
+        return model, step_on_rows, generate
 
-    def drawing():
-        batches, number = TaskBatches(data, args.batch_size, seed=0), itertools.count()
-        return None, lambda *_: batches(next(number)), None
-    return {"text": build, args.task: on_rows, "drawing its rows": drawing}
+    def draw_rows():
+        batches, step_numbers = TaskBatches(data, args.batch_size, seed=0), itertools.count()
+        return None, lambda *_: batches(next(step_numbers)), None
+    return {"text": build, args.task: on_rows, "drawing its rows": draw_rows}
 
 
 def nanogpt():
@@ -110,7 +111,7 @@ def contestants_of(args):
     if args.task:
         return on_task(args)
     if args.heads_off:
-        return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
+        return {f"{recipe}-{share:.0%}": ours(recipe, args, pruned_share=share) for share in args.heads_off}
     if args.mechanisms:
         flags, names = mechanisms(), []
         for name in args.mechanisms.split(","):
@@ -172,57 +173,57 @@ class Contest:
         self.args, self.rate = args, rate
         self.x, self.y = batch(args)
         self.builders = contestants_of(args)
-        self.built, self.own_bytes = {}, {}  # own: on cuda, its weights and the optimizer's state
-        self.measured = set()  # (kind of work, name)
+        self.contestants, self.own_bytes = {}, {}  # own: on cuda, its weights and the optimizer's state
+        self.done_rows = set()  # (kind of work, name)
 
     def build(self, name):
         cuda = on_cuda(self.args)
         before = torch.cuda.memory_allocated() if cuda else 0
-        self.built[name] = self.builders[name]()
+        self.contestants[name] = self.builders[name]()
         if cuda:
-            _, step, _ = self.built[name]
+            _, step, _ = self.contestants[name]
             step(self.x, self.y)  # a first step makes the optimizer's state
             self.own_bytes[name] = torch.cuda.memory_allocated() - before
 
     def drop(self, name):
-        self.built.pop(name, None)
+        self.contestants.pop(name, None)
         gc.collect()  # its optimizers and its compiled code form cycles
         if on_cuda(self.args):
             torch.cuda.empty_cache()
 
     def train(self, name):
-        _, step, _ = self.built[name]
+        _, step, _ = self.contestants[name]
         for _ in range(self.args.steps):
             step(self.x, self.y)
 
     def decode(self, name):
-        _, _, generate = self.built[name]
+        _, _, generate = self.contestants[name]
         with autocast(self.args):
             prompts = torch.zeros(self.args.decode_batch, 1, dtype=torch.long, device=self.args.device)
             generate(prompts, self.args.block_size - 1)
 
     def rows(self):
         """Yield a row for each that is built and each kind of work, once; the ratios are to the first."""
-        args, first = self.args, next(iter(self.built))
+        args, first = self.args, next(iter(self.contestants))
         for what in args.what.split(","):
             if what == "decode":
-                seconds = take_turns(self.built, self.decode, args, what)
+                seconds = take_turns(self.contestants, self.decode, args, what)
                 repeats = args.block_size - 1
                 tokens = repeats * args.decode_batch
             else:
-                seconds = take_turns(self.built, self.train, args, what)
+                seconds = take_turns(self.contestants, self.train, args, what)
                 tokens, repeats = args.steps * args.batch_size * args.block_size, args.steps
             for row in time_rows(what, seconds, first, tokens, repeats):
-                if (what, row["name"]) not in self.measured:
+                if (what, row["name"]) not in self.done_rows:
                     row.update(self.more_of(row) if what == "train" else {})
-                    self.measured.add((what, row["name"]))
+                    self.done_rows.add((what, row["name"]))
                     yield row
 
     def peak_bytes(self, name):
         """Peak memory: on cuda what one that is built holds and a step adds, else in a process of its own."""
         if not on_cuda(self.args):
             return peak_memory_cpu(name, self.args)
-        _, step, _ = self.built[name]
+        _, step, _ = self.contestants[name]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step(self.x, self.y)
@@ -234,9 +235,9 @@ class Contest:
         more = {"peak_bytes": self.peak_bytes(name)} if on_cuda(args) or args.memory else {}
         if not on_cuda(args):
             return more
-        model, _, _ = self.built[name]
+        model, _, _ = self.contestants[name]
         if name == "nanogpt":  # which is recipe=gpt2, counted by our formula
-            model, _, _ = self.built.get("gpt2", (None, None, None))
+            model, _, _ = self.contestants.get("gpt2", (None, None, None))
         if model is not None:
             used = model.flops_per_token() * row["tokens_per_s"]
             more.update(share_of_matmul_rate=used / (self.rate * 1e12),
@@ -379,9 +380,9 @@ def check(args):
             raise UserError(f"--{name}={getattr(args, name)} must be at most {LARGEST:,}")
     args.what = args.what or ("train" if args.mechanisms else "train,decode")
     if args.mechanisms:
-        known = ["all", *mechanisms()]
-        if unknown := sorted({*args.mechanisms.split(",")} - {*known}):
-            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {', '.join(known)}")
+        names = ["all", *mechanisms()]
+        if unknown := sorted({*args.mechanisms.split(",")} - {*names}):
+            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {', '.join(names)}")
     if args.mechanisms and args.heads_off:
         raise UserError("--mechanisms and --heads_off are two different benchmarks: one at a time")
     if any(not 0 <= share < 1 for share in args.heads_off or ()):
@@ -410,21 +411,21 @@ def run(args):
     else:
         rate = matmul_rate(args) if on_cuda(args) else None
         rows = (pair_rows if args.mechanisms else contest_rows)(args, rate)
-    done = []
+    finished_rows = []
     for row in rows:
-        done.append(row)
-        write(args, done, rate, finished=False)
+        finished_rows.append(row)
+        write(args, finished_rows, rate, finished=False)
         if args.mechanisms:  # which come one by one
             say(line_of(row), flush=True)
-    write(args, done, rate, finished=True)
-    if text := table_of(done):
+    write(args, finished_rows, rate, finished=True)
+    if text := table_of(finished_rows):
         print(text)
     if rate:
         print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
         say(args.json)
-    if failed := [row["name"] for row in done if "error" in row]:
-        raise UserError(f"{len(failed)} failed: {', '.join(failed)}")
+    if failed_names := [row["name"] for row in finished_rows if "error" in row]:
+        raise UserError(f"{len(failed_names)} failed: {', '.join(failed_names)}")
 
 
 def write(args, rows, rate, finished):

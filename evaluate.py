@@ -128,7 +128,7 @@ def text_difference(a, b):
     return ", ".join(words)
 
 
-def compare(report, first):
+def compare_reports(report, first):
     """A report compared with the first one, as a dict; None where it was scored on other text.
 
     bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
@@ -145,7 +145,7 @@ def difference_table(reports, width):
     """A table that compares each later report with the first; "" where there is only one."""
     first, rows = reports[0], []
     for report in reports[1:]:
-        comparison = compare(report, first)
+        comparison = compare_reports(report, first)
         name = report["name"].removesuffix("/best.pt")
         if comparison is None:
             rows.append((name, "other text: not compared", *["–"] * 4))
@@ -186,7 +186,7 @@ def score_runs(args, device, progress):
 
 def as_json(reports):
     """The reports without `pieces` (the nats of parts of the text), and each compared with the first."""
-    less = [compare(report, reports[0]) for report in reports[1:]]
+    less = [compare_reports(report, reports[0]) for report in reports[1:]]
     return {"runs": [{key: value for key, value in report.items() if key != "pieces"} for report in reports],
             "less_the_first": less}
 

@@ -64,34 +64,35 @@ def run(args):
     """Draw what is asked for, print the paths; the exit code. UserError: it cannot be written."""
     listing = writable(args.json) if args.json else None
     what, file = ("measured runs", "heads.jsonl") if args.heads else ("runs", "config.json")
-    beside = [*Path().glob(f"out-*/{file}")]
+    files_beside = [*Path().glob(f"out-*/{file}")]
     # where there are no runs here, those of the repository
-    out = Path("out") if Path("out").is_dir() or beside else Path(__file__).resolve().parent / "out"
-    known = sorted({path.parent for path in (*out.rglob(file), *beside)})
+    out = Path("out") if Path("out").is_dir() or files_beside else Path(__file__).resolve().parent / "out"
+    known_runs = sorted({path.parent for path in (*out.rglob(file), *files_beside)})
     for run in args.runs:
         if not run.is_dir():
-            near = difflib.get_close_matches(str(run), map(str, known), n=1, cutoff=0)
-            hint = f"did you mean {near[0]}?" if near else f"no {what} under {out}"
+            close_names = difflib.get_close_matches(str(run), map(str, known_runs), n=1, cutoff=0)
+            hint = f"did you mean {close_names[0]}?" if close_names else f"no {what} under {out}"
             say(f"{run}: no such run folder; {hint}", file=sys.stderr)
             sys.exit(2)
-    given = list({run.resolve(): run for run in args.runs or known}.values())  # a run named twice is one run
-    parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
-    names = [printable(os.path.relpath(run.resolve(), parent)) for run in given]
-    called = name_of(names, args.x) if args.runs else ""
-    together = args.out or Path(os.path.relpath(parent)) / "figures"
+    # a run that is named twice is one run
+    run_dirs = list({run.resolve(): run for run in args.runs or known_runs}.values())
+    parent = Path(os.path.commonpath([run.resolve().parent for run in run_dirs])) if run_dirs else out
+    names = [printable(os.path.relpath(run.resolve(), parent)) for run in run_dirs]
+    suffix = name_of(names, args.x) if args.runs else ""
+    comparison_dir = args.out or Path(os.path.relpath(parent)) / "figures"
     if args.out:
         writable_folder(args.out)
     if args.heads:
-        written = from_lab("lab.heads.pictures", "--heads").plot_heads(given, names, together, called)
+        paths = from_lab("lab.heads.pictures", "--heads").plot_heads(run_dirs, names, comparison_dir, suffix)
     else:
-        written = plot_runs(given, names, together, args.x, called)
-    if written:
-        say(*written)
+        paths = plot_runs(run_dirs, names, comparison_dir, args.x, suffix)
+    if paths:
+        say(*paths)
     if listing:
-        write_json(listing, [str(path) for path in written])
-    if not written:
-        say("nothing to plot" + ("" if given else f": no {what} under {out}"), file=sys.stderr)
-    return 0 if written else 1
+        write_json(listing, [str(path) for path in paths])
+    if not paths:
+        say("nothing to plot" + ("" if run_dirs else f": no {what} under {out}"), file=sys.stderr)
+    return 0 if paths else 1
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ def occurrences(path):
     size = path.stat().st_size
     if size % DTYPE.itemsize or not size:
         raise UserError(f"{path}: {size:,} bytes are no tokens of nanoGPT's, which have two each")
-    tokens, found = np.memmap(path, DTYPE, "r"), np.zeros(1 << 16, np.int64)
-    for at in range(0, len(tokens), BLOCK):
-        found += np.bincount(tokens[at:at + BLOCK], minlength=len(found))
-    return found
+    tokens, counts = np.memmap(path, DTYPE, "r"), np.zeros(1 << 16, np.int64)
+    for start in range(0, len(tokens), BLOCK):
+        counts += np.bincount(tokens[start:start + BLOCK], minlength=len(counts))
+    return counts
 
 
 def tokenizer_of(folder, largest):
@@ -85,7 +85,7 @@ def main(argv=None):
         raise UserError(f"{folder} has a meta.json and is a dataset already; --force writes it anew")
     counts = {path.stem: occurrences(path) for path in (folder / f"{split}.bin" for split in SPLITS)
               if path.is_file()}
-    largest = max(int(np.flatnonzero(each)[-1]) for each in counts.values())
+    largest = max(int(np.flatnonzero(split_counts)[-1]) for split_counts in counts.values())
     tok = tokenizer_of(folder, largest)
     if largest >= tok.vocab_size:
         raise UserError(f"{folder}: a token is {largest:,}, and the {tok.encoding} vocabulary has "
@@ -101,11 +101,12 @@ def main(argv=None):
     for split in SPLITS:
         tokens, size, chars = (counts[split][:tok.vocab_size] @ sizes).tolist()
         splits[split] = dict(tokens=tokens, bytes=size, chars=chars, sha256=sums[split])
-    own = [split for split in SPLITS if split != "test" or sums["test"] != sums["val"]]
-    source = {"file": [f"{split}.bin" for split in own],
-              "bytes": sum(splits[split]["bytes"] for split in own),
-              "sha256": identity([sums[split] for split in own])}
-    meta = write_meta(folder, folder.resolve().name, tok, splits, source, "" if "test" in own else NOTE)
+    own_splits = [split for split in SPLITS if split != "test" or sums["test"] != sums["val"]]
+    source = {"file": [f"{split}.bin" for split in own_splits],
+              "bytes": sum(splits[split]["bytes"] for split in own_splits),
+              "sha256": identity([sums[split] for split in own_splits])}
+    note = "" if "test" in own_splits else NOTE
+    meta = write_meta(folder, folder.resolve().name, tok, splits, source, note)
     report(folder, meta)
 
 

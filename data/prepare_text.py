@@ -80,28 +80,29 @@ def tokenizer_json(path):
 
 # ---- the files ----
 
-def files_of(source, between):
+def files_of(source, separator_name):
     """The text files of a --source: itself, or those of a folder in order of name, which are printed.
     UserError.
     """
     if require(source, "--source").is_file():
         return [source]
     paths = sorted(path for ending in ("", ".gz", ".xz") for path in source.glob("*.txt" + ending))
-    others = sorted(path.name + "/" * path.is_dir() for path in set(source.iterdir()) - set(paths))
-    print(f"{source}: {names([path.name for path in paths])}"
-          + f", and between two of them {between}" * (len(paths) > 1) + f"; skipped: {names(others)}")
+    other_names = sorted(path.name + "/" * path.is_dir() for path in set(source.iterdir()) - set(paths))
+    print(f"{source}: {list_names([path.name for path in paths])}"
+          + f", and between two of them {separator_name}" * (len(paths) > 1)
+          + f"; skipped: {list_names(other_names)}")
     if not paths:
         raise UserError(f"{source}: holds no .txt file; correct --source")
     return paths
 
 
-def names(those, most=8):
+def list_names(file_names, n_shown=8):
     """A list of files in words."""
-    rest = f" and {len(those) - most:,} more" if len(those) > most else ""
-    return ", ".join(those[:most]) + rest or "nothing"
+    remainder = f" and {len(file_names) - n_shown:,} more" if len(file_names) > n_shown else ""
+    return ", ".join(file_names[:n_shown]) + remainder or "nothing"
 
 
-def utf16(path):
+def wide_encoding(path):
     """"UTF-16", "UTF-16LE", "UTF-16BE" or "UTF-32", as iconv calls it, where a file begins so, else None.
 
     Those with LE or BE have no byte-order mark; but in the text of an alphabet every other byte is NUL.
@@ -119,47 +120,47 @@ def utf16(path):
 def read_files(paths, encoding, errors):
     """(the text of each file: bytes for byte, str for the others; a note on what is odd in them). UserError.
     """
-    texts, note, replaced, first = [], "", 0, ""
+    texts, note, n_replaced, first_place = [], "", 0, ""
     for path in paths:
-        if kind := utf16(path):
-            advice = f"convert it: iconv -f {kind} -t UTF-8 {path.name} > new.txt"
+        if encoding_name := wide_encoding(path):
+            advice = f"convert it: iconv -f {encoding_name} -t UTF-8 {path.name} > new.txt"
             if encoding != "byte":
-                raise UserError(f"{path}: is {kind[:6]}, not UTF-8; {advice}")
-            print(f"{path} is {kind[:6]}, many of whose bytes say nothing; {advice}")
-            note = note or (f"{path.name} is {kind[:6]}: its bits per byte are not those of the same text in "
-                            "UTF-8")
+                raise UserError(f"{path}: is {encoding_name[:6]}, not UTF-8; {advice}")
+            print(f"{path} is {encoding_name[:6]}, many of whose bytes say nothing; {advice}")
+            note = note or (f"{path.name} is {encoding_name[:6]}: its bits per byte are not those of the "
+                            "same text in UTF-8")
         if encoding == "byte":
             texts.append(b"".join(blocks(path)))
             continue
         text, strays, place = read_text(path, errors)
-        first = first or (f"byte {place:,} of {path.name}" if strays else "")
-        replaced += strays
+        first_place = first_place or (f"byte {place:,} of {path.name}" if strays else "")
+        n_replaced += strays
         texts.append(text)
-    if replaced:
-        note = (f"bytes that are not UTF-8, replaced by U+FFFD, which counts as 3 bytes: {replaced:,}, "
-                f"the first at {first}")
+    if n_replaced:
+        note = (f"bytes that are not UTF-8, replaced by U+FFFD, which counts as 3 bytes: {n_replaced:,}, "
+                f"the first at {first_place}")
     return texts, note
 
 
 # ---- the text, bytes or str ----
 
-def like(text, mark):
+def as_text(text, mark):
     """A str as what a text is: bytes or str."""
     return mark.encode() if isinstance(text, bytes) else mark
 
 
 def report(texts, args):
     """Print what of the line ends, marks and special tokens in the files needs a word."""
-    counts = {mark: sum(text.count(like(text, mark)) for text in texts)
+    counts = {mark: sum(text.count(as_text(text, mark)) for text in texts)
               for mark in ("\r\n", "\r", "\n", "\ufeff", *ENDS)}
-    crlf, marks = counts["\r\n"], counts["\ufeff"]
-    alone = counts["\r"] - crlf
-    lines = counts["\n"] + alone
-    if crlf or alone:
-        line = f"line ends: {crlf:,} of {lines:,} are CRLF" + f", {alone:,} are CR" * bool(alone)
+    crlf, n_marks = counts["\r\n"], counts["\ufeff"]
+    cr_alone = counts["\r"] - crlf
+    lines = counts["\n"] + cr_alone
+    if crlf or cr_alone:
+        line = f"line ends: {crlf:,} of {lines:,} are CRLF" + f", {cr_alone:,} are CR" * bool(cr_alone)
         print(line + ("; all are LF now" if args.normalise else "; --normalise makes all of them LF"))
-    if marks:
-        print(f"byte-order marks (U+FEFF): {marks:,}, which "
+    if n_marks:
+        print(f"byte-order marks (U+FEFF): {n_marks:,}, which "
               + ("are removed" if args.normalise else "stay in the text; --normalise removes them"))
     for end in ENDS:
         if counts[end] and end != args.separator:
@@ -167,15 +168,15 @@ def report(texts, args):
                   "makes documents of what is between")
 
 
-def normalised(text):
+def normalise(text):
     """A text whose lines all end in \\n alone, without byte-order marks."""
-    mark, crlf, cr, lf = (like(text, each) for each in ("\ufeff", "\r\n", "\r", "\n"))
+    mark, crlf, cr, lf = (as_text(text, mark_text) for mark_text in ("\ufeff", "\r\n", "\r", "\n"))
     return text.replace(mark, mark[:0]).replace(crlf, lf).replace(cr, lf)
 
 
-def joined(texts, separator):
+def join_texts(texts, separator):
     """The texts one after the other, and the separator between two unless the first ends with it."""
-    mark, parts = like(texts[0], separator), []
+    mark, parts = as_text(texts[0], separator), []
     for text in texts:
         if parts and not parts[-1].endswith(mark):
             parts.append(mark)
@@ -188,11 +189,11 @@ def split_text(text, args):
     val, test = int(len(text) * args.val), int(len(text) * args.test)
     ends, documents = [len(text) - val - test, len(text) - test], 0
     if args.separator:
-        for match in re.finditer(re.escape(like(text, args.separator)), text):
+        for match in re.finditer(re.escape(as_text(text, args.separator)), text):
             documents += 1
             ends = [match.end() if match.start() < end < match.end() else end for end in ends]
         if not documents:
-            crlf = not args.normalise and like(text, "\r\n") in text
+            crlf = not args.normalise and as_text(text, "\r\n") in text
             raise UserError(f"{args.source}: --separator={args.separator!r} is not in the text"
                             + ("; lines end in CRLF: take --normalise as well" if crlf else ""))
         print(f"{args.separator!r} ends a document {plural(documents, 'time')}")
@@ -220,9 +221,9 @@ def main(argv=None):
     if separator:
         options["separator"] = separator
 
-    as_token = separator and args.encoding in ("gpt2", "hf")
-    between = "an end-of-text token" if as_token else repr(separator) if separator else "nothing"
-    paths = files_of(Path(args.source).expanduser(), between)
+    ends_documents = separator and args.encoding in ("gpt2", "hf")
+    separator_name = "an end-of-text token" if ends_documents else repr(separator) if separator else "nothing"
+    paths = files_of(Path(args.source).expanduser(), separator_name)
     sources = [describe(path) for path in paths]
     for path, file in zip(paths, sources):
         if not file.bytes:
@@ -230,13 +231,13 @@ def main(argv=None):
     source = origin(sources)
     texts, note = read_files(paths, args.encoding, args.errors)
     report(texts, args)
-    text = joined([normalised(each) for each in texts] if args.normalise else texts, separator)
+    text = join_texts([normalise(each) for each in texts] if args.normalise else texts, separator)
     texts = split_text(text, args)
     if args.by_default and not args.force and is_of_another_text(args.out, source["sha256"]):
         raise UserError(f"{args.out} holds another text: name another folder with --out, or write it anew "
                         "with --force")
     if not is_prepared(args, source["sha256"], options):
-        build(args, texts, source, note, options, vocab, separator if as_token else None)
+        build(args, texts, source, note, options, vocab, separator if ends_documents else None)
 
 
 def is_of_another_text(folder, sha256):

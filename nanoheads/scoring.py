@@ -333,7 +333,8 @@ def load(path, split, stride, device, dataset=None, settings=(), task=False):
         for key in ("tokens", "bytes", "separator"):
             if trained_split.get(key) not in (None, current_split[key]):
                 raise UserError(f"{path}: at its training {data.dir / 'meta.json'} had "
-                                f"{key}={trained_split[key]} for {split}, and it has {current_split[key]} now; {advice}")
+                                f"{key}={trained_split[key]} for {split}, and it has {current_split[key]} "
+                                f"now; {advice}")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
 
@@ -348,7 +349,7 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
     max_tokens: score so many tokens at most, evenly spaced, in windows of `longest`, 0: of the model's own
     context; rows: windows in one forward pass, None: by device. pack: score without the heads whose gate is
     0, see pruning.pack(); what is said of the model is of all heads. pieces, [n], are nats of consecutive
-    parts of the text: what compared() needs.
+    parts of the text: what the comparison of two checkpoints needs.
     """
     state, model, data = load(path, split, stride, device, dataset, settings)
     T, size, parts = model.config.block_size, dict(data.splits[split]), []

@@ -121,18 +121,18 @@ def commit():
     return from_hub(ask)
 
 
-def streamed(revision, skip):
+def stream(revision, skip):
     """The documents of the Hub's sample at a commit, without the first `skip`. UserError."""
     def begin():
         from datasets import load_dataset
-        found = load_dataset(REPO, name=SAMPLE, revision=revision, split="train", streaming=True)
-        return iter(found.skip(skip))
+        dataset = load_dataset(REPO, name=SAMPLE, revision=revision, split="train", streaming=True)
+        return iter(dataset.skip(skip))
     rows = from_hub(begin)
     while (row := from_hub(lambda: next(rows, None))) is not None:
         yield row["text"]
 
 
-def encoded(tok, documents):
+def encode_documents(tok, documents):
     """The tokens of each document, with what parts it from the others."""
     documents = iter(documents)
     while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
@@ -152,32 +152,32 @@ def write_shards(args, tok, documents, progress):
     are whole in them, and `into`: how many tokens of the document after these are in them as well.
     """
     room = np.empty(args.shard_tokens, tok.dtype)
-    held, done, at = 0, progress["documents"], progress["into"]
+    n_held, n_documents, n_written = 0, progress["documents"], progress["into"]
     with tqdm(desc="tokens", unit="", unit_scale=True, mininterval=0.5) as bar:
-        for ids in encoded(tok, documents):
-            while at < len(ids):
-                part = ids[at:at + len(room) - held]
-                room[held:held + len(part)] = part
-                held, at = held + len(part), at + len(part)
+        for ids in encode_documents(tok, documents):
+            while n_written < len(ids):
+                part = ids[n_written:n_written + len(room) - n_held]
+                room[n_held:n_held + len(part)] = part
+                n_held, n_written = n_held + len(part), n_written + len(part)
                 bar.update(len(part))
-                if held == len(room):
-                    put_shard(args, room, {**progress, "documents": done, "into": at}, progress)
-                    held = 0
-            done, at = done + 1, 0
-    if held:
-        put_shard(args, room[:held], {**progress, "documents": done, "into": 0}, progress)
+                if n_held == len(room):
+                    put_shard(args, room, {**progress, "documents": n_documents, "into": n_written}, progress)
+                    n_held = 0
+            n_documents, n_written = n_documents + 1, 0
+    if n_held:
+        put_shard(args, room[:n_held], {**progress, "documents": n_documents, "into": 0}, progress)
     keep(args, progress, done=True)
 
 
-def put_shard(args, tokens, now, progress):
-    """Write a shard, whole or not at all, then that it is there, how far `now` is, into `progress`."""
+def put_shard(args, tokens, position, progress):
+    """Write a shard, whole or not at all, then that it is there, and the new position, into `progress`."""
     number = len(progress["shards"])
     name = f"fineweb_{'train' if number else 'val'}_{number:06d}.bin"
     head = shards.header(len(tokens)) if args.encoding == "gpt2" else b""
     write_atomic(args.out / name, lambda file: file.writelines([head, tokens]))
     sha = hashlib.sha256(head)
     sha.update(tokens)
-    progress.update(now)
+    progress.update(position)
     keep(args, progress, shards=[*progress["shards"], dict(file=name, sha256=sha.hexdigest())])
 
 
@@ -186,38 +186,40 @@ def keep(args, progress, **more):
     write_json(args.out / "progress.json", progress)
 
 
-def begun(args, asked):
+def load_progress(args, settings):
     """The progress.json of a folder: that of a run which asked for the same, or a new one. UserError."""
-    path, new = args.out / "progress.json", dict(asked=asked, documents=0, into=0, done=False, shards=[])
-    there = sorted(args.out.glob("fineweb_*.bin"))
+    path = args.out / "progress.json"
+    new_progress = dict(asked=settings, documents=0, into=0, done=False, shards=[])
+    shard_paths = sorted(args.out.glob("fineweb_*.bin"))
     if args.force:
-        for old in there if path.is_file() else ():  # this script's
+        for old in shard_paths if path.is_file() else ():  # this script's
             old.unlink()
-        return new
+        return new_progress
     if not path.is_file():
-        if there:
-            raise UserError(f"{there[0]} is there, and no progress.json says that this script wrote it: name "
-                            "another folder with --out, read it with --shards, or write over it with --force")
-        return new
+        if shard_paths:
+            raise UserError(f"{shard_paths[0]} is there, and no progress.json says that this script wrote "
+                            "it: name another folder with --out, read it with --shards, or write over it "
+                            "with --force")
+        return new_progress
     try:
         progress = json.loads(path.read_bytes())
-        before = progress["asked"]
-        if new.keys() - progress.keys():
+        old_settings = progress["asked"]
+        if new_progress.keys() - progress.keys():
             raise ValueError("keys are missing")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}); --force begins anew") from None
-    if before != asked:
-        raise UserError(f"{args.out} holds shards of {before}, and this asks for {asked}: name another "
-                        "folder with --out, or begin anew with --force")
+    if old_settings != settings:
+        raise UserError(f"{args.out} holds shards of {old_settings}, and this asks for {settings}: name "
+                        "another folder with --out, or begin anew with --force")
     return progress
 
 
-def made(args, asked, paths):
+def make_shards(args, settings, paths):
     """({split: paths of its shards}, {path: sha256}, where they come from), once all are written. UserError.
 
     paths: the files of --source, None: the Hub.
     """
-    progress, tok = begun(args, asked), Tokenizer(args.encoding)
+    progress, tok = load_progress(args, settings), Tokenizer(args.encoding)
     if paths is None and "commit" not in progress:
         progress["commit"] = commit()
     if progress["shards"] and not progress["done"]:
@@ -229,7 +231,7 @@ def made(args, asked, paths):
         keep(args, progress)
         skip = progress["documents"]
         rows = (text for path in paths or () for text in rows_of(path))
-        write_shards(args, tok, streamed(progress["commit"], skip) if paths is None else
+        write_shards(args, tok, stream(progress["commit"], skip) if paths is None else
                      islice(rows, skip, None), progress)
     names = [shard["file"] for shard in progress["shards"]]
     if len(names) < 2:
@@ -245,17 +247,17 @@ def made(args, asked, paths):
 
 # ---- shards that are there ----
 
-def by_name(patterns):
+def shards_by_split(patterns):
     """{split: paths} of the files of --shards. UserError."""
-    found = (path for pattern in patterns for path in glob.glob(os.path.expanduser(pattern)))
-    paths = sorted({Path(path).absolute() for path in found})
+    matches = (path for pattern in patterns for path in glob.glob(os.path.expanduser(pattern)))
+    paths = sorted({Path(path).absolute() for path in matches})
     if not paths:
         raise UserError(f"--shards {' '.join(patterns)}: no such file")
     if folders := [path for path in paths if path.is_dir()]:
         raise UserError(f"--shards: {folders[0]} is a folder; name the files in it, as '{folders[0]}/*.bin'")
     names = [path.name for path in paths]
-    if double := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"--shards: two files are called {double[0]}; give them different names")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--shards: two files are called {repeated[0]}; give them different names")
     files = {}
     for path in paths:
         splits = [split for split in ("train", "val") if split in path.name]
@@ -271,7 +273,7 @@ def by_name(patterns):
 
 # ---- meta.json ----
 
-def described(out, tok, files, sums):
+def describe_splits(out, tok, files, sums):
     """{split: what meta.json says of it}; each file is read once, for its sha256 and for what its tokens are.
 
     files: {split: paths}; sums: {path: sha256} of those that have one already. UserError.
@@ -314,7 +316,7 @@ def read_shard(path, header, dtype, bar):
     return sha256.hexdigest(), counts
 
 
-def already(args, options, files):
+def is_prepared(args, options, files):
     """True, after printing the counts, where the folder is whole and was made like this. UserError.
 
     files: those of --shards by split, None: any.
@@ -322,8 +324,8 @@ def already(args, options, files):
     if args.force or not (args.out / "meta.json").is_file():
         return False
     data = Dataset(args.out)
-    others = [split for split in files or () if data.files(split) != files[split]]
-    if others or data.meta.get("options") != options:
+    changed_splits = [split for split in files or () if data.files(split) != files[split]]
+    if changed_splits or data.meta.get("options") != options:
         raise UserError(f"{args.out} holds another text: name another folder with --out, or write this one "
                         "anew with --force")
     for split in data.splits:
@@ -349,24 +351,24 @@ def main(argv=None):
     args = command_line(argv)
     files, paths = None, None
     if args.shards:
-        files, options = by_name(args.shards), {"from": "shards"}
+        files, options = shards_by_split(args.shards), {"from": "shards"}
     else:
         paths = files_of(Path(args.source).expanduser()) if args.source else None
         size = sum(path.stat().st_size for path in paths or ())
         text = f"{plural(len(paths), 'file')} of {size:,} bytes" if paths else f"{REPO}, {SAMPLE}"
         options = {"from": text, "shard_tokens": args.shard_tokens}
     options.update({"separator": END_OF_BYTES} if args.encoding == "byte" else {})
-    if already(args, options, files):
+    if is_prepared(args, options, files):
         return
     sums, source = {}, None
     if files is None:
-        files, sums, source = made(args, {**options, "encoding": args.encoding}, paths)
+        files, sums, source = make_shards(args, {**options, "encoding": args.encoding}, paths)
     args.out.mkdir(parents=True, exist_ok=True)
     tok = Tokenizer(args.encoding)
-    splits = described(args.out, tok, files, sums)
+    splits = describe_splits(args.out, tok, files, sums)
     note = "" if "test" in splits else NOTE
     splits.setdefault("test", splits["val"])
-    source = source or {"file": [path.name for each in files.values() for path in each]}
+    source = source or {"file": [path.name for paths_of_split in files.values() for path in paths_of_split]}
     source["sha256"] = identity([splits[split]["sha256"] for split in files])
     meta = write_meta(args.out, args.name, tok, {split: splits[split] for split in SPLITS}, source, note,
                       options)

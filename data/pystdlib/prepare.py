@@ -25,7 +25,7 @@ MADE_AT_BUILD = ("_sysconfigdata", "config-")
 
 def library(folder):
     """[(split, path relative to the folder, bytes)] of the .py files that are UTF-8, in order of path."""
-    found = []
+    files = []
     for path in sorted(Path(folder).rglob("*.py"), key=lambda p: p.relative_to(folder).as_posix()):
         name = path.relative_to(folder)
         if LEFT_OUT & set(name.parts) or name.parts[0].startswith(MADE_AT_BUILD):
@@ -36,8 +36,8 @@ def library(folder):
         except UnicodeDecodeError:
             continue
         bucket = int(hashlib.sha256(name.as_posix().encode()).hexdigest()[:8], 16) % 100
-        found.append(("train" if bucket < 90 else "val" if bucket < 95 else "test", name.as_posix(), data))
-    return found
+        files.append(("train" if bucket < 90 else "val" if bucket < 95 else "test", name.as_posix(), data))
+    return files
 
 
 def main(argv=None):
@@ -47,12 +47,13 @@ def main(argv=None):
              for split, name, data in library(folder)]
     if not files:
         raise UserError(f"{folder}: holds no .py file; name the standard library's folder with --source")
-    whole = b"".join(text for _, text in files)
+    all_bytes = b"".join(text for _, text in files)
     source = {"file": f"standard library of Python {platform.python_version()}, {len(files)} files",
-              "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+              "bytes": len(all_bytes), "sha256": hashlib.sha256(all_bytes).hexdigest()}
     options = {"python": platform.python_version()}
     if not is_prepared(args, source["sha256"], options):
-        texts = {split: b"".join(text for own, text in files if own == split) for split in SPLITS}
+        texts = {split: b"".join(text for file_split, text in files if file_split == split)
+                 for split in SPLITS}
         build(args, texts, source, options=options)
 
 

@@ -517,7 +517,7 @@ def test_what_keeps_two_checkpoints_from_being_compared_is_said(other, words):
     reports = [fake_run("a"), fake_run("b", **other)]
     lines = score_table(reports).splitlines()
     assert f"Not compared with a, since the scored text differs: b ({words})." in lines
-    assert evaluate.compare(*reports[::-1]) is None
+    assert evaluate.compare_reports(*reports[::-1]) is None
     row, = (line for line in lines if line.startswith("b ") and "other text: not compared" in line)
     assert row.split()[-4:] == ["–"] * 4
 
