@@ -50,10 +50,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, block_mask, blocks_reached,
-                                 columns_of, has_flex_attention, in_turn, logits_of, random_cells)
+                                 columns_of, combine_scores, has_flex_attention, logits_of, random_cells)
 from nanoheads.by_hand import HeadControl
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
-                               heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
+                               heads_of, norm_and_rotate, pad_rows, product_dtype, relu2, rms_norm,
                                rope_tables, sum_so_far)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_features, distance_to_teacher,
                               label_losses, logit, penalise, portions, sample_token)
@@ -381,7 +381,7 @@ class CausalSelfAttention(nn.Module):
         if not self.queries_are_keys:
             return self.split(qkv, heads, self.n_head, self.n_kv_head)
         rope = heads.forward_pass.rope[self.head_size] if self.rope else None
-        q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope, self.norm_eps)
+        q = norm_and_rotate(qkv[:, :, None], self.qk_norm, rope, self.norm_eps)
         q = q.squeeze(2).transpose(1, 2)
         v = heads.x.unflatten(-1, (-1, self.head_size))
         v = v if v.size(2) == self.n_head else v[..., self.head_ids, :]
@@ -409,7 +409,7 @@ class CausalSelfAttention(nn.Module):
         if self.changes_scores:
             functions = [(m.score_mod(self, heads), isinstance(m, AddedHeads)) for m in self.mechanisms()
                          if m.changes_scores]
-            heads.score_mod = in_turn(functions, self.n_head, self.n_extra)
+            heads.score_mod = combine_scores(functions, self.n_head, self.n_extra)
         return attend(heads.q, heads.k, heads.v, scale=self.scale, mask=forward_pass.mask,
                       score_mod=heads.score_mod,
                       stats="shape" if forward_pass.wants_traces else self.needs_row_stats,
@@ -731,7 +731,7 @@ class GPT(HeadControl, nn.Module):
         """Logits in float32, [..., C] -> [..., V]."""
         vocabulary = self.config.vocab_size
         if x.is_cuda and vocabulary % 64 and torch.is_grad_enabled():  # decoding would pad it for each token
-            logits = F.linear(x, padded_rows(self.lm_head.weight))[..., :vocabulary].float()
+            logits = F.linear(x, pad_rows(self.lm_head.weight))[..., :vocabulary].float()
         else:
             logits = self.lm_head(x).float()
         if self.config.softcap:

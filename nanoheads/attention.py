@@ -62,25 +62,25 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
     """
     stats = stats or ("lse" if spread else None)
     if isinstance(mask, Documents):
-        return in_documents(q, k, v, mask, n_keys, score_mod, scale=scale, stats=stats, spread=spread,
-                            detach=detach, dropout=dropout)
+        return attend_documents(q, k, v, mask, n_keys, score_mod, scale=scale, stats=stats, spread=spread,
+                                detach=detach, dropout=dropout)
     if mask is None and 1 < q.size(2) < k.size(2):  # kernels would take the first keys for the queries' own
-        mask = seen_by(None, columns_of(q, k), k.size(2))[None, None]
+        mask = visible_keys(None, columns_of(q, k), k.size(2))[None, None]
     if not q.numel():  # torch 2.11 divides by the number of heads
-        nothing = q.new_zeros(q.shape[:3])
+        empty = q.new_zeros(q.shape[:3])
         y = q @ for_each_head(k, q.size(1)).mT @ for_each_head(v, q.size(1))
-        return y, RowStats(nothing, nothing, nothing, nothing) if stats else None
-    by_blocks = isinstance(mask, BlockMask)
-    on_gpu = by_blocks and has_flex_attention(q.device)
-    if by_blocks and dropout and score_mod is None and not stats:
+        return y, RowStats(empty, empty, empty, empty) if stats else None
+    is_block_mask = isinstance(mask, BlockMask)
+    on_gpu = is_block_mask and has_flex_attention(q.device)
+    if is_block_mask and dropout and score_mod is None and not stats:
         mask = None  # it is there for traces alone: a window is refused with dropout
-        by_blocks = False
-    if not stats and score_mod is None and (on_gpu or not by_blocks):
+        is_block_mask = False
+    if not stats and score_mod is None and (on_gpu or not is_block_mask):
         if on_gpu:
             return flex(q, k, v, scale, mask)[0], None
         # how many are open depends on the data, which a compiled graph cannot
         if open is not None and not torch.compiler.is_compiling():
-            return open_heads(q, k, v, scale, mask, dropout, open), None
+            return attend_open_heads(q, k, v, scale, mask, dropout, open), None
         return fused(q, k, v, scale, mask, dropout), None
 
     k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
@@ -90,29 +90,31 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
         return y, RowStats(lse.detach() if detach else lse) if stats else None
     flash = q.device.type == "cpu" and q.size(2) > 1
     if score_mod is not None or stats and not on_gpu and not flash:
-        return in_portions(from_logits, q, k, v, mask, n_keys, scale=scale, score_mod=score_mod, **options)
-    if by_blocks and not on_gpu:
-        return in_portions(from_flash, q, k, v, mask, n_keys, scale=scale, **options)
+        return attend_in_portions(attend_by_logits, q, k, v, mask, n_keys, scale=scale, score_mod=score_mod,
+                                  **options)
+    if is_block_mask and not on_gpu:
+        return attend_in_portions(attend_by_flash, q, k, v, mask, n_keys, scale=scale, **options)
     return row_statistics(q, k, v, scale, mask, n_keys, **options)
 
 
-def in_turn(functions, n_own, n_added=0):
+def combine_scores(functions, n_own, n_added=0):
     """One score function of several, [(function or None, does it act on added heads too)]; None: all are.
 
     n_own, n_added: a layer's own heads, and those that another mechanism has added behind them. A function
     that acts on the own heads alone never sees the number of another one.
     """
-    functions = [(f, every or not n_added) for f, every in functions if f is not None and (every or n_own)]
+    functions = [(function, on_all_heads or not n_added) for function, on_all_heads in functions
+                 if function is not None and (on_all_heads or n_own)]
     if not functions:
         return None
 
     def score_mod(score, b, h, t, s):
-        for function, every in functions:
-            if every:
-                score = checked(function, function(score, b, h, t, s), score)
+        for function, on_all_heads in functions:
+            if on_all_heads:
+                score = check_score(function, function(score, b, h, t, s), score)
             else:
-                changed = checked(function, function(score, b, h.clamp_max(n_own - 1), t, s), score)
-                score = torch.where(h < n_own, changed, score)
+                own_score = check_score(function, function(score, b, h.clamp_max(n_own - 1), t, s), score)
+                score = torch.where(h < n_own, own_score, score)
         return score
 
     score_mod.functions = [function for function, _ in functions]  # whose files and lines a message names
@@ -123,7 +125,7 @@ class ScoreError(ValueError):
     """A score function returned what cannot be scores. files: where it, or each of several, was written."""
 
     def __init__(self, function, words):
-        codes = [code_of(each) for each in getattr(function, "functions", [function])]
+        codes = [code_of(part) for part in getattr(function, "functions", [function])]
         self.files = [code.co_filename for code in codes]
         places = " or ".join(f"{code.co_filename}, line {code.co_firstlineno}" for code in codes)
         super().__init__(f"{places}: {words}")
@@ -136,12 +138,12 @@ def code_of(function):
     return getattr(function, "__code__", None) or type(function).__call__.__code__
 
 
-def checked(function, score, before):
+def check_score(function, score, before):
     """What a score function returned; ScoreError where that is no score."""
     if not torch.is_tensor(score) or score.shape != before.shape:
-        got = f"the shape {[*score.shape]}" if torch.is_tensor(score) else f"a {type(score).__name__}"
+        description = f"the shape {[*score.shape]}" if torch.is_tensor(score) else f"a {type(score).__name__}"
         raise ScoreError(function, f"the score function was given scores of the shape {[*before.shape]} and "
-                                   f"returned {got}; it must return scores of the same shape")
+                                   f"returned {description}; it must return scores of the same shape")
     if not score.is_floating_point():
         raise ScoreError(function, f"the score function returned {score.dtype}; scores must be "
                                    "floating-point numbers")
@@ -157,7 +159,7 @@ def fused(q, k, v, scale, mask, dropout):
     if k.size(1) != q.size(1):
         options["enable_gqa"] = True
     width = v.size(-1)
-    q, k, v = in_eights(q, k, v)
+    q, k, v = pad_to_eights(q, k, v)
     if not torch.compiler.is_compiling() and costs_a_plan(q):
         with without_cudnn():
             y = F.scaled_dot_product_attention(q, k, v, **options)
@@ -169,7 +171,7 @@ def fused(q, k, v, scale, mask, dropout):
 SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
 
 
-def open_heads(q, k, v, scale, mask, dropout, open):
+def attend_open_heads(q, k, v, scale, mask, dropout, open):
     """fused() of the heads that are open in a row, bool [B, H], alone; the others give 0.
 
     Neighbouring heads that are open in the same rows are computed together, and so are neighbouring rows: all
@@ -182,8 +184,9 @@ def open_heads(q, k, v, scale, mask, dropout, open):
         shared = slice(heads.start // group, -(-heads.stop // group))
         for rows in runs(rows_of[heads.start]):
             if rows_of[heads.start][rows.start]:
-                seen = mask if mask is None or len(mask) == 1 else mask[rows]
-                y[rows, heads] = fused(q[rows, heads], k[rows, shared], v[rows, shared], scale, seen, dropout)
+                row_mask = mask if mask is None or len(mask) == 1 else mask[rows]
+                y[rows, heads] = fused(q[rows, heads], k[rows, shared], v[rows, shared], scale, row_mask,
+                                       dropout)
     return y
 
 
@@ -195,7 +198,7 @@ def runs(values):
         yield slice(start, stop)
 
 
-def in_eights(q, k, v):
+def pad_to_eights(q, k, v):
     """q, k and v with zeros behind their last dimension, up to a multiple of 8, where a kernel wants that.
 
     They add nothing to a logit, and what they make of the output is 0 and cut off. The scale has to be given:
@@ -225,12 +228,12 @@ def costs_a_plan(q):
 @contextmanager
 def without_cudnn():
     """PyTorch picks another of its attention kernels."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 # ---- FlexAttention ----
@@ -257,7 +260,7 @@ def flex(q, k, v, scale, mask, score_mod=None):
     with zeros, and so are those whose size is no multiple of 8.
     """
     k, v, width = for_each_head(k, q.size(1)), for_each_head(v, q.size(1)), v.size(-1)
-    q, k, v = in_eights(q, k, v)
+    q, k, v = pad_to_eights(q, k, v)
     q, k, v = (F.pad(t, (0, FLEX_MIN - t.size(-1))) if t.size(-1) < FLEX_MIN else t for t in (q, k, v))
     kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
     options = None
@@ -320,20 +323,20 @@ def block_mask(T, device, mask_mod, window=None, n_global=0, random_blocks=None,
         partial_blocks = partial_blocks & near
         full_blocks = full_blocks & (((i - j) * size + size - 1 < window) | (j * size + size - 1 < n_global))
 
-    def listed(table):
+    def block_lists(table):
         """How many blocks each row of a table has, and which, in the form of BlockMask."""
         order = table.int().argsort(dim=-1, descending=True, stable=True)
         n, order = table.sum(-1, dtype=torch.int32), order.int()
         return (n[None, None], order[None, None]) if begins is None else (n[:, None], order[:, None])
 
-    def in_row(b, h, query, key):
+    def mask_of_row(b, h, query, key):
         if begins is None:
             return mask_mod(query, key)
         first = begins[b, query]
         return (key >= first) & mask_mod(query - first, key - first)
 
-    return BlockMask.from_kv_blocks(*listed(partial_blocks & ~full_blocks), *listed(full_blocks),
-                                    BLOCK_SIZE=size, seq_lengths=(T, T), mask_mod=in_row)
+    return BlockMask.from_kv_blocks(*block_lists(partial_blocks & ~full_blocks), *block_lists(full_blocks),
+                                    BLOCK_SIZE=size, seq_lengths=(T, T), mask_mod=mask_of_row)
 
 
 def random_cells(T, cell, window, n_random):
@@ -361,7 +364,7 @@ def blocks_reached(cells, cell, T):
     return reaches.T @ cells.float() @ reaches > 0
 
 
-def seen_by(mask, queries, S):
+def visible_keys(mask, queries, S):
     """Who of the queries, by their columns [T, 1], sees whom of S keys: bool, [T, S] or [B, 1, T, S].
 
     mask: as for attend(), and if it is stored, of these queries alone.
@@ -402,41 +405,42 @@ class Documents:
         length = first.diff(append=first.new_tensor([n]))
         # two groups an octave: a document is at most half as long again as the shortest in its group
         octave = (2 * length.double().log2()).floor()
-        self.groups, found, count = [], torch.empty(n, dtype=torch.long, device=device), 0
-        for each in octave.unique():
-            starts, lengths = first[octave == each, None], length[octave == each, None]
-            behind = torch.arange(int(lengths.max()), device=device)
-            places, own = starts + behind.minimum(lengths - 1), behind < lengths
+        self.groups, token_places, count = [], torch.empty(n, dtype=torch.long, device=device), 0
+        for level in octave.unique():
+            starts, lengths = first[octave == level, None], length[octave == level, None]
+            offsets = torch.arange(int(lengths.max()), device=device)
+            places, is_token = starts + offsets.minimum(lengths - 1), offsets < lengths
             self.groups.append(Group(places, make_mask(places.size(1))))
-            found[places[own]] = count + own.flatten().nonzero().flatten()
+            token_places[places[is_token]] = count + is_token.flatten().nonzero().flatten()
             count += places.numel()
-        self.found = found  # [B * T]: the place of each token among those of all groups
+        self.token_places = token_places  # [B * T]: the place of each token among those of all groups
 
 
-def in_documents(q, k, v, documents, n_keys, score_mod, **how):
+def attend_documents(q, k, v, documents, n_keys, score_mod, **options):
     """attend() of each of the Documents by itself."""
-    def apart(x):
+    def to_documents(x):
         """x [B, H, T, ...] -> [n, H, L, ...]"""
         flat = x.transpose(1, 2).flatten(0, 1).index_select(0, places.flatten())  # faster than flat[places]
         return flat.unflatten(0, places.shape).transpose(1, 2)
 
-    def together(parts):
+    def to_rows(parts):
         """Of all groups [n, H, L, ...] -> [B, H, T, ...]"""
         flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])
-        return flat.index_select(0, documents.found).unflatten(0, documents.shape).transpose(1, 2)
+        return flat.index_select(0, documents.token_places).unflatten(0, documents.shape).transpose(1, 2)
 
-    found = []
+    outputs = []
     for places, mask in documents.groups:
-        moved = score_mod and in_columns(score_mod, places, documents.shape[1])
-        found.append(attend(apart(q), apart(k), apart(v), mask=mask, score_mod=moved,
-                            n_keys=None if n_keys is None else apart(n_keys), **how))
-    y, rows = zip(*found)
+        document_score_mod = score_mod and score_in_documents(score_mod, places, documents.shape[1])
+        outputs.append(attend(to_documents(q), to_documents(k), to_documents(v), mask=mask,
+                              score_mod=document_score_mod,
+                              n_keys=None if n_keys is None else to_documents(n_keys), **options))
+    y, rows = zip(*outputs)
     if rows[0] is None:
-        return together(y), None
-    return together(y), RowStats(*(None if each[0] is None else together(each) for each in zip(*rows)))
+        return to_rows(y), None
+    return to_rows(y), RowStats(*(None if stats[0] is None else to_rows(stats) for stats in zip(*rows)))
 
 
-def in_columns(score_mod, places, T):
+def score_in_documents(score_mod, places, T):
     """A score function of documents that are rows by themselves, from one of the rows of T that they are in.
     """
     row, column = places[:, 0] // T, places % T
@@ -453,8 +457,9 @@ LOGITS_AT_ONCE = 2**21  # over all rows and heads, 8 MB of float32: tried from 2
 MOST_COMPILED = 8       # portions in a compiled graph, which holds the code of each
 
 
-def in_portions(compute, q, k, v, mask, n_keys, **how):
-    """attend() some queries at a time, each portion by `compute`: from_logits() or from_flash().
+def attend_in_portions(compute, q, k, v, mask, n_keys, **options):
+    """attend() some queries at a time, each portion by `compute`: attend_by_logits() or
+    attend_by_flash().
 
     A portion reads the keys up to its last query. The last portion, which reads all, is computed first, so
     that each fits where the one before it was: the C library gives a freed place to no request that is as
@@ -465,28 +470,30 @@ def in_portions(compute, q, k, v, mask, n_keys, **how):
     B, H, T, S = *q.shape[:3], k.size(2)
     columns = columns_of(q, k)
     if B * H * T * S <= LOGITS_AT_ONCE:
-        return compute(q, k, v, n_keys, columns, mask, **how)
-    stored = torch.is_tensor(mask)
-    draws = bool(how["dropout"]) or how.get("score_mod") is not None  # or may draw random numbers
+        return compute(q, k, v, n_keys, columns, mask, **options)
+    is_stored = torch.is_tensor(mask)
+    is_random = bool(options["dropout"]) or options.get("score_mod") is not None  # or may draw random numbers
     size = max(1, LOGITS_AT_ONCE // (B * H * S))
     if torch.compiler.is_compiling():
         size = max(size, -(-T // MOST_COMPILED))
     portions = []
     for start in reversed(range(0, T, size)):
-        some = slice(start, min(start + size, T))
+        portion = slice(start, min(start + size, T))
         # a mask that is stored may show later keys too, as in a layer that is not causal
-        read = S if stored else S - T + some.stop
-        given = (q[:, :, some], k[:, :, :read], v[:, :, :read], None if n_keys is None else n_keys[..., some],
-                 columns[some], mask[:, :, some] if stored else mask)
+        n_read = S if is_stored else S - T + portion.stop
+        inputs = (q[:, :, portion], k[:, :, :n_read], v[:, :, :n_read],
+                  None if n_keys is None else n_keys[..., portion], columns[portion],
+                  mask[:, :, portion] if is_stored else mask)
         if torch.is_grad_enabled():
-            portions.append(checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=draws, **how))
+            portions.append(checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=is_random,
+                                       **options))
         else:
-            portions.append(compute(*given, **how))
+            portions.append(compute(*inputs, **options))
     y, rows = zip(*reversed(portions))
-    y, every = torch.cat(y, 2), rows[0]
-    if every is not None:
-        every = RowStats(*(s if s is None else torch.cat(each, -1) for s, each in zip(every, zip(*rows))))
-    return y, every
+    y, stats = torch.cat(y, 2), rows[0]
+    if stats is not None:
+        stats = RowStats(*(s if s is None else torch.cat(parts, -1) for s, parts in zip(stats, zip(*rows))))
+    return y, stats
 
 
 def columns_of(q, k):
@@ -494,22 +501,22 @@ def columns_of(q, k):
     return torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[:, None]
 
 
-def from_flash(q, k, v, n_keys, queries, mask, scale, stats, spread, detach, dropout):
+def attend_by_flash(q, k, v, n_keys, queries, mask, scale, stats, spread, detach, dropout):
     """A portion by PyTorch's kernel, for a mask that would be T x T."""
-    seen = seen_by(mask, queries, k.size(2))
-    seen = seen if seen.dim() == 4 else seen[None, None]
+    visible = visible_keys(mask, queries, k.size(2))
+    visible = visible if visible.dim() == 4 else visible[None, None]
     if not stats:
-        return fused(q, k, v, scale, seen, dropout), None
-    return row_statistics(q, k, v, scale, seen, n_keys, stats, spread, detach, dropout)
+        return fused(q, k, v, scale, visible, dropout), None
+    return row_statistics(q, k, v, scale, visible, n_keys, stats, spread, detach, dropout)
 
 
 def logits_of(q, k, scale, score_mod, queries):
     """The logits [B, H, T, S] in float32 or better, changed by the score function. queries [T, 1]: their
     columns.
     """
-    total = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):  # it would round them
-        s = q.to(total) @ k.to(total).mT * scale
+        s = q.to(dtype) @ k.to(dtype).mT * scale
     if score_mod is None:
         return s
     b, h = (torch.arange(n, device=q.device) for n in q.shape[:2])
@@ -517,41 +524,42 @@ def logits_of(q, k, scale, score_mod, queries):
     return score_mod(s, b[:, None, None, None], h[:, None, None], queries, keys)
 
 
-def from_logits(q, k, v, n_keys, queries, mask, scale, score_mod, stats, spread, detach, dropout):
+def attend_by_logits(q, k, v, n_keys, queries, mask, scale, score_mod, stats, spread, detach, dropout):
     """A portion whose logits are in memory."""
-    s, seen = logits_of(q, k, scale, score_mod, queries), seen_by(mask, queries, k.size(2))
-    hidden = s.masked_fill(~seen, -math.inf)
-    p = hidden.softmax(-1)
+    s, visible = logits_of(q, k, scale, score_mod, queries), visible_keys(mask, queries, k.size(2))
+    masked_logits = s.masked_fill(~visible, -math.inf)
+    p = masked_logits.softmax(-1)
     y = F.dropout(p, dropout).to(v.dtype) @ v if dropout else p.to(v.dtype) @ v
     if score_mod is not None and y.device.type == "cpu" and not torch.compiler.is_compiling():
-        refuse_wrong_scores(score_mod, hidden, y, queries, q, k)
+        refuse_wrong_scores(score_mod, masked_logits, y, queries, q, k)
     if not stats:
         return y, None
     if detach:
-        s, hidden, p = s.detach(), hidden.detach(), p.detach()
-    lse, entropy, log_p2, squares = hidden.logsumexp(-1), None, None, None
+        s, masked_logits, p = s.detach(), masked_logits.detach(), p.detach()
+    lse, entropy, log_p2, squares = masked_logits.logsumexp(-1), None, None, None
     if stats == "shape":
-        read = s.masked_fill(hidden == -math.inf, 0.0)  # where the weight is 0 the logit does not matter
-        entropy = (lse - (p * read).sum(-1)).clamp_min(0)
+        # where the weight is 0 the logit does not matter
+        finite_logits = s.masked_fill(masked_logits == -math.inf, 0.0)
+        entropy = (lse - (p * finite_logits).sum(-1)).clamp_min(0)
         log_p2 = p.square().sum(-1).log()
     if spread:
-        squares = torch.where(seen, p - 1 / n_keys.to(p.dtype)[..., None], 0.0).square().sum(-1)
+        squares = torch.where(visible, p - 1 / n_keys.to(p.dtype)[..., None], 0.0).square().sum(-1)
     return y, RowStats(lse, entropy, log_p2, squares)
 
 
-def refuse_wrong_scores(score_mod, hidden, y, queries, q, k):
+def refuse_wrong_scores(score_mod, masked_logits, y, queries, q, k):
     """ScoreError where outputs are not numbers since a score function gave no number, infinity, or -inf for
     every key that a query sees; queries and keys that are no numbers themselves are another matter.
     """
     if not y.isnan().any() or not (q.isfinite().all() and k.isfinite().all()):
         return
-    empty = (hidden == -math.inf).all(-1)
-    wrong = (hidden.isnan() | (hidden == math.inf)).any(-1)
-    for what, rows in (("-inf for every key that it sees, and a softmax needs one that is finite", empty),
-                       ("a score that is infinite or no number", wrong)):
+    empty = (masked_logits == -math.inf).all(-1)
+    wrong = (masked_logits.isnan() | (masked_logits == math.inf)).any(-1)
+    for problem, rows in (("-inf for every key that it sees, and a softmax needs one that is finite", empty),
+                          ("a score that is infinite or no number", wrong)):
         for b, h, t in rows.nonzero()[:1].tolist():
             raise ScoreError(score_mod, f"the score function gave query {queries[t].item()} of head {h}, row "
-                                        f"{b}, {what}")
+                                        f"{b}, {problem}")
 
 
 # ---- statistics of the rows by fused kernels ----
@@ -576,24 +584,25 @@ def row_statistics(q, k, v, scale, mask, n_keys, stats, spread=False, detach=Fal
     squares = None
     if spread:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-            _, rows = in_portions(from_logits, q, k, v[..., :0], mask, n_keys, scale=scale, score_mod=None,
-                                  stats="lse", spread=True, detach=detach, dropout=0.0)
+            _, rows = attend_in_portions(attend_by_logits, q, k, v[..., :0], mask, n_keys, scale=scale,
+                                         score_mod=None, stats="lse", spread=True, detach=detach,
+                                         dropout=0.0)
         squares = rows.spread
     if stats == "lse":
         lse, y = attend_lse(q, k, scale, mask, v)
         y = attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0] if dropout else y
         return y, RowStats(lse.detach() if detach else lse, spread=squares)
     # one pass is faster, but on CPU all becomes as wide as v and k, and a GPU has no shared memory beyond 128
-    small = q.size(2) <= 1024 if q.device.type == "cpu" else k.size(-1) + v.size(-1) <= 128
-    together = not detach and not dropout and small
+    is_small = q.size(2) <= 1024 if q.device.type == "cpu" else k.size(-1) + v.size(-1) <= 128
+    one_pass = not detach and not dropout and is_small
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
+        lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if one_pass else []))
         lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :0])[0]  # its values do not matter
         mean_logit = scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)
         entropy = (lse - mean_logit).clamp_min(0).minimum(n_keys.log())
-    y = y[0] if together else attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0]
+    y = y[0] if one_pass else attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0]
     log_p2 = lse2 - 2 * lse
-    if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where the entropy is not read
+    if q.is_cuda and not one_pass:  # gives mean_key a gradient, of 0, where the entropy is not read
         log_p2 = log_p2 + 0.0 * entropy
     return y, RowStats(lse, entropy, log_p2, squares)
 
@@ -628,10 +637,10 @@ class CpuFlash(torch.autograd.Function):
         bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         v = torch.cat(values, -1)
         width = max(q.size(-1), v.size(-1) + 1)
-        return CpuFlash.padded(q, width), CpuFlash.padded(k, width), CpuFlash.padded(v, width), bias
+        return CpuFlash.pad(q, width), CpuFlash.pad(k, width), CpuFlash.pad(v, width), bias
 
     @staticmethod
-    def padded(t, width):
+    def pad(t, width):
         """t [..., D] with zeros up to `width`. The kernel steps by 1 along the last dimension, whatever its
         stride is.
         """
@@ -644,8 +653,8 @@ class CpuFlash(torch.autograd.Function):
         values, y = rest[:len(dy)], rest[len(dy):]
         widths = [v.size(-1) for v in values]
         q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
-        dy = CpuFlash.padded(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), q_.size(-1))
-        y = CpuFlash.padded(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), q_.size(-1))
+        dy = CpuFlash.pad(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), q_.size(-1))
+        y = CpuFlash.pad(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), q_.size(-1))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
         dv = dv[..., :sum(widths)].split(widths, -1)

@@ -40,13 +40,13 @@ def rope_tables(length, head_size, base=10000.0, share=1.0, scaling=None):
     high times as before, between them a mixture.
     """
     half = head_size // 2
-    turned = max(1, round(share * half))
-    freq = base ** (-torch.arange(half, dtype=torch.float64) / turned)
-    freq[turned:] = 0.0
+    n_rotated = max(1, round(share * half))
+    freq = base ** (-torch.arange(half, dtype=torch.float64) / n_rotated)
+    freq[n_rotated:] = 0.0
     if scaling:
         factor, low, high, context = scaling
-        kept = ((context * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        freq = freq * (kept + (1 - kept) / factor)
+        kept_share = ((context * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        freq = freq * (kept_share + (1 - kept_share) / factor)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * freq
     still = angle.new_zeros(length, head_size % 2)  # the angles of a dimension without a partner
     cos = torch.cat((angle.cos(), angle.cos(), still.cos()), -1)
@@ -56,10 +56,10 @@ def rope_tables(length, head_size, base=10000.0, share=1.0, scaling=None):
 
 def rotate(x, cos, sin):
     """Rotate x [..., D] by its position's angles, given as rope_tables' cos and sin [..., D]."""
-    return torch.addcmul(x * cos, halves_swapped(x), sin).type_as(x)
+    return torch.addcmul(x * cos, swap_halves(x), sin).type_as(x)
 
 
-def halves_swapped(x):
+def swap_halves(x):
     """x [..., D] with dimensions i and i + D // 2 exchanged; of an odd D the last one stays where it is."""
     half = x.size(-1) // 2
     if x.size(-1) % 2 == 0:
@@ -67,19 +67,19 @@ def halves_swapped(x):
     return torch.cat((x[..., half:2 * half], x[..., :half], x[..., 2 * half:]), -1)
 
 
-def heads_of(qkv, normed, rope):
+def heads_of(qkv, norm, rope):
     """Queries, keys and values, each [B, H, T, D], of qkv [B, T, 3, H, D]: the first two are RMS-normed and
     turned by rope, a pair of cos and sin, where wanted.
     """
-    if not normed and not rope:  # their gradients are put together in one copy
+    if not norm and not rope:  # their gradients are put together in one copy
         q, k, v = qkv.unbind(2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     qk, v = qkv.split_with_sizes((2, 1), 2)
-    q, k = normed_and_rotated(qk, normed, rope).transpose(1, 3).unbind(2)
+    q, k = norm_and_rotate(qk, norm, rope).transpose(1, 3).unbind(2)
     return q, k, v.squeeze(2).transpose(1, 2)
 
 
-def grouped_heads_of(qkv, n_head, n_kv_head, normed, rope, eps=1e-6, scale=None):
+def grouped_heads_of(qkv, n_head, n_kv_head, norm, rope, eps=1e-6, scale=None):
     """The same of qkv [B, T, n_head + 2 n_kv_head, D]: fewer keys and values than queries.
 
     scale: (of queries, of keys), each [D], a factor on what is normed.
@@ -87,7 +87,7 @@ def grouped_heads_of(qkv, n_head, n_kv_head, normed, rope, eps=1e-6, scale=None)
     qk, v = qkv.split_with_sizes((n_head + n_kv_head, n_kv_head), 2)
     if scale is not None:
         scale = torch.cat([s.to(qkv.dtype).expand(n, -1) for s, n in zip(scale, (n_head, n_kv_head))])
-    qk = normed_and_rotated(qk[:, :, None], normed, rope, eps, scale).squeeze(2).transpose(1, 2)
+    qk = norm_and_rotate(qk[:, :, None], norm, rope, eps, scale).squeeze(2).transpose(1, 2)
     return *qk.split_with_sizes((n_head, n_kv_head), 1), v.transpose(1, 2)
 
 
@@ -96,9 +96,9 @@ def for_each_head(x, n_head):
     return x if x.size(1) >= n_head else x.repeat_interleave(n_head // x.size(1), 1)
 
 
-def normed_and_rotated(x, normed, rope, eps=1e-6, scale=None):
+def norm_and_rotate(x, norm, rope, eps=1e-6, scale=None):
     """x [B, T, n, H, D], RMS-normed, times a scale, and turned by rope, (cos, sin), where wanted."""
-    x = rms_norm(x, eps) if normed else x
+    x = rms_norm(x, eps) if norm else x
     x = x if scale is None else x * scale
     return rotate(x, *rope) if rope else x
 
@@ -154,12 +154,12 @@ def true_float32(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Ten
 
     Under set_float32_matmul_precision("high") F.linear alone would be TF32, of 10 bits.
     """
-    before = torch.get_float32_matmul_precision()
+    old_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         return F.linear(x, weight, bias)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(old_precision)
 
 
 def linear32_backward(ctx, g):
@@ -219,12 +219,12 @@ def product_dtype(x):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def padded_rows(weight, multiple=64):
+def pad_rows(weight, multiple=64):
     """A head's weight [V, C] with rows of zeros up to a multiple, without which a GPU reads its logits
     unaligned, as at GPT-2's 50,257. On a CPU as it is.
     """
-    missing = -len(weight) % multiple
-    return F.pad(weight, (0, 0, 0, missing)) if weight.is_cuda and missing else weight
+    n_missing = -len(weight) % multiple
+    return F.pad(weight, (0, 0, 0, n_missing)) if weight.is_cuda and n_missing else weight
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -238,26 +238,28 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, size, dtype, softcap, learns):
-        w, vocabulary = padded_rows(weight.to(dtype)), torch.arange(len(weight), device=x.device)
-        total = torch.promote_types(weight.dtype, torch.float32)
+        w, vocabulary = pad_rows(weight.to(dtype)), torch.arange(len(weight), device=x.device)
+        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         # the weight's gradient is a sum over tokens, made before a loss scale: float16 could not hold it
-        sums = torch.float32 if dtype == torch.float16 else dtype
+        grad_dtype = torch.float32 if dtype == torch.float16 else dtype
         learns_weight = learns and weight.requires_grad
-        nats, dx, dw = [], [], torch.zeros(weight.shape if learns_weight else 0, dtype=total, device=x.device)
-        for rows, wanted in zip(x.split(size), targets.split(size)):
-            rows, scored, at = rows.to(dtype), wanted != -1, wanted.clamp_min(0)[:, None]
-            z = (rows @ w.mT)[:, :len(weight)].to(total)
+        nats, dx = [], []
+        dw = torch.zeros(weight.shape if learns_weight else 0, dtype=sum_dtype, device=x.device)
+        for rows, row_targets in zip(x.split(size), targets.split(size)):
+            rows, is_scored = rows.to(dtype), row_targets != -1
+            target_index = row_targets.clamp_min(0)[:, None]
+            z = (rows @ w.mT)[:, :len(weight)].to(sum_dtype)
             z = softcap * torch.tanh(z / softcap) if softcap else z
             lse = z.logsumexp(-1, keepdim=True)
-            nats.append(torch.where(scored, (lse - z.gather(-1, at)).squeeze(-1), 0.0))
+            nats.append(torch.where(is_scored, (lse - z.gather(-1, target_index)).squeeze(-1), 0.0))
             if learns:
-                slope = (z - lse).exp() - (vocabulary == at).to(total)
+                slope = (z - lse).exp() - (vocabulary == target_index).to(sum_dtype)
                 slope = slope * (1 - (z / softcap).square()) if softcap else slope
-                slope = torch.where(scored[:, None], slope, 0.0).to(sums)
+                slope = torch.where(is_scored[:, None], slope, 0.0).to(grad_dtype)
                 slope = F.pad(slope, (0, len(w) - len(weight)))
                 dx.append(slope.to(dtype) @ w)
                 if learns_weight:
-                    dw += (slope.mT @ rows.to(sums))[:len(weight)]
+                    dw += (slope.mT @ rows.to(grad_dtype))[:len(weight)]
         nats = torch.cat(nats)
         ctx.save_for_backward(*([torch.cat(dx), dw] if learns else []))
         ctx.dtypes = x.dtype, weight.dtype

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nanoheads.attention import attend
-from nanoheads.kernels import (Linear, float32_linear, float32_product, for_each_head, normed_and_rotated,
+from nanoheads.kernels import (Linear, float32_linear, float32_product, for_each_head, norm_and_rotate,
                                rms_norm, short_convolution, weighted_sum)
 from nanoheads.mechanism import BetweenBlocks, Mechanism, Normal, Uniform, flag, start_at
 from nanoheads.pruning import HeadAxis
@@ -407,7 +407,7 @@ class Diff(Mechanism):
         q = self.c_q(heads.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
         rope = heads.forward_pass.rope[attn.head_size] if attn.rope else None
         scale = None if attn.qk_scale is None else attn.qk_scale[0].to(q.dtype)
-        return normed_and_rotated(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
+        return norm_and_rotate(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
 
     def shares(self, heads):
         """The share of the second map that is taken away, [B, H, T, 1]."""

@@ -8,7 +8,7 @@ import torch
 import oracle
 from model import GPT, GPTConfig
 from nanoheads import attention
-from nanoheads.attention import attend, in_turn
+from nanoheads.attention import attend, combine_scores
 from nanoheads.rivals import Alibi, RelativeBias
 from helpers import Largest, tiny
 from oracle import agree, close, normal, tokens
@@ -70,22 +70,23 @@ def test_another_order_of_functions_is_another_score():
     score = normal(2, 3, 4, 4)
     numbers = (torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None], torch.arange(4)[:, None],
                torch.arange(4))
-    one, other = (in_turn([(f, False) for f in order], 3)(score, *numbers)
+    one, other = (combine_scores([(f, False) for f in order], 3)(score, *numbers)
                   for order in ((double, add), (add, double)))
     close(one, 2 * score + 1, 1e-12)
     close(other, 2 * score + 2, 1e-12)
-    assert in_turn([(None, False), (None, True)], 3) is None
+    assert combine_scores([(None, False), (None, True)], 3) is None
 
 
 def test_added_heads_keep_their_scores_unless_a_function_serves_them():
     rate = torch.arange(1.0, 3.0)  # of two own heads: a third would be out of range
     score = torch.zeros(1, 3, 1, 1)
     numbers = [torch.zeros(1, dtype=torch.long), torch.arange(3)[:, None, None], *2 * [torch.zeros(1).long()]]
-    own = in_turn([(lambda score, b, h, t, s: score + rate[h], False)], 2, 1)(score, *numbers)
+    own = combine_scores([(lambda score, b, h, t, s: score + rate[h], False)], 2, 1)(score, *numbers)
     assert own.flatten().tolist() == [1, 2, 0]
-    every = in_turn([(lambda score, b, h, t, s: score + 1 + h, True)], 2, 1)(score, *numbers)
+    every = combine_scores([(lambda score, b, h, t, s: score + 1 + h, True)], 2, 1)(score, *numbers)
     assert every.flatten().tolist() == [1, 2, 3]
-    assert in_turn([(lambda score, b, h, t, s: score + rate[h], False)], 0, 1) is None  # all are pruned
+    pruned = combine_scores([(lambda score, b, h, t, s: score + rate[h], False)], 0, 1)
+    assert pruned is None  # all are
 
 
 def test_dropout_acts_behind_the_statistics():

@@ -82,7 +82,7 @@ def test_the_write_up_notices_the_scale_of_a_padded_size():
 @pytest.mark.slow
 def test_the_write_up_notices_other_pairs_of_a_rotation(monkeypatch):
     """Rolled by half of an odd size, dimensions meet others than their partners."""
-    monkeypatch.setattr(kernels, "halves_swapped", lambda x: x.roll(x.size(-1) // 2, -1))
+    monkeypatch.setattr(kernels, "swap_halves", lambda x: x.roll(x.size(-1) // 2, -1))
     with pytest.raises(AssertionError, match="off by"):
         equals_the_write_up(tiny(flags_of((64, 4, 3), recipe="modern")))
     equals_the_write_up(tiny(flags_of((48, 5, 2), recipe="modern")))  # of an even size it is the same
@@ -215,7 +215,7 @@ def test_the_scale_of_a_padded_head_would_be_noticed(padding):
 def test_a_kernel_on_the_cpu_gets_no_zeros():
     assert attention.wants_eights(torch.device("cuda")) and not attention.wants_eights(torch.device("cpu"))
     q = normal(1, 2, 3, 5)
-    assert all(t is q for t in attention.in_eights(q, q, q))
+    assert all(t is q for t in attention.pad_to_eights(q, q, q))
 
 
 # ---- refusals ----

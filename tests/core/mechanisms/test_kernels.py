@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from model import CausalMask, GPTConfig
 from nanoheads import attention, cpu, kernels
 from nanoheads.attention import attend, attend_lse, costs_a_plan, flex, flex_tiles, row_statistics
-from nanoheads.kernels import ChunkedCrossEntropy, linear32, padded_rows
+from nanoheads.kernels import ChunkedCrossEntropy, linear32, pad_rows
 from helpers import tiny
 from oracle import agree, dense, normal, tokens
 
@@ -279,16 +279,16 @@ def test_a_linear_map_in_true_float32_sets_the_precision_and_puts_it_back(monkey
 @pytest.mark.parametrize("rows, padded", [(50, 64), (64, 64), (65, 128)])
 def test_a_gpu_pads_a_vocabulary_and_a_cpu_does_not(rows, padded, monkeypatch):
     weight = torch.ones(rows, 8)
-    assert padded_rows(weight) is weight
+    assert pad_rows(weight) is weight
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert padded_rows(weight).shape == (padded, 8) and padded_rows(weight)[rows:].eq(0).all()
+    assert pad_rows(weight).shape == (padded, 8) and pad_rows(weight)[rows:].eq(0).all()
 
 
 def test_a_padded_vocabulary_changes_no_loss(monkeypatch):
     x, targets, found = normal(6, 5, seed=1, grad=True), torch.tensor([3, -1, 0, 10, 5, 2]), []
     weight = normal(11, 5, seed=2, grad=True)
-    for padded in (kernels.padded_rows, lambda w: F.pad(w, (0, 0, 0, 53))):
-        monkeypatch.setattr(kernels, "padded_rows", padded)
+    for padded in (kernels.pad_rows, lambda w: F.pad(w, (0, 0, 0, 53))):
+        monkeypatch.setattr(kernels, "pad_rows", padded)
         loss, nats = ChunkedCrossEntropy.apply(x, weight, targets, 4, torch.float64, 0.0, True)
         found.append([loss, nats, *torch.autograd.grad(loss, (x, weight))])
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*found))

@@ -507,13 +507,13 @@ def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatc
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if n.startswith("routing") or n == "moh"])
 def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypatch):
     """Alone, with every other mechanism, and with heads that are gone."""
-    calls, skipping = [], attention.open_heads
+    calls, skipping = [], attention.attend_open_heads
 
     def counted(*a):
         calls.append(1)
         return skipping(*a)
     monkeypatch.setattr(model_py, "SKIP_FROM", 1)
-    monkeypatch.setattr(attention, "open_heads", counted)
+    monkeypatch.setattr(attention, "attend_open_heads", counted)
     pairs = [case for cases in WITH.values() for case in cases if name in case[0].split("+")]
     for other, flags in SINGLES[name] + pairs:
         model = tiny(flags)

@@ -95,7 +95,7 @@ def builder_that(act, monkeypatch):
 def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, monkeypatch, capsys):
     seen = {}
     builder_that(lambda contestants, name: seen.update(
-        {name: ([*contestants.built], [r["name"] for r in figures()])}), monkeypatch)
+        {name: ([*contestants.contestants], [r["name"] for r in figures()])}), monkeypatch)
     bench.main(["--mechanisms=acag,sink,xsa", "--json", str(figures.path), *TINY])
     assert seen == {"gpt2": ([], []), "acag": (["gpt2"], []), "sink": (["gpt2"], ["gpt2", "acag"]),
                     "xsa": (["gpt2"], ["gpt2", "acag", "sink"])}
