@@ -56,7 +56,7 @@ LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no nu
 
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
 
-def ours(recipe, args, flags={}, pruned_share=0.0):
+def gpt_builder(recipe, args, flags={}, pruned_share=0.0):
     """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
     def build():
         sizes = "vocab_size", "block_size", "n_layer", "n_head", "n_embd"
@@ -77,7 +77,7 @@ def ours(recipe, args, flags={}, pruned_share=0.0):
 def on_task(args):
     """{name: build} of a step on as many tokens of text, one on a task, and drawing the task's rows alone."""
     data = TaskData({"task": args.task}, args.block_size)
-    build = ours(args.recipes[0], args)
+    build = gpt_builder(args.recipes[0], args)
 
     def on_rows():
         model, step, generate = build()
@@ -111,14 +111,16 @@ def contestants_of(args):
     if args.task:
         return on_task(args)
     if args.heads_off:
-        return {f"{recipe}-{share:.0%}": ours(recipe, args, pruned_share=share) for share in args.heads_off}
+        return {f"{recipe}-{share:.0%}": gpt_builder(recipe, args, pruned_share=share)
+                for share in args.heads_off}
     if args.mechanisms:
         flags, names = mechanisms(), []
         for name in args.mechanisms.split(","):
             names += flags if name == "all" else [name]
-        return {recipe: ours(recipe, args), **{name: ours(recipe, args, flags[name]) for name in names}}
+        return {recipe: gpt_builder(recipe, args),
+                **{name: gpt_builder(recipe, args, flags[name]) for name in names}}
     first = {"nanogpt": nanogpt().contestant(args.nanogpt, args)} if args.nanogpt else {}
-    return {**first, **{recipe: ours(recipe, args) for recipe in args.recipes}}
+    return {**first, **{recipe: gpt_builder(recipe, args) for recipe in args.recipes}}
 
 
 # ---- measuring ----
@@ -157,11 +159,11 @@ def memory_worker(name, args):
     tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16,
                                  "batch_size": 1})
     contestants_of(tiny)[name]()[1](*batch(tiny))
-    before = peak_memory(args.device)
+    bytes_before = peak_memory(args.device)
     _, step, _ = contestants_of(args)[name]()
     for _ in range(3):
         step(*batch(args))
-    return None if before is None else peak_memory(args.device) - before
+    return None if bytes_before is None else peak_memory(args.device) - bytes_before
 
 
 # ---- training steps, decoding and memory of all contestants ----
@@ -178,12 +180,12 @@ class Contest:
 
     def build(self, name):
         cuda = on_cuda(self.args)
-        before = torch.cuda.memory_allocated() if cuda else 0
+        bytes_before = torch.cuda.memory_allocated() if cuda else 0
         self.contestants[name] = self.builders[name]()
         if cuda:
             _, step, _ = self.contestants[name]
             step(self.x, self.y)  # a first step makes the optimizer's state
-            self.own_bytes[name] = torch.cuda.memory_allocated() - before
+            self.own_bytes[name] = torch.cuda.memory_allocated() - bytes_before
 
     def drop(self, name):
         self.contestants.pop(name, None)
@@ -215,7 +217,7 @@ class Contest:
                 tokens, repeats = args.steps * args.batch_size * args.block_size, args.steps
             for row in time_rows(what, seconds, first, tokens, repeats):
                 if (what, row["name"]) not in self.done_rows:
-                    row.update(self.more_of(row) if what == "train" else {})
+                    row.update(self.extra_figures(row) if what == "train" else {})
                     self.done_rows.add((what, row["name"]))
                     yield row
 
@@ -225,24 +227,24 @@ class Contest:
             return peak_memory_cpu(name, self.args)
         _, step, _ = self.contestants[name]
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         step(self.x, self.y)
-        return self.own_bytes[name] + peak_memory(self.args.device) - before
+        return self.own_bytes[name] + peak_memory(self.args.device) - bytes_before
 
-    def more_of(self, row):
+    def extra_figures(self, row):
         """What else is known of a training step: its share of the device's rate, its memory."""
         args, name = self.args, row["name"]
-        more = {"peak_bytes": self.peak_bytes(name)} if on_cuda(args) or args.memory else {}
+        figures = {"peak_bytes": self.peak_bytes(name)} if on_cuda(args) or args.memory else {}
         if not on_cuda(args):
-            return more
+            return figures
         model, _, _ = self.contestants[name]
         if name == "nanogpt":  # which is recipe=gpt2, counted by our formula
             model, _, _ = self.contestants.get("gpt2", (None, None, None))
         if model is not None:
-            used = model.flops_per_token() * row["tokens_per_s"]
-            more.update(share_of_matmul_rate=used / (self.rate * 1e12),
-                        mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
-        return more
+            flops_per_s = model.flops_per_token() * row["tokens_per_s"]
+            figures.update(share_of_matmul_rate=flops_per_s / (self.rate * 1e12),
+                           mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
+        return figures
 
 
 def contest_rows(args, rate):
@@ -256,9 +258,9 @@ def contest_rows(args, rate):
 def pair_rows(args, rate):
     """Yield rows of each contestant taking turns with the first alone; the first's own from one pair."""
     contest = Contest(args, rate)
-    first, *others = contest.builders
+    first, *other_names = contest.builders
     contest.build(first)
-    for name in others:
+    for name in other_names:
         try:
             contest.build(name)
             yield from contest.rows()

@@ -107,10 +107,11 @@ def unequal_lines(reports):
     if len({report["block_size"] for report in reports}) > 1:
         contexts = ", ".join(f"{name} {report['block_size']:,}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints see contexts of different lengths, in tokens: {contexts}.")
-    others = [f"{name} ({other})" for name, report in zip(names[1:], reports[1:])
-              if (other := text_difference(report, reports[0]))]
-    if others:
-        lines.append(f"Not compared with {names[0]}, since the scored text differs: {', '.join(others)}.")
+    other_texts = [f"{name} ({difference})" for name, report in zip(names[1:], reports[1:])
+                   if (difference := text_difference(report, reports[0]))]
+    if other_texts:
+        lines.append(f"Not compared with {names[0]}, since the scored text differs: "
+                     f"{', '.join(other_texts)}.")
     return "\n".join(lines)
 
 
@@ -197,7 +198,7 @@ OF_TEXT_ALONE = ("dataset", "stride", "tokens", "batch_size", "pack")
 OF_TASKS_ALONE = ("levels", "rows")
 
 
-def task_table(reports, guesses, about):
+def task_table(reports, guesses, info):
     """All that is printed of checkpoints of a task, as text; see evaluate_task()."""
     levels = list(guesses)
     rows = [(r["name"], *(f"{share:.3f}" for share in r["levels"].values()), f"{r['right']:.3f}",
@@ -205,15 +206,15 @@ def task_table(reports, guesses, about):
     best = [max(guesses[level].values()) for level in levels]
     rows.append(("guessing", *(f"{share:.3f}" for share in best), f"{sum(best) / len(best):.3f}", *"–––"))
     head = ("run", *map(str, levels), "mean", "nats/answer", "parameters", "steps")
-    lines = [f"{about['task']}, {about['split']}: {about['rows']:,} rows of each level, {about['length']:,} "
-             f"tokens each{about['set']}; what share of the answers is right, by {about['unit']}",
+    lines = [f"{info['task']}, {info['split']}: {info['rows']:,} rows of each level, {info['length']:,} "
+             f"tokens each{info['set']}; what share of the answers is right, by {info['unit']}",
              table(head, rows, width=120, cut=last_folders)]
     for r in reports:
-        trained = r["trained_on"]
-        new = [level for level in levels if level not in trained["task_levels"]]
-        parts = [f"no rows with {', '.join(map(str, new))} {about['unit']}"] if new else []
-        if about["length"] > trained["task_length"]:
-            parts.append(f"rows of {trained['task_length']:,} tokens")
+        training = r["trained_on"]
+        new = [level for level in levels if level not in training["task_levels"]]
+        parts = [f"no rows with {', '.join(map(str, new))} {info['unit']}"] if new else []
+        if info["length"] > training["task_length"]:
+            parts.append(f"rows of {training['task_length']:,} tokens")
         if parts:
             lines.append(f"{r['name']} was trained on {', and on '.join(parts)}.")
     lines.append("guessing: at each level the best of any answer there may be, one of those in the row so "
@@ -228,10 +229,10 @@ def evaluate_task(args, device):
     data = runs[0].data
     reports = [task_scores.score_run(run, levels, length, args.split, rows) for run in runs]
     guesses = task_scores.guess_levels(data, levels, length, args.split, rows)
-    about = dict(task=data.meta["name"], split=args.split, rows=rows, length=length, unit=data.task.unit,
-                 set=f", with {', '.join(args.settings)}" if args.settings else "")
-    results = {**about, "set": args.settings, "guessing": guesses, "runs": reports}
-    return results, task_table(reports, guesses, about)
+    info = dict(task=data.meta["name"], split=args.split, rows=rows, length=length, unit=data.task.unit,
+                set=f", with {', '.join(args.settings)}" if args.settings else "")
+    results = {**info, "set": args.settings, "guessing": guesses, "runs": reports}
+    return results, task_table(reports, guesses, info)
 
 
 @as_program("evaluate", "lower --batch_size or --tokens")

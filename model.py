@@ -49,8 +49,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, block_mask, blocks_reached,
-                                 columns_of, combine_scores, has_flex_attention, logits_of, random_cells)
+from nanoheads.attention import (SKIP_FROM, Documents, RowStats, attend, block_mask, columns_of,
+                                 combine_scores, has_flex_attention, logits_of, random_cells, reached_blocks)
 from nanoheads.by_hand import HeadControl
 from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
                                heads_of, norm_and_rotate, pad_rows, product_dtype, relu2, rms_norm,
@@ -1995,7 +1995,7 @@ class Window(CausalMask, Mechanism):
         if self.n_random:
             cells = random_cells(self.block_size, self.cell, self.window, self.n_random)
             self.register_buffer("random_cells", cells, persistent=False)
-            random_blocks = blocks_reached(self.random_cells, self.cell, self.block_size)
+            random_blocks = reached_blocks(self.random_cells, self.cell, self.block_size)
             self.register_buffer("random_blocks", random_blocks, persistent=False)
         t = torch.arange(self.block_size)
         n = torch.cat([self.mask_mod(rows[:, None], t).sum(-1) for rows in t.split(256)])

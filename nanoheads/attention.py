@@ -81,7 +81,7 @@ def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=Fals
         # how many are open depends on the data, which a compiled graph cannot
         if open is not None and not torch.compiler.is_compiling():
             return attend_open_heads(q, k, v, scale, mask, dropout, open), None
-        return fused(q, k, v, scale, mask, dropout), None
+        return attend_fused(q, k, v, scale, mask, dropout), None
 
     k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
     options = dict(stats=stats, spread=spread, detach=detach, dropout=dropout)
@@ -138,12 +138,12 @@ def code_of(function):
     return getattr(function, "__code__", None) or type(function).__call__.__code__
 
 
-def check_score(function, score, before):
+def check_score(function, score, old_score):
     """What a score function returned; ScoreError where that is no score."""
-    if not torch.is_tensor(score) or score.shape != before.shape:
+    if not torch.is_tensor(score) or score.shape != old_score.shape:
         description = f"the shape {[*score.shape]}" if torch.is_tensor(score) else f"a {type(score).__name__}"
-        raise ScoreError(function, f"the score function was given scores of the shape {[*before.shape]} and "
-                                   f"returned {description}; it must return scores of the same shape")
+        raise ScoreError(function, f"the score function was given scores of the shape {[*old_score.shape]} "
+                                   f"and returned {description}; it must return scores of the same shape")
     if not score.is_floating_point():
         raise ScoreError(function, f"the score function returned {score.dtype}; scores must be "
                                    "floating-point numbers")
@@ -152,7 +152,7 @@ def check_score(function, score, before):
 
 # ---- PyTorch's fused kernels ----
 
-def fused(q, k, v, scale, mask, dropout):
+def attend_fused(q, k, v, scale, mask, dropout):
     """The outputs of causal attention, without a score function and without statistics."""
     causal = mask is None and q.size(2) > 1  # one query sees all there is
     options = dict(attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
@@ -172,7 +172,7 @@ SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measur
 
 
 def attend_open_heads(q, k, v, scale, mask, dropout, open):
-    """fused() of the heads that are open in a row, bool [B, H], alone; the others give 0.
+    """attend_fused() of the heads that are open in a row, bool [B, H], alone; the others give 0.
 
     Neighbouring heads that are open in the same rows are computed together, and so are neighbouring rows: all
     of them where they lie, since gathering keys and values costs more than it saves when decoding. Of heads
@@ -181,12 +181,12 @@ def attend_open_heads(q, k, v, scale, mask, dropout, open):
     y, group = q.new_zeros(*q.shape[:3], v.size(-1)), q.size(1) // k.size(1)
     rows_of = open.expand(len(q), -1).T.tolist()  # whether each row is, of each head
     for heads in runs([(rows, head // group if group > 1 else 0) for head, rows in enumerate(rows_of)]):
-        shared = slice(heads.start // group, -(-heads.stop // group))
+        shared_keys = slice(heads.start // group, -(-heads.stop // group))
         for rows in runs(rows_of[heads.start]):
             if rows_of[heads.start][rows.start]:
                 row_mask = mask if mask is None or len(mask) == 1 else mask[rows]
-                y[rows, heads] = fused(q[rows, heads], k[rows, shared], v[rows, shared], scale, row_mask,
-                                       dropout)
+                y[rows, heads] = attend_fused(q[rows, heads], k[rows, shared_keys], v[rows, shared_keys],
+                                              scale, row_mask, dropout)
     return y
 
 
@@ -352,7 +352,7 @@ def random_cells(T, cell, window, n_random):
     return table
 
 
-def blocks_reached(cells, cell, T):
+def reached_blocks(cells, cell, T):
     """The kernel's blocks that cells of so many tokens reach into, bool [blocks, blocks]; cells: the same of
     cells. Made once: a number of cells that depends on data breaks a compiled graph.
     """
@@ -445,10 +445,10 @@ def score_in_documents(score_mod, places, T):
     """
     row, column = places[:, 0] // T, places % T
 
-    def of_documents(score, b, h, t, s):
+    def document_score(score, b, h, t, s):
         return score_mod(score, row[b], h, column[b, t], column[b, s])
-    of_documents.functions = getattr(score_mod, "functions", [score_mod])
-    return of_documents
+    document_score.functions = getattr(score_mod, "functions", [score_mod])
+    return document_score
 
 
 # ---- some queries at a time ----
@@ -506,7 +506,7 @@ def attend_by_flash(q, k, v, n_keys, queries, mask, scale, stats, spread, detach
     visible = visible_keys(mask, queries, k.size(2))
     visible = visible if visible.dim() == 4 else visible[None, None]
     if not stats:
-        return fused(q, k, v, scale, visible, dropout), None
+        return attend_fused(q, k, v, scale, visible, dropout), None
     return row_statistics(q, k, v, scale, visible, n_keys, stats, spread, detach, dropout)
 
 

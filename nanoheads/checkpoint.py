@@ -288,15 +288,15 @@ def flag_changes(state, path, flags):
     prefixes = tuple(f"{key}_" for key, value in flags.items() if value is None or value is False)
     details = {name: value for name, value in GPTConfig.defaults().items() if name.startswith(prefixes)}
     changes = {**details, **flags}
-    if fixed := [key for key in flags if key in FIXED_FLAGS]:
-        raise UserError(f"{path}: {fixed[0]} cannot be changed after training")
+    if fixed_flags := [key for key in flags if key in FIXED_FLAGS]:
+        raise UserError(f"{path}: {fixed_flags[0]} cannot be changed after training")
     config = config_of(state, path, **changes)
     if problems := config.problems():
         raise UserError(f"{path}: {'; '.join(problems)}")
     old, new = tensor_shapes(config_of(state, path)), tensor_shapes(config)
-    if changed := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
-        raise UserError(f"{path}: {', '.join(flags)} cannot be changed after training: {changed[0]} depends "
-                        "on it")
+    if changed_tensors := sorted(name for name in {**old, **new} if old.get(name) != new.get(name)):
+        raise UserError(f"{path}: {', '.join(flags)} cannot be changed after training: {changed_tensors[0]} "
+                        "depends on it")
     return changes
 
 

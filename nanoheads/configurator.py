@@ -339,8 +339,8 @@ def folder_name(command, scale, task, names, flags):
 def note_on_run(path, values):
     """A line about {key: value} that a run which goes on brings to a command."""
     words = [f"{key}={value}" for key, value in values.items()]
-    more = f" and {len(words) - 6} more" if len(words) > 6 else ""
-    return f"{path} says what this command leaves open: {', '.join(words[:6])}{more}"
+    remainder = f" and {len(words) - 6} more" if len(words) > 6 else ""
+    return f"{path} says what this command leaves open: {', '.join(words[:6])}{remainder}"
 
 
 def print_once(line):

@@ -108,8 +108,9 @@ def sum_so_far(x, begins=None):
     total = x.cumsum(1)
     if begins is None:
         return total
-    before = F.pad(total, (0, 0, 1, 0)).gather(1, begins[..., None].expand_as(x))  # over columns before it
-    return total - before
+    # over the columns before it
+    sum_before = F.pad(total, (0, 0, 1, 0)).gather(1, begins[..., None].expand_as(x))
+    return total - sum_before
 
 
 def short_convolution(x, weight, bias, first=0, positions=None):

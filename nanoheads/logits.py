@@ -31,14 +31,14 @@ def discounted_return(r, scored, gamma, positions=None):
     positions [B, T]: tokens of its document before each token, where a row has several documents; a return
     ends with its own. The sums are made by doubling steps: log2(T) passes and no T x T matrix.
     """
-    both, step = torch.stack((r * scored, scored.to(r.dtype))), 1
+    sums, step = torch.stack((r * scored, scored.to(r.dtype))), 1
     while step < r.size(1):
-        later = both[..., step:]
+        later = sums[..., step:]
         if positions is not None:
             later = later * (positions[:, step:] >= step)  # `step` tokens on it is another document
-        both = both + gamma**step * F.pad(later, (0, step))
+        sums = sums + gamma**step * F.pad(later, (0, step))
         step *= 2
-    return both[0] / both[1].clamp_min(1e-12)
+    return sums[0] / sums[1].clamp_min(1e-12)
 
 
 def label_losses(scores, targets, coefs=None, focal=0.0, positive=1.0):
@@ -137,8 +137,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     probs = F.softmax(logits, dim=-1)
     if top_p is not None and top_p < 1:
-        ranked, order = probs.sort(descending=True)
-        beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough
+        sorted_probs, order = probs.sort(descending=True)
+        beyond = sorted_probs.cumsum(-1) - sorted_probs >= top_p  # the mass before it is enough
         beyond[:, 0] = False  # never the first, also where top_p is 0 in the precision of probs
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
     try:

@@ -162,12 +162,12 @@ def translate_arguments(program, argv):
     Ends the program in one line where a value is missing.
     """
     names, rest = ARGUMENTS[program], list(argv)
-    placed = []  # [(place in names, arguments)]
+    groups = []  # [(place in names, arguments)]
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.partition("=")
         if name not in names:
-            placed.append((len(names), [argument]))
+            groups.append((len(names), [argument]))
             continue
         if not equals and name not in WITHOUT_VALUE:
             if not rest:
@@ -175,7 +175,7 @@ def translate_arguments(program, argv):
             value = rest.pop(0)
         arguments = names[name](value)
         # the baseline comes before what is compared with it
-        placed.append((list(names).index(name), arguments))
+        groups.append((list(names).index(name), arguments))
         words = " ".join(arguments) or "nothing here"
         say(f"{program}: {name} {value}".rstrip() + f" means {words}", file=sys.stderr)
-    return [argument for _, arguments in sorted(placed, key=lambda pair: pair[0]) for argument in arguments]
+    return [argument for _, arguments in sorted(groups, key=lambda pair: pair[0]) for argument in arguments]

@@ -231,9 +231,9 @@ def check_spelled(data, split, piece=1 << 20):
     """UserError unless the tokens of a split spell as many bytes as its text has."""
     tokens, size = data.sizes[split]
     cuts = ((0, min(start + piece, tokens), min(piece, tokens - start)) for start in range(0, tokens, piece))
-    spelled = sum(len(scored_text(data, split, [cut])[0]) for cut in cuts)
-    if spelled != size:
-        raise UserError(f"{data.dir}: the tokens of {split} spell {spelled:,} bytes where its text has "
+    n_spelled = sum(len(scored_text(data, split, [cut])[0]) for cut in cuts)
+    if n_spelled != size:
+        raise UserError(f"{data.dir}: the tokens of {split} spell {n_spelled:,} bytes where its text has "
                         f"{size:,}, so that a part of it has no bits per byte; run its prepare script with "
                         "--force")
 

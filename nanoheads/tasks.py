@@ -529,21 +529,22 @@ def describe_learning(data, rows):
     keys = {f"acc/{level}" for level in data.test_levels}
     rows = [row for row in rows if keys == {key for key in row if key.startswith("acc/")}]
     steps, last = [row["step"] for row in rows], rows[-1]
-    learned, others = [], []
+    learned_levels, other_levels = [], []
     for level in data.test_levels:
         shares = [row[f"acc/{level}"] for row in rows]
         step = first_learned_step(steps, shares)
         if step is not None:
-            learned.append((level, step))
+            learned_levels.append((level, step))
         else:
             guess = data.guesses("val", level, data.flags["task_rows"])
-            others.append(f"{level} ({shares[-1]:.2f} right, guessing gives "
-                          f"{max(guess.values()):.2f})")
+            other_levels.append(f"{level} ({shares[-1]:.2f} right, guessing gives "
+                                f"{max(guess.values()):.2f})")
     unit, parts = data.task.unit, []
-    if learned:
-        parts.append("learned " + ", ".join(f"{level} from step {step:,} on" for level, step in learned))
-    if others:
-        parts.append(f"not learned in {last['step']:,} steps " + ", ".join(others))
+    if learned_levels:
+        steps_of_levels = [f"{level} from step {step:,} on" for level, step in learned_levels]
+        parts.append(f"learned {', '.join(steps_of_levels)}")
+    if other_levels:
+        parts.append(f"not learned in {last['step']:,} steps " + ", ".join(other_levels))
     common_step = first_learned_step(steps, [row["val_acc"] for row in rows])
     when = "never" if common_step is None else f"from step {common_step:,} on"
     return (f"{data.name}, by {unit}: {'; '.join(parts)}. All levels together: {last['val_acc']:.3f} right, "

@@ -39,7 +39,7 @@ def main():
     torch.set_num_threads(1)
     cpu.ONEDNN = True  # on Intel too, where its products are not taken
     keep_freed_memory()
-    _, step, _ = bench.ours("modern", args)()
+    _, step, _ = bench.gpt_builder("modern", args)()
     x, y = bench.batch(args)
     ways = {"oneDNN": kernels.onednn_is_faster, "PyTorch": lambda x, weight: False}
     seconds = {name: [] for name in ways}

@@ -339,12 +339,12 @@ def test_a_student_is_compared_with_any_features(kind):
 @pytest.fixture
 def pairs(monkeypatch):
     """How many pairs of a row and a head each call of the fused kernel was asked for."""
-    found, fused = [], attention.fused
+    found, fused = [], attention.attend_fused
 
     def counted(q, *rest):
         found.append(len(q) * q.size(1))
         return fused(q, *rest)
-    monkeypatch.setattr(attention, "fused", counted)
+    monkeypatch.setattr(attention, "attend_fused", counted)
     return found
 
 

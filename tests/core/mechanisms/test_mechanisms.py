@@ -1123,8 +1123,8 @@ def test_open_heads_alone_are_computed(monkeypatch, n_queries, n_kv_head):
     k, v = (normal(3, n_kv_head, 9, 8, seed=seed) for seed in (2, 3))
     mask = torch.ones(3, 1, n_queries, 9, dtype=torch.bool)
     mask[1, ..., :4] = False  # padding
-    computed, fused = [], attention.fused
-    monkeypatch.setattr(attention, "fused", lambda *a: computed.append(a[0][..., 0, 0]) or fused(*a))
+    computed, fused = [], attention.attend_fused
+    monkeypatch.setattr(attention, "attend_fused", lambda *a: computed.append(a[0][..., 0, 0]) or fused(*a))
     some, none = normal(3, 4, seed=4) > 0, torch.zeros(3, 4, dtype=torch.bool)
     for opened in (some, ~some, none, ~none, torch.tensor([1, 1, 0, 1]).bool().expand(3, 4)):
         for m in (None, mask, mask[1:2]):
@@ -1140,11 +1140,12 @@ def test_open_heads_alone_are_computed(monkeypatch, n_queries, n_kv_head):
 
 def test_six_of_twelve_heads_are_computed_for_a_decoded_token(monkeypatch):
     model = GPT(GPTConfig(**{**TINY, "n_head": 12, "n_embd": 96}, routing="moh")).double().eval()
-    idx, computed, fused = tokens(2, 9), [], attention.fused
+    idx, computed, fused = tokens(2, 9), [], attention.attend_fused
     monkeypatch.setattr(model_py, "SKIP_FROM", 1)
     with torch.no_grad():
         want, cache = model.hidden(idx), KVCache(model.config)
-        monkeypatch.setattr(attention, "fused", lambda *a: computed.extend(a[0][..., 0, 0]) or fused(*a))
+        monkeypatch.setattr(attention, "attend_fused",
+                            lambda *a: computed.extend(a[0][..., 0, 0]) or fused(*a))
         got = [model.hidden(token, cache) for token in idx.split(1, dim=1)]
     close(torch.cat(got, 1), want, 1e-12)
     assert sum(map(len, computed)) == 6 * 2 * 9 * model.config.n_layer, "in a layer, of a token of two rows"
