@@ -81,6 +81,8 @@ class PlainConfig:
     """The flags of a plain GPT. GPTConfig, at the end of this file, has those of every mechanism too, and
     what follows from them: added_heads(), head_size_in(), queries_are_keys() and so on.
     """
+    of_recipe = ("qk_max",)  # the keys that a scale sets for its own recipe alone
+
     block_size: int = flag(1024, "context length, in tokens", at_least=1, section="size")
     vocab_size: Optional[int] = flag(None, "number of tokens; None: the dataset's, when training", at_least=1)
     n_layer: int = flag(12, "number of blocks", at_least=1, at_most=10_000)
@@ -94,7 +96,7 @@ class PlainConfig:
     seed: int = flag(1337, "initial values and data order", at_least=0)
 
     recipe: Literal["gpt2", "modern", "llama"] = flag(
-        "gpt2", "nanoGPT's | QK-norm, ReLU^2, Muon | SwiGLU, RMSNorm",
+        "gpt2", "nanoGPT's | QK-norm, ReLU^2 | SwiGLU, RMSNorm",
         section="recipe: a preset for the flags below; a flag that is set wins")
     pos: Optional[Literal["learned", "rope", "none"]] = flag(None, "positions")
     norm: Optional[Literal["layernorm", "rmsnorm"]] = flag(None, "before attention and MLP, and at the end")
@@ -1885,7 +1887,6 @@ class UNet(BetweenBlocks, nn.ModuleList):
     neutral = {"unet_concat": {"unet_init": 0.0}, "unet_add": {"unet_init": 0.0},
                "unet_scalar": {"unet_init": 0.0},
                "unet_published": {"fuse.*.weight": identity_of_x, "fuse.*.bias": 0.0}}
-    learning_rate = "skip_lr"
 
     def __init__(self, config):
         super().__init__()

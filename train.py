@@ -41,8 +41,8 @@ from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
 from nanoheads.memory import advising, memory_lines
 from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,
-                             make_optimizers, note_on_bfloat16, note_on_compile, of_mechanisms, precision,
-                             rates_at, seed_step)
+                             make_optimizers, note_on_bfloat16, note_on_compile, precision, rates_at, roles,
+                             seed_step)
 from nanoheads.ranks import Process, StopSignal, report_once
 from nanoheads.scoring import bits, critic_metrics, score
 from nanoheads.timing import mfu
@@ -194,8 +194,7 @@ def read_values(run, means, stop_asked):
     for name, value in values.items():
         if not math.isfinite(value) and not (run.scaler.is_enabled() and name == "grad_norm"):
             raise UserError(f"{name} is {value} in step {run.step}: stopped before anything of it is saved; "
-                            f"{last_save(run.out_dir)}, with a lower adamw_lr or muon_lr, or "
-                            "another dtype")
+                            f"{last_save(run.out_dir)}, with a lower learning rate, or another dtype")
     return values, stops > 0
 
 
@@ -218,13 +217,13 @@ def is_frozen(config, step):
 
 def freeze_or_thaw(run):
     """Freeze all parameters but those that mechanisms add; from step thaw_from on, let all learn again."""
-    frozen, added = is_frozen(run.config, run.step), of_mechanisms(run.model)
-    for name, p in run.model.named_parameters():
-        p.requires_grad_(not frozen or name in added)
+    frozen = is_frozen(run.config, run.step)
+    for p, role in roles(run.model).items():
+        p.requires_grad_(not frozen or role.added)
 
 
 def has_gradients(optimizer):
-    """Whether an optimizer has anything to do: Muon has not, while the trunk is frozen."""
+    """Whether an optimizer has anything to do: one of the blocks' matrices has not while they are frozen."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
@@ -409,7 +408,7 @@ def save_checkpoint(run, name, resumable=True):
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
-                        f"{last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
+                        f"{last_save(run.out_dir)}, with a lower learning rate")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in checkpoint.PROGRESS})
@@ -513,7 +512,7 @@ def set_up(run):
         what = "is not compiled" if process.kind == "cuda" else f"is on {process.kind}"
         raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run {what}: "
                         "use compile_mode=default")
-    # Muon's products are compiled on a GPU alone: on a CPU the last bits would be others
+    # an optimizer's step is compiled on a GPU alone: on a CPU the last bits would be others
     run.optimizers = make_optimizers(model, config, process.rank, process.world,
                                      run.compiled and process.kind == "cuda")
     run.dtype, run.autocast = precision(config.dtype, process.kind)

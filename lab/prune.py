@@ -53,6 +53,7 @@ from nanoheads.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.configurator import likely_name, read_file
 from nanoheads.drawing import COLOURS, label_right, panels, picture_bytes
 from nanoheads.files import only_writer
+from nanoheads.optim import PEAK_RATES
 from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.scoring import load, score_windows
 from nanoheads.tasks import TaskData, rows_per_level, score_levels, summary
@@ -189,8 +190,7 @@ def recovery(path, state, model, data, args):
     dynamic = {f.name for f in fields(ControllerConfig)}
     config = trained_with({key: value for key, value in state["train"].items() if key not in dynamic}, path)
     config = config.for_recipe(model.config.recipe)
-    rates = ("adamw_lr", "muon_lr", "embed_lr", "mechanism_lr")
-    rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
+    rates = {key: RECOVER_FROM * getattr(config, key) for key in PEAK_RATES if getattr(config, key)}
     launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False,
                   patience=None, profile=None)
     if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end

@@ -9,16 +9,8 @@ from nanoheads.common import UserError, from_lab
 from nanoheads.configurator import convert_fields
 from nanoheads.dataset import Dataset
 from nanoheads.mechanism import flag, no_dropout, range_problems
-from nanoheads.optim import CUDA_GRAPHS, of_mechanisms
+from nanoheads.optim import CUDA_GRAPHS, OPTIMIZERS, TUNED, of_mechanisms
 from nanoheads.tasks import TaskConfig, TaskData
-
-# What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
-OPTIMIZERS = {
-    "adamw": dict(adamw_lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
-                  warmup_iters=100),
-    "muon": dict(adamw_lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
-                 warmup_iters=0),
-}
 
 
 @dataclass
@@ -81,7 +73,9 @@ class ControllerConfig:
 
 
 @dataclass
-class TrainConfig(ControllerConfig, TaskConfig):
+class TrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values()), ControllerConfig, TaskConfig):
+    of_recipe = (*TUNED,)  # the keys that a scale sets for its own recipe alone
+
     out_dir: Optional[str] = flag(
         None, "the run's folder; None: out/<scale or file>-<mechanisms>, with -2, -3, ... behind where "
               "another run has that name",
@@ -125,18 +119,13 @@ class TrainConfig(ControllerConfig, TaskConfig):
         None, "documents: rows are full of them, and none sees another; whole: one that fits into a row is "
               "not cut; cut: the last in a row goes on in another one; None: one in a row, and padding")
 
-    optimizer: Optional[Literal["adamw", "muon"]] = flag(
+    optimizer: Optional[Literal[tuple(OPTIMIZERS)]] = flag(
         None, "muon: for the blocks' matrices, AdamW for the rest; None: muon for recipe=modern, else adamw",
         section="optimizer: keys left at None follow from the optimizer")
     adamw_lr: Optional[float] = flag(
         None, "peak learning rate of AdamW, of all that no key below names", above=0)
     min_lr: Optional[float] = flag(
         None, "where adamw_lr ends; every other rate falls by the same factor", at_least=0)
-    muon_lr: float = flag(0.02, "peak learning rate of Muon", above=0)
-    muon_momentum: float = flag(0.95, "momentum of Muon", at_least=0, below=1)
-    muon_beta2: float = flag(
-        0.95, "of the mean square of each output's updates, by which Muon divides them (NorMuon); 0: it does "
-              "not", at_least=0, below=1)
     embed_lr: Optional[float] = flag(
         None, "the embeddings' peak learning rate; None: adamw_lr, with muon 5 *", above=0)
     mechanism_lr: Optional[float] = flag(
@@ -187,13 +176,14 @@ class TrainConfig(ControllerConfig, TaskConfig):
     def for_recipe(self, recipe):
         """A copy in which every key has a value: what was None follows from recipe and optimizer."""
         c = replace(self, optimizer=self.optimizer or ("muon" if recipe == "modern" else "adamw"))
-        values, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
+        chosen, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
+        values = chosen.values
         c.adamw_lr = values["adamw_lr"] if c.adamw_lr is None else c.adamw_lr
         values = {
             **values,
             "min_lr": min(values["min_lr"], c.adamw_lr),
             "warmup_iters": min(values["warmup_iters"], end // 10),
-            "embed_lr": 5 * c.adamw_lr if c.optimizer == "muon" else c.adamw_lr,
+            "embed_lr": chosen.embed_factor * c.adamw_lr,
             "mechanism_lr": c.adamw_lr,
             "save_interval": c.eval_interval,
         }

@@ -42,8 +42,6 @@ TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("n
 MECHANISM_KEYS = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
 OWN_FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # a mechanism of one's own: mine.py, or mine.py:mode
 Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
-# what a scale sets for its own recipe: with another one its default holds
-RECIPE_KEYS = ("qk_max", "adamw_lr", "embed_lr", "muon_lr", "muon_momentum")
 HELP_WIDTH = 70  # characters of a key's description in a line of --help
 
 
@@ -93,7 +91,7 @@ class Command(NamedTuple):
         """{key: Key} that may be set here; where it trains, also by the names that others have for them."""
         keys = keys_of(self.classes)
         theirs = {name: Key(t, None, "") for name, (t, _) in other_names.NAMES.items()}
-        return {**theirs, **keys} if "adamw_lr" in keys else keys
+        return {**theirs, **keys} if "optimizer" in keys else keys
 
     def values(self):
         """{key: value} of all that is set. UserError: a key is unknown, or a value of another type."""
@@ -229,13 +227,13 @@ def build_configs(command, mechanisms=None, base=None):
     # beneath all that is set by hand: what a scale and mechanisms set, or nanoGPT's defaults
     named_settings = mechanism_settings(command, names, mechanisms)
     if scale:
-        named_settings = [scale_settings(scale, recipe), *named_settings]
+        named_settings = [scale_settings(command, scale, recipe), *named_settings]
     named_values = convert_settings(named_settings, keys)
     # and beneath that, as nothing that was set: a run that goes on; or the scale of a task that is named
     # alone, since a checkpoint may have other sizes
     run_values = convert_settings([base] if base else [], keys)
     task_alone = has_presets and task and not (scale or command.files)
-    task_values = convert_settings([scale_settings("task", recipe)], keys) if task_alone else {}
+    task_values = convert_settings([scale_settings(command, "task", recipe)], keys) if task_alone else {}
     if not scale and (file := nanogpt_file(command)):
         defaults = other_names.nanogpt_defaults(merge(run_values, hand_set))
         notes.append(f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: "
@@ -282,12 +280,18 @@ def merge(before, after):
     return {**{key: value for key, value in before.items() if key not in after}, **after}
 
 
-def scale_settings(scale, recipe):
-    """(where it is set, {key: value}) of a scale, for a run of this recipe, None where it is not set."""
+def scale_settings(command, scale, recipe):
+    """(where it is set, {key: value}) of a scale, for a run of this recipe, None where it is not set.
+
+    With another recipe than the scale's own, the default holds of what a class of the command lists as
+    of_recipe.
+    """
     file = f"config/{scale}.py"
     values = read_file(str(ROOT / file))
-    other = recipe is not None and recipe != values.get("recipe")
-    return file, {key: value for key, value in values.items() if not (other and key in RECIPE_KEYS)}
+    if recipe is None or recipe == values.get("recipe"):
+        return file, values
+    of_recipe = {key for cls in command.classes for key in getattr(cls, "of_recipe", ())}
+    return file, {key: value for key, value in values.items() if key not in of_recipe}
 
 
 def switch_flags(mechanisms):
@@ -362,7 +366,7 @@ def fields_with_headings(cls):
 
     Those of a class that it extends come first. Last come the flags of mechanisms in files of one's own,
     which a GPTConfig holds in its field `own`. Options, a class inside of a mechanism's class, are headed by
-    the flag that turns it on.
+    the flag that turns it on, where that has no heading of its own.
     """
     listed = {"own"}  # which holds flags and is none itself
     own_classes = cls.own_options() if hasattr(cls, "own_options") else []
@@ -371,7 +375,7 @@ def fields_with_headings(cls):
         new = [f for f in fields(cls_or_base) if f.name not in listed]
         for f in new:
             first = cls_or_base.__name__ == "Options" and f is new[0]
-            yield f.name if first else f.metadata.get("section", ""), f, hints[f.name]
+            yield f.metadata.get("section") or (f.name if first else ""), f, hints[f.name]
         listed |= {f.name for f in new}
 
 

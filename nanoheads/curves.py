@@ -14,13 +14,13 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from nanoheads.common import number, printable
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
-from nanoheads.log import read_rows, warn
+from nanoheads.log import MAIN_RATE, read_rows, warn
 
 # what --x of plot_curves.py names -> key of log.jsonl, label
 AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
         "time": ("elapsed_s", "elapsed minutes")}
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
-TITLES = {"bpb": "Bits per byte", "loss": "Loss, nats per token", "lr": "Learning rate of AdamW",
+TITLES = {"bpb": "Bits per byte", "loss": "Loss, nats per token", "lr": "Learning rate",
           "gap": "Gap, val − train loss", "acc": "Answers that are right, mean over levels"}
 OF_TASK = {"loss": "Loss, nats an answer", "acc": "Answers that are right, by level"}  # of a run alone
 
@@ -61,7 +61,7 @@ def curves_of(run_dir, x="step"):
         x=x,
         tx=column(train, key) / unit,
         loss=column(train, "loss"),
-        lr=column(train, "adamw_lr"),
+        lr=column(train, MAIN_RATE),
         ex=column(evals, key) / unit,
         step=column(evals, "step"),
         etrain=column(evals, "train_loss"),

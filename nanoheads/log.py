@@ -17,6 +17,9 @@ from tqdm import tqdm
 from nanoheads.common import (ROOT, UserError, git_commit, json_safe, number, plural, say, write_atomic,
                               write_json)
 
+# the learning rate of all weights that have no other: a key of TrainConfig and a column of log.jsonl
+MAIN_RATE = "adamw_lr"
+
 
 def write_config(path, model_config, config, step, machine, settings):
     """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch.

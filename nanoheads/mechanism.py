@@ -281,8 +281,6 @@ class Mechanism(nn.Module):
 class BetweenBlocks(Mechanism):
     """A mechanism of the whole model, which acts between its blocks; it is built as cls(config)."""
 
-    learning_rate = None
-
     def before_block(self, x, layer, outputs, shared):
         """What block `layer` reads, or at n_layer the last norm, in place of the residual stream x [B, T, C].
 

@@ -9,6 +9,7 @@ and the context of CUDA, which take some 0.5 to 1 GB more. torch.compile fuses k
 less.
 """
 
+import math
 import os
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -17,14 +18,14 @@ import torch
 
 from nanoheads.common import UserError, gib, memory_of_machine, ran_out_of_memory
 from nanoheads.logits import portions
-from nanoheads.optim import block_matrices
+from nanoheads.optim import make_optimizers
 
 
 class StepMemory(NamedTuple):
     """Bytes of a training step of one rank."""
     weights: int
     gradients: int
-    optimizers: int   # moments: two of each parameter of AdamW's, one of each of Muon's
+    optimizers: int   # moments, such as two of each parameter of AdamW's
     activations: int  # of one portion, logits and cast weights included
     backward: int     # what the backward pass needs at its start, while all of those are there
 
@@ -40,8 +41,9 @@ def step_memory(model, config, rows, autocast):
     """
     sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
     trained = {p: size for p, size in sizes.items() if p.requires_grad}
-    muon = {weight for weight, _ in block_matrices(model)} if config.optimizer == "muon" else set()
-    moments = sum(size * (1 if p in muon else 2) for p, size in trained.items())
+    moments = sum(p.element_size() * math.prod(shape)
+                  for optimizer in make_optimizers(model, config) for group in optimizer.param_groups
+                  for p in group["params"] if p in trained for shape in optimizer.moments(p, group).values())
     activations = stored_for_backward(model, rows, autocast)
     # the gradient of the logits, in float32, is made of another tensor of its size; with recomputed blocks it
     # may be less than what one block stores when its turn comes

@@ -1,4 +1,9 @@
-"""AdamW, Muon for the blocks' matrices, and what a training step needs beside: rates, precision, seeds."""
+"""
+The optimizers, AdamW and Muon: which parameters each takes, and at which rates. At the end what a training
+step needs beside: precision, compilation, seeds, moments.
+
+To add an optimizer is a class, as Configured describes it, and a line of OPTIMIZERS.
+"""
 
 import functools
 import inspect
@@ -6,15 +11,136 @@ import math
 import sys
 import zlib
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from model import BETWEEN_BLOCKS, MECHANISM_CLASSES
+from model import MECHANISM_CLASSES
 from nanoheads.common import UserError
 from nanoheads.cpu import bfloat16_instructions
 from nanoheads.kernels import NO_TRITON, Linear
-from nanoheads.mechanism import Mechanism
+from nanoheads.log import MAIN_RATE
+from nanoheads.mechanism import Mechanism, flag
+
+# ---- what a parameter is to an optimizer ----
+
+class Role(NamedTuple):
+    """What a parameter is to an optimizer."""
+    name: str         # its name in the model
+    kind: str         # "matrix" of a block, "embedding", "head" (the output head) or "other"
+    rate: str         # the key of the peak learning rate that it has where AdamW trains it
+    stacked: object   # of a matrix: how many are stacked in it, see Linear
+    decays: bool      # whether weight decay acts on it
+    added: bool       # whether a mechanism adds it to the plain GPT
+
+
+OWN_RATES = {"fuse": "skip_lr"}  # a mechanism between blocks, by its name in the model -> the key of its rate
+
+
+def roles(model):
+    """{parameter: its Role} of a GPT, in the order of model.named_parameters().
+
+    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Of a mechanism those inside its
+    layers do, and what the mechanism holds itself does not, whatever its shape.
+    """
+    outside = {name for cls in MECHANISM_CLASSES for name in cls.model_modules(model.config)}
+    added, held, kinds, stacked = set(), set(), {model.lm_head.weight: "head"}, {}
+    for path, module in model.named_modules():
+        if isinstance(module, Mechanism) or path in outside:
+            added.update(f"{path}.{name}" for name, _ in module.named_parameters())
+        if isinstance(module, Mechanism):
+            held.update(f"{path}.{name}" for name, _ in held_by(module))
+        if isinstance(module, torch.nn.Embedding):  # also one that shares its weight with the head
+            kinds[module.weight] = "embedding"
+        if isinstance(module, Linear) and module.stacked:
+            kinds[module.weight], stacked[module.weight] = "matrix", module.stacked
+    model_roles = {}
+    for name, p in model.named_parameters():
+        kind, rate = kinds.get(p, "other"), MAIN_RATE
+        if name in added:
+            rate = "mechanism_lr"
+        if kind == "embedding":
+            rate = "embed_lr"
+        rate = OWN_RATES.get(name.split(".")[0], rate)
+        decays = p.dim() >= 2 and name not in held
+        model_roles[p] = Role(name, kind, rate, stacked.get(p), decays, name in added)
+    return model_roles
+
+
+def held_by(mechanism):
+    """(name, parameter) of what a mechanism holds itself, also in a ParameterList, and not in a layer."""
+    yield from mechanism.named_parameters(recurse=False)
+    for name, child in mechanism.named_children():
+        if isinstance(child, torch.nn.ParameterList):
+            yield from child.named_parameters(prefix=name)
+
+
+def of_mechanisms(model):
+    """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
+    return {role.name for role in roles(model).values() if role.added}
+
+
+# ---- AdamW and Muon ----
+
+class Configured:
+    """What a class of OPTIMIZERS says of itself beside its step()."""
+
+    kinds = ()        # the kinds of parameters that it takes, see Role; AdamW trains all others
+    rate = None       # the key of their peak learning rate
+    tuned = ()        # its keys that a search for the best rates moves
+    # the values of keys of TrainConfig that are left at None, and embed_lr as a multiple of the main rate
+    values = dict(adamw_lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
+                  warmup_iters=100)
+    embed_factor = 1
+
+    class Options:
+        """Its flags, which TrainConfig inherits: annotated fields, named after it."""
+
+    def __init_subclass__(cls):
+        cls.Options = dataclass(cls.Options)
+
+    @classmethod
+    def make(cls, parameters, config, rank, world, compiled):
+        """An optimizer of {parameter: its Role} for a TrainConfig in which every key has its value.
+
+        rank, world: this process among those that train together, where work may be shared. compiled:
+        whether a step may be compiled.
+        """
+        raise NotImplementedError
+
+    def moments(self, p, group):
+        """{what is kept of a parameter of a group: its shape}."""
+        raise NotImplementedError
+
+
+# torch.optim has the compiler leave these alone, and imports it for that: 1 s of every start
+for method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+    plain = inspect.unwrap(getattr(torch.optim.Optimizer, method))
+    setattr(plain, "__dynamo_disable", plain)
+
+
+class AdamW(Configured, torch.optim.AdamW):
+    """PyTorch's own, whose step does not import the compiler either. It trains what no other one takes, so
+    that its rates and betas are keys of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+    @classmethod
+    def make(cls, parameters, config, rank, world, compiled):
+        groups = {}  # by role, not by value: the same whatever the rates, which a resumed run may change
+        for p, role in parameters.items():
+            group = dict(params=[], lr=getattr(config, role.rate) or config.mechanism_lr,
+                         weight_decay=config.weight_decay if role.decays else 0.0)
+            groups.setdefault((role.rate, role.decays), group)["params"].append(p)
+        fused = next(iter(parameters)).device.type in ("cuda", "cpu")
+        return cls(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
+
+    def moments(self, p, group):
+        return dict(step=(), exp_avg=p.shape, exp_avg_sq=p.shape)
+
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
 # ax + bx^3 + cx^5. Alone they throw a singular value that rounding has put a little above 1 out to infinity,
@@ -73,13 +199,13 @@ def quintic(A, a, b, c):
     return P
 
 
-def even_rows(updates, squares, beta2, lying):
+def even_rows(updates, squares, beta2, transposed):
     """NorMuon (Li et al. 2025, arXiv 2510.05491): each output's row of orthogonal updates [n, r, c] is
     divided by the root of its mean square over the past, and each matrix then has the norm that it had.
 
-    squares: those means, [r, 1] for each matrix, in place. lying: both are transposed.
+    squares: those means, [r, 1] for each matrix, in place. transposed: whether both are.
     """
-    now = updates.square().mean(-2 if lying else -1, keepdim=True)
+    now = updates.square().mean(-2 if transposed else -1, keepdim=True)
     past = torch.stack(squares)
     past = torch.where(past > 0, past.lerp(now, 1 - beta2), now)  # a row that begins has no past
     torch._foreach_copy_(squares, past.unbind())
@@ -89,22 +215,6 @@ def even_rows(updates, squares, beta2, lying):
     return updates * (scale * norm.sqrt())
 
 
-# torch.optim has the compiler leave these alone, and imports it for that: 1 s of every start
-for method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-    plain = inspect.unwrap(getattr(torch.optim.Optimizer, method))
-    setattr(plain, "__dynamo_disable", plain)
-
-
-class AdamW(torch.optim.AdamW):
-    """PyTorch's own, whose step does not import the compiler either."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-
-    def moments(self, p, group):
-        """{what is kept of a parameter of a group: its shape}."""
-        return dict(step=(), exp_avg=p.shape, exp_avg_sq=p.shape)
-
-
 def matrices_in(t, slices):
     """The matrices stacked in t by rows: how many, or their heights in proportion."""
     if isinstance(slices, int):
@@ -112,7 +222,7 @@ def matrices_in(t, slices):
     return t.split([len(t) * height // sum(slices) for height in slices])
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Configured, torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, as the update (Jordan et al. 2024).
 
     Like torch.optim.Muon, with four differences: beta2 makes the rows even, see even_rows(), 0: as they are;
@@ -122,6 +232,20 @@ class Muon(torch.optim.Optimizer):
     that, whose result is on its way to the others while the next shape is worked on. compiled: orthogonalise
     by torch.compile, a graph a shape.
     """
+    kinds, rate, tuned = ("matrix",), "muon_lr", ("muon_lr", "muon_momentum")
+    # tuned on Shakespeare's characters (docs/log.md)
+    values = dict(adamw_lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0,
+                  schedule="trapezoid", warmup_iters=0)
+    embed_factor = 5
+
+    class Options:
+        muon_lr: float = flag(0.02, "peak learning rate of Muon", above=0,
+                              section="muon: trains the blocks' matrices with optimizer=muon")
+        muon_momentum: float = flag(0.95, "momentum of Muon", at_least=0, below=1)
+        muon_beta2: float = flag(
+            0.95, "of the mean square of each output's updates, by which Muon divides them (NorMuon); 0: it "
+                  "does not", at_least=0, below=1)
+
     # what a copy is, since an optimizer's attributes are not copied: one that does all of the work
     rank, world, orthogonalise = 0, 1, staticmethod(orthogonalise)
 
@@ -134,14 +258,19 @@ class Muon(torch.optim.Optimizer):
         if compiled:
             self.orthogonalise = torch.compile(orthogonalise, dynamic=False)
 
+    @classmethod
+    def make(cls, parameters, config, rank, world, compiled):
+        matrices = [(p, role.stacked) for p, role in parameters.items()]
+        return cls(matrices, config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_beta2,
+                   rank, world, compiled)
+
     def moments(self, p, group):
-        """{what is kept of a parameter of a group: its shape}."""
         return dict(momentum=p.shape, **(dict(row_square=p[:, :1].shape) if group["beta2"] else {}))
 
     @torch.no_grad()
     def step(self, closure=None):
         loss = closure() if closure is not None else None
-        by_kind = {}  # {(shape, is it lying, beta2): [(weight, update, squares, step size)]}, a slice each
+        by_shape = {}  # {(shape, transposed, beta2): [(weight, update, squares, step size) of each slice]}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             if not params:
@@ -160,26 +289,26 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for p, updates in zip(params, nesterov):
                 squares = self.state[p]["row_square"] if group["beta2"] else p[:, :0]
-                each = (matrices_in(t, group["slices"]) for t in (p, updates, squares))
-                for weight, update, square in zip(*each):
+                stacks = (matrices_in(t, group["slices"]) for t in (p, updates, squares))
+                for weight, update, square in zip(*stacks):
                     rows, cols = weight.shape
                     # the same change of output per unit of input
                     step_size = -group["lr"] * math.sqrt(max(1.0, rows / cols))
-                    lying = rows > cols  # orthogonalised so: the Gram matrix is then the small one
-                    if lying:
+                    transposed = rows > cols  # a tall matrix is orthogonalised so: its Gram matrix is smaller
+                    if transposed:
                         weight, update, square = weight.mT, update.mT, square.mT
-                    kind = weight.shape, lying, group["beta2"]
-                    by_kind.setdefault(kind, []).append((weight, update, square, step_size))
-        pending = []  # a function for each of these kinds, which gives the orthogonal matrices
-        for slices in by_kind.values():
+                    key = weight.shape, transposed, group["beta2"]
+                    by_shape.setdefault(key, []).append((weight, update, square, step_size))
+        pending = []  # for each of these a function that gives the orthogonal matrices
+        for slices in by_shape.values():
             updates = torch.stack([update for _, update, *_ in slices])
             low_precision = in_low_precision(updates)
             pending.append(self.shared(updates) if self.world > 1 else
                            functools.partial(self.orthogonalise, updates, low_precision))
-        for ((_, lying, beta2), slices), orthogonal in zip(by_kind.items(), pending):
+        for ((_, transposed, beta2), slices), orthogonal in zip(by_shape.items(), pending):
             updates = orthogonal()
             if beta2:
-                updates = even_rows(updates, [square for _, _, square, _ in slices], beta2, lying)
+                updates = even_rows(updates, [square for _, _, square, _ in slices], beta2, transposed)
             for (weight, *_, step_size), update in zip(slices, updates):
                 weight.add_(update, alpha=step_size)
         return loss
@@ -188,20 +317,63 @@ class Muon(torch.optim.Optimizer):
         """A function that waits for the orthogonal matrices of updates [n, r, c], of which this rank makes
         every world-th part.
         """
-        each = -(-len(updates) // self.world)
-        own = updates[self.rank * each:(self.rank + 1) * each]
+        size = -(-len(updates) // self.world)
+        share = updates[self.rank * size:(self.rank + 1) * size]
         low_precision = in_low_precision(updates)
         dtype = torch.bfloat16 if low_precision else updates.dtype  # what the values are anyway
-        made = updates.new_zeros(each, *updates.shape[1:], dtype=dtype)
-        if len(own):
-            made[:len(own)] = self.orthogonalise(own, low_precision)
-        every = made.new_empty(self.world * each, *updates.shape[1:])
-        work = dist.all_gather(list(every.chunk(self.world)), made, async_op=True)
+        orthogonal = updates.new_zeros(size, *updates.shape[1:], dtype=dtype)
+        if len(share):
+            orthogonal[:len(share)] = self.orthogonalise(share, low_precision)
+        gathered = orthogonal.new_empty(self.world * size, *updates.shape[1:])
+        work = dist.all_gather(list(gathered.chunk(self.world)), orthogonal, async_op=True)
 
         def wait():
             work.wait()
-            return every[:len(updates)].to(updates.dtype)
+            return gathered[:len(updates)].to(updates.dtype)
         return wait
+
+
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon}  # by the names that `optimizer` chooses from
+
+
+def make_optimizers(model, config, rank=0, world=1, compiled=False):
+    """The optimizers of a model: the one of a TrainConfig for what it takes, AdamW for the rest.
+
+    Learning rates are peaks, which each group keeps as its peak_lr. rank, world, compiled: see
+    Configured.make().
+    """
+    chosen, of_chosen, rest = OPTIMIZERS[config.optimizer], {}, {}
+    for p, role in roles(model).items():
+        (of_chosen if role.kind in chosen.kinds else rest)[p] = role
+    optimizers = [cls.make(parameters, config, rank, world, compiled)
+                  for cls, parameters in ((chosen, of_chosen), (AdamW, rest)) if parameters]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+# ---- learning rates ----
+
+# the keys of all peak learning rates, of which skip_lr may be None
+PEAK_RATES = (*(cls.rate for cls in OPTIMIZERS.values() if cls.rate), MAIN_RATE, "embed_lr", "mechanism_lr",
+              "skip_lr")
+# what a search for the best rates moves, and the keys that go with it: min_lr must not exceed the main rate
+TUNED = {**{key: (key,) for cls in OPTIMIZERS.values() for key in cls.tuned},
+         MAIN_RATE: (MAIN_RATE, "min_lr"), "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
+# what the learning rate of a step follows from, see lr_multiplier()
+SCHEDULE = (MAIN_RATE, "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
+
+
+def rate_of(role, optimizer):
+    """The key of the peak learning rate of a Role, in a run with an optimizer of this name."""
+    cls = OPTIMIZERS[optimizer]
+    return cls.rate if role.kind in cls.kinds else role.rate
+
+
+def rates_at(config, step):
+    """{key: learning rate} in the step of this number: the main rate and the optimizer's own."""
+    keys = [key for key in (MAIN_RATE, OPTIMIZERS[config.optimizer].rate) if key]
+    return {key: getattr(config, key) * lr_multiplier(step, config) for key in keys}
 
 
 def lr_multiplier(step, config):
@@ -218,66 +390,6 @@ def lr_multiplier(step, config):
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
     left = (end - step) / (config.decay_frac * end)  # trapezoid: stable, then down in a straight line
     return low + (1 - low) * min(1.0, left)
-
-
-def rates_at(config, step):
-    """{name: learning rate} of AdamW, and where it is on of Muon, in the step of this number."""
-    names = ["adamw_lr"] + ["muon_lr"] * (config.optimizer == "muon")
-    return {name: getattr(config, name) * lr_multiplier(step, config) for name in names}
-
-
-def block_matrices(model):
-    """[(weight, the matrices stacked in it)] of the layers that are matrices of a block; see Linear."""
-    return [(layer.weight, layer.stacked) for layer in model.modules()
-            if isinstance(layer, Linear) and layer.stacked]
-
-
-def of_mechanisms(model):
-    """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
-    outside = {name for cls in MECHANISM_CLASSES for name in cls.model_modules(model.config)}
-    return {f"{path}.{name}" for path, m in model.named_modules()
-            if isinstance(m, Mechanism) or path in outside for name, _ in m.named_parameters()}
-
-
-def own_parameters(mechanism):
-    """(name, parameter) of what a mechanism holds itself, also in a ParameterList, and not in a layer."""
-    yield from mechanism.named_parameters(recurse=False)
-    for child, each in mechanism.named_children():
-        if isinstance(each, torch.nn.ParameterList):
-            yield from each.named_parameters(prefix=child)
-
-
-def make_optimizers(model, config, rank=0, world=1, compiled=False):
-    """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
-
-    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks, which
-    each group keeps as its peak_lr; a skip_lr of None is mechanism_lr. rank, world, compiled: of Muon.
-    """
-    matrices = block_matrices(model) if config.optimizer == "muon" else []
-    muons = {id(p) for p, _ in matrices}
-    added = of_mechanisms(model)
-    no_decay = {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, Mechanism)
-                for name, _ in own_parameters(m)}  # a mechanism's own, whatever their shape
-    rates = {f"{cls.name}.": cls.learning_rate for cls in BETWEEN_BLOCKS if cls.learning_rate}
-    groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
-    for name, p in model.named_parameters():
-        if id(p) not in muons:
-            role = "mechanism_lr" if name in added else "adamw_lr"
-            role = "embed_lr" if "wte" in name or "wpe" in name else role
-            role = next((lr for prefix, lr in rates.items() if name.startswith(prefix)), role)
-            decays = p.dim() >= 2 and name not in no_decay
-            group = dict(params=[], lr=getattr(config, role) or config.mechanism_lr,
-                         weight_decay=config.weight_decay if decays else 0.0)
-            groups.setdefault((role, decays), group)["params"].append(p)
-    fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    adamw = AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
-    optimizers = [adamw]
-    if matrices:
-        optimizers.insert(0, Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay,
-                                  config.muon_beta2, rank, world, compiled))
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["peak_lr"] = group["lr"]
-    return optimizers
 
 
 # ---- what a step needs beside ----

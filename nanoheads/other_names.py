@@ -84,7 +84,7 @@ def meaning(name, value, values, all_values):
     has_routing = values.get("use_routing", all_values.get("routing") is not None)
     match name:
         case "learning_rate" | "lr":
-            return dict(adamw_lr=value), "the peak rate of AdamW; that of Muon, where it is on, is muon_lr"
+            return dict(adamw_lr=value), "the peak rate of what has none of its own, see --help"
         case "gradient_accumulation_steps":
             return dict(grad_accum=value), ""
         case "eval_iters":

@@ -150,7 +150,7 @@ def put(module, name, dim, change, change_moments, optimizers):
     new.grad = None if old.grad is None else change_moments(old.grad)
     setattr(module, name, new)
 
-    def follows(t):  # Muon's mean squares, [rows, 1], follow the rows alone
+    def follows(t):  # a moment of each row, [rows, 1], follows the rows alone
         return torch.is_tensor(t) and t.dim() == old.dim() and t.size(dim) == old.size(dim)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -27,7 +27,7 @@ from nanoheads.configurator import build_configs, print_once
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.files import choose_folder, folders_named, only_writer
 from nanoheads.mechanism import flags_of
-from nanoheads.optim import check_compile, check_precision, precision, rates_at
+from nanoheads.optim import MAIN_RATE, SCHEDULE, check_compile, check_precision, precision, rates_at
 from nanoheads.ranks import Process, join_ranks
 from nanoheads.tasks import TaskData, training_flags
 
@@ -333,9 +333,6 @@ def check_same_run(state, path, config, dataset):
         raise UserError(f"{path} cannot go on like this: {'; '.join(differences)}; {advice}")
 
 
-SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
-
-
 def print_changes(config, old_values, step):
     """Print a line for each key of training that has changed since the last save.
 
@@ -349,8 +346,8 @@ def print_changes(config, old_values, step):
 
     # and where the learning rate goes on higher than that schedule would have
     old_config = replace(config, **{key: old_values[key] for key in SCHEDULE if key in old_values})
-    rate, old_rate = (rates_at(c, step)["adamw_lr"] for c in (config, old_config))
-    last_rate = rates_at(old_config, step - 1)["adamw_lr"]
+    rate, old_rate = (rates_at(c, step)[MAIN_RATE] for c in (config, old_config))
+    last_rate = rates_at(old_config, step - 1)[MAIN_RATE]
     if rate > max(old_rate, last_rate) * (1 + 1e-9):
         end, old_end = (c.lr_decay_iters or c.max_iters for c in (config, old_config))
         was_down = step >= old_end and not config.lr_decay_iters

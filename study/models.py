@@ -14,21 +14,18 @@ from model import GPT, GPTConfig
 from nanoheads import configurator, files, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig, data_of, training_problems
-from nanoheads.optim import block_matrices, of_mechanisms
+from nanoheads.optim import OPTIMIZERS, TUNED, rate_of, roles
 from nanoheads.tasks import TASKS
 from study.config import BOOKKEEPING, SIZES, variants_of
 from study.records import PLAIN
 from study.verdicts import same_size
 
-# what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
-RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
-         "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
 SMALL = 2_000_000  # numbers in the plain blocks of a model that is built as it is to count things in
 
 
 class Counts(NamedTuple):
-    """What is counted in a model. groups: those of RATES that its optimizers have, by optimizer; added: the
-    flags of the rates at which what its mechanisms add learns, likewise.
+    """What is counted in a model. groups: the keys of TUNED that its optimizers have, by optimizer; added:
+    the keys of the rates at which what its mechanisms add learns, likewise.
     """
     params: int
     flops_per_token: int  # as the algorithm needs them
@@ -62,16 +59,16 @@ class Model:
         return self.training.max_iters * tokens_a_step(self.config, self.training)
 
     def groups(self):
-        """The groups of RATES that its optimizers have."""
+        """The keys of TUNED that its optimizers have."""
         return self.counts.groups[self.training.optimizer]
 
     def rates(self, factors=()):
-        """{flag: rate} of all RATES, those of some groups times a factor each; what follows adamw_lr where
-        nothing is set as it was.
+        """{flag: rate} of all that is TUNED, those of some groups times a factor each; a rate that follows
+        another one where nothing is set stays as it was.
         """
-        found = {key: getattr(self.training, key) for keys in RATES.values() for key in keys}
-        return found | {key: times(factor, key, found[key])
-                        for group, factor in dict(factors).items() for key in RATES[group]}
+        rates = {key: getattr(self.training, key) for keys in TUNED.values() for key in keys}
+        return rates | {key: times(factor, key, rates[key])
+                        for group, factor in dict(factors).items() for key in TUNED[group]}
 
     def rates_of_its_own(self):
         """{flag: learning rate} of the weights that its mechanisms add; {}: they add none."""
@@ -87,7 +84,7 @@ def times(factor, key, value):
     """A rate times a factor; a momentum m at so many times its memory of 1 / (1 - m) steps."""
     if factor == 1:
         return value
-    return max(0.0, round(1 - (1 - value) / factor, 12)) if key == "muon_momentum" else value * factor
+    return max(0.0, round(1 - (1 - value) / factor, 12)) if key.endswith("_momentum") else value * factor
 
 
 class Models:
@@ -295,20 +292,21 @@ def is_small(config):
 COUNTED = {}  # {a GPTConfig as text: its Counts}: building takes longer than all else that is planned
 
 
+def rate_tuned(role, optimizer):
+    """The key of TUNED that the rate of a Role goes with; one that is not tuned follows mechanism_lr."""
+    rate = rate_of(role, optimizer)
+    return rate if rate in TUNED else "mechanism_lr"
+
+
 def counts_of(config):
     """The Counts of a GPTConfig."""
     if (key := repr(config)) not in COUNTED:
         gpt = built(config)
-        muons, added = {id(p) for p, _ in block_matrices(gpt)}, of_mechanisms(gpt)
         groups, of_added = {}, {}
-        for optimizer in ("muon", "adamw"):
-            own = muons if optimizer == "muon" else set()
-            of_added[optimizer] = tuple(dict.fromkeys(
-                "muon_lr" if id(p) in own else "mechanism_lr"
-                for name, p in gpt.named_parameters() if name in added))
-            has = {"muon_lr": own, "muon_momentum": own, "adamw_lr": True, "embed_lr": True,
-                   "mechanism_lr": [p for name, p in gpt.named_parameters()
-                                    if name in added and id(p) not in own]}
-            groups[optimizer] = tuple(group for group in RATES if has[group])
+        for name, optimizer in OPTIMIZERS.items():
+            rates = {role: rate_tuned(role, name) for role in roles(gpt).values()}
+            own = optimizer.tuned if optimizer.rate in rates.values() else ()
+            groups[name] = tuple(group for group in TUNED if group in {*rates.values(), *own})
+            of_added[name] = tuple(dict.fromkeys(rate for role, rate in rates.items() if role.added))
         COUNTED[key] = Counts(gpt.num_params(), gpt.flops_per_token(), groups, of_added)
     return COUNTED[key]

@@ -179,7 +179,7 @@ def at_edge(study):
 def rates_of(run):
     """{flag: rate} of a Run, as its spec has them."""
     return {key: value for key, value in run.spec.get("train", {}).items()
-            if key.endswith("_lr") or key == "muon_momentum"}
+            if key.endswith(("_lr", "_momentum"))}
 
 
 # ---- below the numbers ----

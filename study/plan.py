@@ -15,6 +15,7 @@ import numpy as np
 
 from nanoheads.common import UserError, pick_device
 from nanoheads.config import ControllerConfig, TrainConfig
+from nanoheads.optim import OPTIMIZERS, PEAK_RATES
 from nanoheads.tasks import first_learned_step
 from study import stats
 from study.config import FIXED, variants_of
@@ -27,7 +28,6 @@ from study.verdicts import MEASURES, difference, seems_better
 ROWS_OF_TASK = 256  # of each level, by which a run on a task is scored
 FACTORS = (0.5, 1.0, 2.0)  # of a rate, that are tried first
 ROUNDS = 3                 # of trying more, while the best is the last one tried
-OF_ADAMW = ("adamw_lr", "embed_lr", "mechanism_lr")  # groups of rates that one factor moves for a task
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,8 @@ class Planner:
         return every, {name: model.rates(candidates[name][taken[name]]) for name, model in models.items()}
 
     def search_on_task(self, text, variants, outcomes):
-        """The same on validation rows of a task: a small grid over Muon's rate and AdamW's, with all seeds.
+        """The same on validation rows of a task, with all seeds: a small grid over the optimizer's own rate,
+        as Muon has one for matrices, and the rates of all other parameters.
 
         Scores that are nearly all or nothing mislead a search with one seed: its best pair may be a lucky
         one.
@@ -206,13 +207,14 @@ class Planner:
         seeds, grids, runs = self.config.screen_seeds, {}, {}
         for name, flags in {PLAIN: {}, **variants}.items():
             model = self.models.variant(text, name, flags)
-            grids[name] = {factors: model.rates(of_groups(factors, model.groups()))
+            own_rate = OPTIMIZERS[model.training.optimizer].rate
+            grids[name] = {factors: model.rates(of_groups(factors, model.groups(), own_rate))
                            for factors in itertools.product(FACTORS, FACTORS)
-                           if factors[0] == 1 or "muon_lr" in model.groups()}
+                           if factors[0] == 1 or own_rate in model.groups()}
             runs[name] = {}
-            for (muon, adamw), rates in grids[name].items():
-                words = f"{name}, muon x {muon:g}, adamw x {adamw:g}"
-                runs[name][muon, adamw] = [
+            for (own, rest), rates in grids[name].items():
+                words = f"{name}, matrices x {own:g}, rest x {rest:g}"
+                runs[name][own, rest] = [
                     self.run("tune", self.models.at(model, rates), seed, "val", words) for seed in seeds]
         every = [run for own in runs.values() for each in own.values() for run in each]
         if not ended(every, outcomes):
@@ -387,11 +389,10 @@ def best_candidates(scores):
     return taken
 
 
-def of_groups(factors, groups):
-    """{group: factor} of a pair of factors, Muon's and AdamW's."""
-    muon, adamw = factors
-    found = {"muon_lr": muon, **dict.fromkeys(OF_ADAMW, adamw)}
-    return {group: factor for group, factor in found.items() if group in groups}
+def of_groups(factors, groups, own_rate):
+    """{group: factor} of a pair of factors: of the optimizer's own rate, and of all other learning rates."""
+    own, rest = factors
+    return {group: own if group == own_rate else rest for group in groups if group in PEAK_RATES}
 
 
 def best_pair(runs, outcomes):

@@ -121,7 +121,7 @@ FAULTS = (
           "ours.update(translated_values)", "ours = {**translated_values, **ours}",
           ("test_typed_elsewhere.py::test_of_two_names_for_one_key_the_later_wins",)),
     Fault("a scale's rates also for another recipe", "configurator.py",
-          "if not (other and key in RECIPE_KEYS)}", "}",
+          "if key not in of_recipe}", "}",
           ("test_configurator.py::test_a_scale_with_another_recipe_has_that_recipes_rates",)),
     # ---- text ----
     Fault("bytes in the place of characters", "tokenizer.py",

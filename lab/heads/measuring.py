@@ -385,7 +385,7 @@ class Measurements:
         try:
             of_heads = measure(model, *self.text, self.autocast)
         except ValueError as e:
-            raise UserError(f"step {run.step}: {e}; lower adamw_lr or muon_lr") from None
+            raise UserError(f"step {run.step}: {e}; use a lower learning rate") from None
         factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.gate().detach()
                    for attn in attentions(model)]
         self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past)

@@ -63,8 +63,8 @@ def check_allocated(size, dtype, flags):
     stored = need.activations + need.backward
     assert 0.75 * stored < found < 1.25 * (stored + need.gradients)
     moments = sum(t.numel() * t.element_size() for optimizer in run.optimizers
-                  for state in optimizer.state.values() for t in state.values() if t.dim())
-    assert need.optimizers == pytest.approx(moments, rel=0.02)  # but for NorMuon's rows
+                  for state in optimizer.state.values() for t in state.values())
+    assert need.optimizers == pytest.approx(moments, rel=0.01)  # but for scorers that have no labels
     assert need.weights == need.gradients == sum(4 * p.numel() for p in model.parameters())
 
 

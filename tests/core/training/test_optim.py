@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,11 @@ import torch.multiprocessing as mp
 
 import train
 from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
+from nanoheads import checkpoint
+from nanoheads.common import ROOT
 from nanoheads.config import TrainConfig
-from nanoheads.optim import MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise
+from nanoheads.optim import (MARGIN, OPTIMIZERS, QUINTICS, Muon, Role, lr_multiplier, make_optimizers,
+                             orthogonalise, roles)
 from nanoheads.pruning import prune_heads
 from nanoheads.ranks import Process
 
@@ -194,47 +199,115 @@ def test_mean_squares_follow_the_rows_that_are_pruned():
     muon.step()
 
 
-def test_muon_takes_the_blocks_matrices_and_nothing_else():
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2,
-                          n_head=2, n_embd=16, recipe="modern", pos="learned", bias=True, norm="layernorm"))
-    muon, adamw = make_optimizers(model, TrainConfig().for_recipe("modern"))
-    names = {id(p): n for n, p in model.named_parameters()}
-    taken = {names[id(p)] for g in muon.param_groups for p in g["params"]}
-    rest = {names[id(p)] for g in adamw.param_groups for p in g["params"]}
-    assert taken == {f"transformer.h.{i}.{m}.weight" for i in (0, 1)
-                     for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
-    assert taken | rest == set(names.values()) and not taken & rest
-    assert {g["slices"]: len(g["params"]) for g in muon.param_groups} == {1: 6, 3: 2}
+# ---- which parameters go where ----
+
+OF_BLOCKS = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1, "constraint.c_attn": 3,
+             "constraint.c_proj": 1, "diff.c_q": 1}  # layers whose weights are matrices of a block
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_only_matrices_decay(optimizer):
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, bias=True))
-    for o in make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2")):
-        for group in o.param_groups:
-            assert all((p.dim() >= 2) == (group["weight_decay"] > 0) for p in group["params"])
-    assert sum(len(g["params"]) for o in make_optimizers(model, TrainConfig().for_recipe("gpt2"))
-               for g in o.param_groups) == len(list(model.parameters()))
+def role_by_hand(model, plain, name):
+    """The Role of a parameter from its name and its module alone; plain: the names of a plain GPT's."""
+    path, _, tensor = name.rpartition(".")
+    module, layer = model.get_submodule(path), ".".join(path.split(".")[-2:])
+    is_matrix = tensor == "weight" and layer in OF_BLOCKS
+    kind, rate = "other", "adamw_lr" if name in plain else "mechanism_lr"
+    if isinstance(module, torch.nn.Embedding):
+        kind, rate = "embedding", "embed_lr"
+    if name == "lm_head.weight":
+        kind = "head"
+    if is_matrix:
+        kind = "matrix"
+    if name.startswith("fuse."):
+        rate = "skip_lr"
+    decays = tensor == "weight" and isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
+    stacked = OF_BLOCKS[layer] if is_matrix else None
+    if is_matrix and layer == "attn.c_attn" and model.config.queries_are_keys:
+        stacked = 1
+    return Role(name, kind, rate, stacked, decays, name not in plain)
 
 
-def test_a_mechanisms_own_parameter_never_decays():
-    """Whatever its shape; the layers inside a mechanism decay like any other."""
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, acag="elementwise",
-                          output_gate="headwise"))
-    adamw, = make_optimizers(model, TrainConfig().for_recipe("gpt2"))
-    attn = model.transformer.h[0].attn
-    for p, decays in ((attn.acag.weight, False), (attn.output_gate.proj.weight, True)):
-        group = next(g for g in adamw.param_groups if any(q is p for q in g["params"]))
-        assert p.dim() >= 2 and (group["weight_decay"] > 0) == decays
-    # also where it is in a list: MUDD's static weights are the identity of the stream
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, mudd=True))
-    adamw, = make_optimizers(model, TrainConfig().for_recipe("gpt2"))
-    for name, p in model.named_parameters():
-        if ".static." in name or name.startswith("mudd.") or ".mudd." in name:
-            group = next(g for g in adamw.param_groups if any(q is p for q in g["params"]))
-            assert p.dim() >= 2 and group["weight_decay"] == 0
-            seen = True
-    assert seen
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["plain", *MECHANISMS])
+def test_roles_are_those_written_by_hand(name, tied):
+    flags = dict(recipe="modern", tied=tied, bias=True, pos="learned", norm="layernorm")
+    model = GPT(GPTConfig(**SIZES, **{**flags, **MECHANISMS.get(name, {})}))
+    plain = {name for name, _ in GPT(GPTConfig(**SIZES, **flags)).named_parameters()}
+    assert [*roles(model).values()] == [role_by_hand(model, plain, name)
+                                        for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("recipe, n_kv_head, c_attn, c_fc", [
+    ("llama", None, 3, 2), ("llama", 1, (4, 1, 1), 2), ("gpt2", 2, (2, 1, 1), 1)])
+def test_grouped_heads_and_swiglu_are_stacked_by_their_heights(recipe, n_kv_head, c_attn, c_fc):
+    model = GPT(GPTConfig(**SIZES, recipe=recipe, n_kv_head=n_kv_head))
+    block, role_of = model.transformer.h[0], roles(model)
+    assert [role_of[layer.weight].stacked for layer in (
+        block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)] == [c_attn, 1, c_fc, 1]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["plain", *MECHANISMS])
+def test_each_parameter_is_in_one_group_at_its_rate_and_decay(name, optimizer):
+    model = GPT(GPTConfig(**SIZES, recipe="modern", **MECHANISMS.get(name, {})))
+    config = TrainConfig(optimizer=optimizer, muon_lr=1.0, adamw_lr=2.0, embed_lr=3.0, mechanism_lr=4.0,
+                         skip_lr=5.0, weight_decay=0.1).for_recipe("modern")
+    optimizers = make_optimizers(model, config)
+    assert [type(each).__name__ for each in optimizers] == {
+        "adamw": ["AdamW"], "muon": ["Muon", "AdamW"]}[optimizer]
+    groups = [(p, each, group) for each in optimizers for group in each.param_groups for p in group["params"]]
+    assert sorted(map(id, model.parameters())) == sorted(id(p) for p, *_ in groups)
+    for p, each, group in groups:
+        role = roles(model)[p]
+        assert (type(each).__name__ == "Muon") == (optimizer == "muon" and role.kind == "matrix")
+        rate = "muon_lr" if type(each).__name__ == "Muon" else role.rate
+        assert group["lr"] == group["peak_lr"] == getattr(config, rate)
+        assert group["weight_decay"] == (0.1 if role.decays else 0.0)
+        assert group.get("slices") == (role.stacked if rate == "muon_lr" else None)
+
+
+# an optimizer of one's own: a class, and a line of the table
+SGD = """
+import sys
+import torch
+from nanoheads import optim
+from nanoheads.mechanism import flag
+
+class SGD(optim.Configured, torch.optim.SGD):
+    kinds, rate = ("matrix", "head"), "sgd_lr"
+
+    class Options:
+        sgd_lr: float = flag(0.1, "peak learning rate of SGD", above=0)
+
+    @classmethod
+    def make(cls, parameters, config, rank, world, compiled):
+        return cls(list(parameters), config.sgd_lr, momentum=0.9)
+
+    def moments(self, p, group):
+        return dict(momentum_buffer=p.shape)
+
+optim.OPTIMIZERS["sgd"] = SGD
+import train
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_third_optimizer_is_a_class_and_a_line(args, rows, tmp_path):
+    def run(**keys):
+        command = args(**{"optimizer": "sgd", "sgd_lr": 0.3, "max_iters": 3, "log_interval": 1,
+                          "schedule": "constant", "warmup_iters": 0, **keys})
+        done = subprocess.run([sys.executable, "-c", SGD, *command], cwd=ROOT, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return checkpoint.read(tmp_path / "run/ckpt.pt")
+    state = run()
+    assert [row["sgd_lr"] for row in rows(tmp_path / "run")[0]] == [0.3] * 3
+    sgd, adamw = state["optimizers"]
+    model = GPT(GPTConfig(**state["config"]))
+    taken = [role for role in roles(model).values() if role.kind in ("matrix", "head")]
+    assert len(sgd["state"]) == len(taken)
+    assert len(adamw["state"]) == len([*model.parameters()]) - len(taken)
+    moved = run(resume=True, max_iters=6)["model"]
+    assert all(moved[role.name].ne(state["model"][role.name]).any() for role in taken)
 
 
 def test_muon_state_survives_saving():
