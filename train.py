@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, configurator, start, tasks
+from nanoheads import checkpoint, configurator, extensions, start, tasks
 from nanoheads.batches import Batches, DocumentBatches, PackedBatches
 from nanoheads.common import UserError, as_program, from_lab, plural, say, write_json
 from nanoheads.config import TrainConfig, flags_by_name
@@ -149,17 +149,17 @@ def loop(run):
         if run.step < config.max_iters:
             batch = batch_at(run, run.step)
 
-        # read what the step computed where it is logged, and before an evaluation, a save or a change of
-        # heads (the controller of dynamic heads, docs/heads.md); only here do we wait for a GPU. All ranks
-        # must read in the same step, so with several of them a signal to stop waits for the next such step
+        # read what the step computed where it is logged, and before an evaluation, a save or an action of an
+        # extension (such as dynamic heads, docs/heads.md); only here do we wait for a GPU. All ranks must
+        # read in the same step, so with several of them a signal to stop waits for the next such step
         logging, saving = run.is_due(config.log_interval), run.is_due(config.save_interval)
-        measuring = run.controller and run.is_due(config.controller_interval)
+        acting = any(run.is_due(each.interval) for each in run.acting.values())
         stop_asked = stop.name is not None
         stopping = False
-        if (logging or saving or measuring or run.is_due(config.eval_interval)
+        if (logging or saving or acting or run.is_due(config.eval_interval)
                 or stop_asked and run.process.world == 1):
             values, stopping = read_values(run, means, stop_asked)
-        if run.controller and run.controller.step(run):  # heads came or went
+        if run.between_steps():
             set_up_again(run)
         count_time(run, time.perf_counter() - began)
         if run.profile and run.profile.is_done():
@@ -401,8 +401,8 @@ def open_bar(run, closing):
 def save_checkpoint(run, name, resumable=True):
     """Write out_dir/name, from the first rank alone. UserError where the weights are not finite.
 
-    resumable: with the states of optimizers, scaler and controller, as ckpt.pt; best.pt is the model alone,
-    with the gates that the controller has set multiplied into its weights.
+    resumable: with the states of optimizers, scaler and extensions, as ckpt.pt; best.pt is the model alone,
+    as it was scored.
     """
     if run.process.rank:
         return
@@ -419,10 +419,9 @@ def save_checkpoint(run, name, resumable=True):
     if resumable:
         content["optimizers"] = [optimizer.state_dict() for optimizer in run.optimizers]
         content["scaler"] = run.scaler.state_dict()
-        if run.controller:
-            content["controller"] = run.controller.state()
-    if run.controller and not resumable:
-        content["model"] = run.controller.as_scored(run)
+        content.update({name: each.state() for name, each in run.acting.items()})
+    else:
+        content["model"] = run.scored_model().state_dict()
     checkpoint.save(run.out_dir / name, content)
 
 
@@ -456,7 +455,7 @@ class Run:
     scaler: Optional[torch.amp.GradScaler] = None  # scales the loss in float16; else it changes nothing
     portions: int = 1                # forward passes of this rank in a step
     # of this launch
-    controller: Optional[Any] = None  # a Controller, where heads are measured or moved
+    acting: dict = field(default_factory=dict)  # {name: what acts between steps}, see extensions.start()
     profile: Optional[Any] = None    # a Profile, on the first rank, until its steps are recorded
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
@@ -474,6 +473,17 @@ class Run:
     def is_due(self, interval):
         """Whether what is done every `interval` steps is to be done now; in the last step everything is."""
         return self.step % interval == 0 or self.step == self.config.max_iters
+
+    def between_steps(self):
+        """Let extensions act after a step; whether parameters of the model came or went."""
+        return any([each.step(self) for each in self.acting.values()])
+
+    def scored_model(self):
+        """The model as it is scored, with what extensions have set beside its weights worked into them."""
+        model = self.model
+        for each in self.acting.values():
+            model = each.as_scored(model)
+        return model
 
     @property
     def ended_by(self):
@@ -530,7 +540,7 @@ def set_up(run):
 
 
 def set_up_again(run):
-    """set_up() after heads came or went; the optimizers go on with the moments of what is left."""
+    """set_up() after parameters came or went; the optimizers go on with the moments of what is left."""
     before = run.optimizers
     set_up(run)
     carry_moments(before, run.optimizers)
@@ -562,9 +572,7 @@ def make_ready(run, state):
         from nanoheads.teacher import teacher_of  # only here: most runs have none
         run.teacher = teacher_of(config, model, run.process.device)
     set_up(run)
-    if config.dynamic_heads:
-        controller = from_lab("lab.heads.controller", "changing or measuring heads while a model is trained")
-        run.controller = controller.start(run, state)
+    run.acting = extensions.start(run, state)
     if state:
         load_moments(run.optimizers, state["optimizers"], run.out_dir / "ckpt.pt")
         if state["scaler"]:  # empty when dtype was another one

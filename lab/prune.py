@@ -49,7 +49,7 @@ from model import GPT
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.common import (ROOT, UserError, as_program, pick_device, plural, say, table, writable,
                               writable_folder, write_atomic, write_json)
-from nanoheads.config import ControllerConfig, TrainConfig, trained_with
+from nanoheads.config import TrainConfig, trained_with
 from nanoheads.configurator import likely_name, read_file
 from nanoheads.drawing import COLOURS, label_right, panels, picture_bytes
 from nanoheads.files import only_writer
@@ -58,6 +58,7 @@ from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.scoring import load, score_windows
 from nanoheads.tasks import TaskData, rows_per_level, score_levels, summary
 from nanoheads.timing import progress_bar, take_turns, time_rows
+from lab.heads.config import ControllerConfig
 from lab.heads.measuring import (attentions, cache_bytes, closed, constant_gates, fixed_text, measure,
                                  nats_on)
 

@@ -10,7 +10,8 @@ Those of train.py hold also
     step, best_val_loss, ...  how far the run is: PROGRESS
 ckpt.pt, from which a run goes on, holds also
     optimizers, scaler        their states
-    controller                that of dynamic heads, where they are on
+    controller                the state of dynamic heads, where they are on; other extensions have theirs by
+                              their names, see extensions.py
 and what lab/prune.py wrote holds `pruned`, which says how.
 
 read() gives the dict, config_of() its flags, build() its model. It is read with weights_only=True, which runs
@@ -38,6 +39,8 @@ VERSION = 1  # of new files; to be raised when an older program would misread th
 PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
 # what a file must hold, besides its model, for a run to go on from it
 RESUME_KEYS = ("meta", "train", *PROGRESS, "optimizers", "scaler")
+# what is in ckpt.pt beside the states of extensions
+CORE_KEYS = {"version", "model", "config", "dataset", "own_mechanism", *RESUME_KEYS}
 
 # what `meta` must say of tokens
 TOKEN_FIELDS = dict(name=str, encoding=str, vocab_size=int)

@@ -25,6 +25,7 @@ from nanoheads.config import (TrainConfig, check_configs, check_data, check_mode
                               note_on_dropout, note_on_warmup)
 from nanoheads.configurator import build_configs, print_once
 from nanoheads.dataset import Dataset, digests_of
+from nanoheads.extensions import EXTENSIONS
 from nanoheads.files import choose_folder, folders_named, only_writer
 from nanoheads.mechanism import flags_of
 from nanoheads.optim import MAIN_RATE, SCHEDULE, check_compile, check_precision, precision, rates_at
@@ -142,6 +143,9 @@ def settings_to_resume(command):
         from nanoheads import own_mechanism
         records = [own_mechanism.record_from_text(words) for words in files]
         own_mechanism.flags_of(dict(config={}, own_mechanism=records), path)
+    if unknown := sorted(settings.keys() - command.keys.keys()):
+        raise UserError(f"{path}: the run was configured with {', '.join(unknown)}, which is no key here: a "
+                        "folder beside nanoheads/ may be missing, or the run is of another version")
     return str(path), settings
 
 
@@ -192,6 +196,8 @@ def begin(model_config, config, set_flags, process):
     settings = settings_of(model_config, config)
     path, goes_on = checkpoint_of(config)
     state, new_mechanisms = checkpoint.read(path, process.device) if path else {}, {}
+    if goes_on:
+        check_extensions(state, path)
     if path:
         old = checkpoint.config_of(state, path)
         model_config, new_mechanisms = adapt_config(old, path, model_config, config, set_flags, goes_on)
@@ -244,12 +250,21 @@ def checkpoint_of(config):
     return None, False
 
 
+def check_extensions(state, path):
+    """UserError where a read checkpoint goes on with the state of an extension that is not here."""
+    missing = state.keys() - checkpoint.CORE_KEYS - {each.name for each in EXTENSIONS}
+    if missing:
+        raise UserError(f"{path} holds the state of {', '.join(sorted(missing))}, which belongs to a folder "
+                        "that is not there beside nanoheads/: bring it back, or begin a new run with its "
+                        f"weights: --init_from={path} and another --out_dir")
+
+
 # ---- its model ----
 
 def new_model_config(model_config, config, dataset):
-    """The GPTConfig of a new model: with the heads that it begins with, as large as the data's vocabulary."""
-    if config.grow_from is not None:
-        model_config = replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
+    """The GPTConfig of a new model: as extensions have it begin, as large as the data's vocabulary."""
+    for each in EXTENSIONS:
+        model_config = each.new_model(model_config, config)
     return replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)
 
 
@@ -272,8 +287,8 @@ def adapt_config(old, path, model_config, config, set_flags, goes_on):
 
     # what must not: any flag of a run that goes on; of another checkpoint what is set, since it says the rest
     must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(set_flags)
-    if goes_on and (config.dynamic_heads or config.grow_from is not None):
-        must_agree.discard("head_ids")  # heads come and go
+    if goes_on and any(each.chooses_heads(config) for each in EXTENSIONS):
+        must_agree.discard("head_ids")
     must_agree -= may_change | {key for cls in new_mechanisms for key in flags_of(cls)}
     check_same_model(old, path, model_config, must_agree)
     return replace(old, **{key: getattr(model_config, key) for key in may_change}), new_mechanisms
@@ -339,10 +354,10 @@ def print_changes(config, old_values, step):
     old_values: {key: value} at that save.
     """
     launch_keys = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
+    were = {**asdict(TrainConfig()), **old_values}  # a key of an extension may not have been there
     for key in sorted(set(asdict(config)) - launch_keys):
-        if getattr(config, key) != old_values.get(key):
-            print_once(f"changed since the last save: {key}={getattr(config, key)}, "
-                       f"was {old_values.get(key)}")
+        if getattr(config, key) != were[key]:
+            print_once(f"changed since the last save: {key}={getattr(config, key)}, was {were[key]}")
 
     # and where the learning rate goes on higher than that schedule would have
     old_config = replace(config, **{key: old_values[key] for key in SCHEDULE if key in old_values})

@@ -9,7 +9,7 @@ from typing import Optional
 
 from model import ALL_ON, MECHANISMS
 from nanoheads import configurator
-from nanoheads.config import with_log
+from nanoheads.config import with_extensions
 from nanoheads.configurator import Scale
 from nanoheads.mechanism import flag, range_problems
 from nanoheads.tasks import TASKS, TaskConfig
@@ -245,5 +245,5 @@ def matching(pattern):
 def variants_of(config):
     """{name: flags} of everything that is compared with the plain GPT."""
     names = dict.fromkeys(name for pattern in config.mechanisms for name in matching(pattern))
-    return {**{name: with_log(ALL_ON if name == "all_on" else MECHANISMS[name]) for name in names},
+    return {**{name: with_extensions(ALL_ON if name == "all_on" else MECHANISMS[name]) for name in names},
             **config.variants}

@@ -17,6 +17,7 @@ import torch
 from nanoheads import checkpoint, files, own_mechanism
 from nanoheads.common import ROOT, UserError, from_lab
 from nanoheads.config import data_of
+from nanoheads.extensions import EXTENSIONS
 from study.records import hash_of
 
 IN_QUOTES = re.compile(rb'"((?:nanoheads|lab|study)(?:\.\w+)+)"')  # modules, as from_lab() names them
@@ -51,7 +52,7 @@ def digests_of(training, model, command=None):
            for name, sha256 in file.sha256.items()}
     if training.labels:
         own.update(digests_of_labels(data, training, model))
-    for key in ("teacher", "policy_rules"):
+    for key in ("teacher", *(key for each in EXTENSIONS for key in each.files)):
         if path := getattr(training, key):
             file = checkpoint.file_of(path)
             if not file.is_file():

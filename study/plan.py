@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from nanoheads.common import UserError, pick_device
-from nanoheads.config import ControllerConfig, TrainConfig
+from nanoheads.config import TrainConfig
+from nanoheads.extensions import EXTENSIONS
 from nanoheads.optim import OPTIMIZERS, PEAK_RATES
 from nanoheads.tasks import first_learned_step
 from study import stats
@@ -111,7 +112,8 @@ class Planner:
         """All that the numbers of a Model's runs depend on, but for their seed."""
         if (model, split) not in self.specs:
             training, task = asdict(model.training), model.training.task
-            unused = () if model.training.dynamic_heads else ControllerConfig.__dataclass_fields__
+            unused = {key for each in EXTENSIONS if not each.is_on(model.training)
+                      for key in each.keys.__dataclass_fields__}
             keep = ("max_iters",) if task else ("max_iters", "dataset")
             train = not_default({key: value for key, value in training.items()
                                  if key not in FIXED and key not in unused}, self.defaults, keep)
@@ -125,7 +127,8 @@ class Planner:
     def surroundings_of(self, model):
         """surroundings() of a Model's runs, read once for all that read the same."""
         c = model.training
-        key = (model.text, c.own_mechanism, c.teacher, c.labels, c.policy_rules, model.config.block_size)
+        files = [getattr(c, key) for each in EXTENSIONS for key in each.files]
+        key = (model.text, c.own_mechanism, c.teacher, c.labels, *files, model.config.block_size)
         if key not in self.surroundings:
             try:
                 self.surroundings[key] = surroundings(c, model.config, self.config.first.get(c.teacher))

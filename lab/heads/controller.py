@@ -30,6 +30,7 @@ class Controller:
 
     def __init__(self, run):
         self.model = run.model
+        self.interval = run.config.controller_interval
         self.generator = torch.Generator().manual_seed(run.model.config.seed)
         self.events, self.seconds = [], 0.0
         self.measured = Measurements(run)
@@ -59,9 +60,9 @@ class Controller:
             attn.gate_by_hand = gates
         set_sparsity(run)
 
-    def as_scored(self, run):
-        """The model's state with gates set by hand multiplied into what heads send out, for a best.pt."""
-        return fold_gates(run.model).state_dict()
+    def as_scored(self, model):
+        """A copy of the model with gates set by hand multiplied into what heads send out, for a best.pt."""
+        return fold_gates(model)
 
     # ---- between two steps ----
 
@@ -141,13 +142,11 @@ def rounded(values):
     return [float(f"{v:.5g}") for v in values]
 
 
-# ---- what train.py calls ----
+# ---- what a run begins with ----
 
 def start(run, state):
-    """The Controller of a run, from a checkpoint's state where there is one; None: no key needs one."""
-    if not run.config.dynamic_heads:
-        return None
-    run.controller = controller = Controller(run)
+    """The Controller of a run, from a checkpoint's state where there is one."""
+    controller = Controller(run)
     set_sparsity(run)
     path = run.out_dir / "ckpt.pt"
     if state and "controller" in state:

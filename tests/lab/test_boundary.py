@@ -1,9 +1,10 @@
 """
 The lines between the core, the study and the lab. In a copy of the repository without study/, lab/, their
-tests and results/, the core trains, resumes, samples, evaluates, plots and passes its tests, and what is
-theirs says so. compare.py needs study/, and no lab/.
+tests, configs and results/, the core trains, resumes, samples, evaluates, plots and passes its tests, and
+what is theirs says so. compare.py needs study/, and no lab/.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 from helpers import CODE, ROOT
 from model import MECHANISMS
 
-WITHOUT = {"compare.py", "study", "lab", "results", "tests/lab", "tests/study", "out"}
+WITHOUT = {"compare.py", "study", "lab", "results", "tests/lab", "tests/study", "out",
+           "config/life.py", "config/scenarios", "config/studies"}
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=16", "--batch_size=2", "--grad_accum=1",
          "--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu", "--compile=False"]
 MISSING = "which is not there beside nanoheads/: bring it back, or do without"
@@ -121,10 +123,7 @@ def test_a_mechanism_of_ones_own_is_checked_and_trained(core):
 
 
 @pytest.mark.parametrize("what, command", [
-    ("changing or measuring heads while a model is trained", ["train.py", *SMALL, "--controller_log=True"]),
     ("labels=weak", ["train.py", *SMALL, "--mechanism=constraint_a", "--labels=weak"]),
-    ("policy_rules=rules.json", ["train.py", *SMALL, "--mechanism=agency", "--policy=True",
-                                 "--policy_rules=rules.json"]),
     ("--trial", ["train.py", "--trial", "out/trials/0"]),
     ("--audit", ["sample.py", "--ckpt=out/plain", "--audit=x.jsonl", "--device=cpu"]),
     ("--nanogpt", ["bench.py", "--nanogpt=."]),
@@ -138,6 +137,60 @@ def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, what, command):
     said = core(*command, fails=True)
     folder = "study" if what == "--trial" else "lab"
     assert said == f"{command[0].removesuffix('.py')}: {what} is work of {folder}/, {MISSING}\n"
+
+
+# ---- keys of training that the lab adds ----
+
+@pytest.mark.parametrize("words, said", [
+    (["--controller=rules"], "command line: unknown key controller; --help lists the keys"),
+    (["--mechanism=agency_learned"],
+     "agency_learned predicts from what is measured of the heads by lab/heads: set controller_log")])
+def test_without_the_lab_its_keys_are_unknown(core, words, said):
+    assert core("train.py", *SMALL, *words, "--out_dir=out/other", fails=True) == f"train: {said}\n"
+    assert "--controller" not in core("train.py", "--help")
+
+
+@pytest.fixture(scope="module")
+def with_lab(core):
+    """Runs train.py beside the lab, for two steps of four, into a folder of the copy that has none."""
+    here = In(ROOT, core.data)
+
+    def make(name, *keys):
+        return here("train.py", *SMALL, "--lr_decay_iters=4", f"--dataset={core.data}",
+                    f"--out_dir={core.folder / 'out' / name}", *keys)
+    return make
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [row["val_loss"] for row in rows if "val_loss" in row]
+
+
+def test_a_plain_run_goes_on_with_the_lab_and_without_it(core, with_lab):
+    """To the same digits; no key of the other place counts as changed."""
+    runs = core.folder / "out"
+    with_lab("begun_with")
+    core("train.py", *SMALL, "--lr_decay_iters=4", f"--dataset={core.data}", "--out_dir=out/begun_without")
+    said = [core("train.py", "--resume", "--out_dir=out/begun_with", "--max_iters=4"),
+            with_lab("begun_without", "--resume", "--max_iters=4")]
+    with_lab("whole", "--max_iters=4")
+    for each in said:
+        assert "going on at step 2 of 4" in each and each.count("changed since the last save") == 1
+    assert losses(runs / "begun_with") == losses(runs / "begun_without") == losses(runs / "whole")
+
+
+def test_without_the_lab_a_run_whose_heads_were_measured_is_read_and_does_not_go_on(core, with_lab):
+    with_lab("measured", "--controller_log", "--controller_interval=2", "--controller_tokens=64",
+             "--controller_heldout=64")
+    goes_on = ["train.py", "--resume", "--out_dir=out/measured", "--max_iters=4"]
+    said = core(*goes_on, fails=True)
+    assert said.count("\n") == 1 and "controller_log" in said and "config.json" in said
+    assert "bits/byte" in core("evaluate.py", "--ckpt=out/measured", "--device=cpu", "--tokens=64")
+    assert core("sample.py", "--ckpt=out/measured", "--max_new_tokens=9", "--start=1 plus", "--device=cpu")
+    core("train.py", "--eval_only", "--out_dir=out/measured", *SMALL)
+    (core.folder / "out/measured/config.json").unlink()
+    said = core(*goes_on, *SMALL[:-1], f"--dataset={core.data}", "--compile=False", fails=True)
+    assert said.count("\n") == 1 and "ckpt.pt holds the state of controller" in said
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, start, timing
 from nanoheads.common import UserError
-from nanoheads.config import (OPTIMIZERS, TrainConfig, check_configs, check_data, data_of, flags_by_name,
-                              note_on_dropout, note_on_warmup, trained_with)
+from nanoheads.config import (OPTIMIZERS, CoreTrainConfig, TrainConfig, check_configs, check_data, data_of,
+                              flags_by_name, note_on_dropout, note_on_warmup, trained_with, with_extensions)
 from nanoheads.configurator import Presets, Scale, build_configs, help_text, likely_name, load, parse_command
 from nanoheads.mechanism import flag
 from nanoheads.tasks import TaskConfig
@@ -398,7 +398,7 @@ def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, sca
     assert no_kernel == (model.acag is not None or model.window is not None or model.sink
                           or model.paired_heads)
     assert bool(note_on_dropout(model)) == (no_kernel and scale == "paper") and not note_on_dropout(plain)
-    more = dict(controller_log=True) if "agency_learned" in flags else {}
+    more = {key: value for key, value in with_extensions(flags).items() if key not in flags}
     assert train == replace(train_plain, out_dir=f"out/{scale}-{name}", **more)
     assert {*flags, *of_scale} <= set(given)
 
@@ -468,7 +468,7 @@ def test_what_was_set_is_known():
     (["--use_routing"], "out/gpt-routing=published"),
     (["--scale=tiny", "--mechanism=moh", "--seed=2", "--adamw_lr=0.001"], "out/tiny-moh"),
     (["--scale=tiny", "--max_iters=9", "--resume", "--device=cpu"], "out/tiny"),
-    (["--scale=tiny", "config/scenarios/constrained.py"], "out/tiny-constrained"),
+    (["--scale=tiny", "config/agency.py"], "out/tiny-agency"),
     (["--scale=tiny", "--init_from=out/x/best.pt", "--agency", "--dropout=0.1"], "out/tiny-agency=True"),
     (["--scale=tiny", "--own_mechanism=/a/b/mine.py", "--mechanism=sink"], "out/tiny-sink"),
 ])
@@ -584,11 +584,10 @@ def test_the_hours_of_the_enwik8_pair_are_counted(name):
 def test_every_key_has_a_value_once_the_recipe_is_known(optimizer):
     c = TrainConfig(optimizer=optimizer).for_recipe("gpt2")
     may_be_none = {"init_from", "compile", "lr_decay_iters", "wandb_run_name", "wandb_mode", "wandb_tags",
-                   "controller", "grow_from", "policy_rules", "labels", "teacher", "documents",
-                   "documents_packed", "thaw_from", "skip_lr", "own_mechanism", "json", "patience",
-                   "profile",
+                   "labels", "teacher", "documents", "documents_packed", "thaw_from", "skip_lr",
+                   "own_mechanism", "json", "patience", "profile",
                    *(name for name in TaskConfig.__dataclass_fields__ if name != "task_rows")}
-    assert {f.name for f in fields(c) if getattr(c, f.name) is None} <= may_be_none
+    assert {f.name for f in fields(CoreTrainConfig) if getattr(c, f.name) is None} <= may_be_none
     assert not c.problems() and TrainConfig().for_recipe("modern").optimizer == "muon"
 
 

@@ -275,7 +275,6 @@ COMMANDS = [
         ("--thaw_from=3", "thaw_from=3"),
         ("--freeze_trunk --xsa --thaw_from=6", "thaw_from=6"),
         ("--freeze_trunk --xsa --thaw_from=0", "thaw_from=0"),
-        ("--freeze_trunk --sentinel=sigmoid --controller_log", "freeze_trunk=True"),
         ("--unet=add --unet_from=6", "unet_from=6"),
         ("--unet=add --unet_from=-1", "unet_from=-1"),
         ("--unet=add --unet_ramp=3 --unet_skips=False", "unet_skips=False"),

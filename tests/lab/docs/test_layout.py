@@ -159,6 +159,7 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.batches": "what it reads at each step",
     "nanoheads.tokenizer": "bytes of a token, for bits per byte",
     "nanoheads.config": "the keys of training",
+    "nanoheads.extensions": "the keys of folders beside the core",
     "nanoheads.tasks": "the keys of a task, and its rows",
     "nanoheads.checkpoint": "its saves",
     "nanoheads.start": "its folder, its model, and the state that it goes on with",

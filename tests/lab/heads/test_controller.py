@@ -62,7 +62,7 @@ def plain(state):
 def run(bytes_data, tmp_path):
     """run(flags of the model, **keys of training) -> a Run with optimizers and Controller, nothing trained.
 
-    fresh: with the initial values, not alive.
+    The Controller is run.controller, too. fresh: with the initial values, not alive.
     """
     def make(flags=None, process=None, fresh=False, **keys):
         config = TrainConfig(**{**OFTEN, "dataset": str(bytes_data), "out_dir": str(tmp_path / "run"),
@@ -75,14 +75,15 @@ def run(bytes_data, tmp_path):
         found = train.Run(config, model, Dataset(bytes_data), process or Process())
         train.set_up(found)
         found.out_dir.mkdir(parents=True, exist_ok=True)
-        found.controller = controller.start(found, None)
+        found.controller = controller.start(found, {})
+        found.acting = {"controller": found.controller}
         return found
     return make
 
 
 def step_heads(run):
     """What train.py does between two steps: measure, and set up again where heads came or went."""
-    if run.controller.step(run):
+    if run.between_steps():
         train.set_up_again(run)
 
 

@@ -184,7 +184,9 @@ COMMANDS = [
         ("--controller_log --controller_interval=0", "controller_interval=0 must be at least 1"),
         ("--controller_step=3.0", "controller_step=3.0 means nothing"),
         ("--sparsity_warmup=5", "sparsity_warmup=5 needs gates"),
-        ("--controller_log --controller_tokens=10000000", "measuring heads takes")),
+        ("--controller_log --controller_tokens=10000000", "measuring heads takes"),
+        ("--init_from=run --freeze_trunk --sentinel=sigmoid --controller_log",
+         "freeze_trunk=True: heads are measured by gradients")),
 
     # ---- train.py: labels and teachers ----
     *under(f"{TRAIN} --out_dir=new --recipe=modern",
