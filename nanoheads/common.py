@@ -120,7 +120,7 @@ def drop(number):
 def from_lab(name, what):
     """A module of lab/ or study/, imported where it is asked for: nothing else here needs it.
 
-    name: "lab.heads.controller", say. what: the flag or the program that asks. UserError: no such folder.
+    name: "lab.labels.targets", say. what: the flag or the program that asks. UserError: no such folder.
     """
     try:
         return import_module(name)
