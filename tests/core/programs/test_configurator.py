@@ -622,7 +622,6 @@ def said_of(argv, data):
      ["constraint_focal=2.0", "leave those out"]),
     # both together
     (["--min_lr=1", "--block_size=16"], ["min_lr=1.0 must not be above adamw_lr=0.001"]),  # by the defaults
-    (["--prune_gate=0.1"], ["prune_gate=0.1 needs gates: set sentinel"]),
     (["--task=recall", "--labels=x"], ["labels='x' is of a text, and task='recall' has none"]),
     # with the data
     (["--vocab_size=5", "--block_size=15000"], ["vocab_size=5", "30,000 tokens of train", "of val"]),

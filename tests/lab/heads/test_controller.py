@@ -18,7 +18,7 @@ import train
 from model import GPT, MECHANISMS, Agency, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import UserError
-from nanoheads.config import TrainConfig
+from nanoheads.config import TrainConfig, flags_by_name
 from nanoheads.batches import Batches
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import constant_gate, pack
@@ -132,6 +132,19 @@ def test_off_there_is_no_trace_of_it(args, tmp_path):
                  "controller_warmup": ..., "controller_patience": ...}))
     assert "controller" not in checkpoint.read(tmp_path / "run" / "ckpt.pt")
     assert not (tmp_path / "run" / "heads.jsonl").exists()
+
+
+def test_the_name_of_learned_agency_has_its_heads_measured():
+    assert flags_by_name()["agency_learned"] == {**MECHANISMS["agency_learned"], "controller_log": True}
+
+
+def test_a_run_that_begins_with_few_heads_goes_on(args, tmp_path):
+    """Also where no head is measured: its heads are those of the checkpoint."""
+    keys = dict(grow_from=1, max_iters=2, eval_interval=2)
+    main(args(**keys))
+    main([*args(**{**keys, "max_iters": 4}), "--resume"])
+    state = checkpoint.read(tmp_path / "run/ckpt.pt")
+    assert state["step"] == 4 and state["config"]["head_ids"] == [[0]] * state["config"]["n_layer"]
 
 
 @pytest.mark.slow

@@ -181,6 +181,7 @@ COMMANDS = [
         ("--agency --agency_learned --policy", "both move the states"),
         ("--grow_heads=1", "all 2 heads are there from the start"),
         ("--grow_heads=1 --grow_from=5", "grow_from=5 must be from 1 to n_head=2"),
+        ("--grow_heads=1 --grow_from=1 --n_kv_head=1", "prune_gate and grow_heads take single heads"),
         ("--controller_log --controller_interval=0", "controller_interval=0 must be at least 1"),
         ("--controller_step=3.0", "controller_step=3.0 means nothing"),
         ("--sparsity_warmup=5", "sparsity_warmup=5 needs gates"),
