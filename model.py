@@ -1766,25 +1766,6 @@ class ConstraintHeads(AddedHeads):
         if self.warmup is not None:  # over when its last step has been made
             self.warmup.fill_(min(1.0, (step + 1) / config.constraint_warmup))
 
-    @classmethod
-    def training_problems(cls, c, training):
-        asked = dict(labels=training.labels, teacher=training.teacher)
-        if not cls.is_on(c):  # a checkpoint may bring them
-            yield from (f"{key}={value!r} is for constraint heads: set constraint_names"
-                        for key, value in asked.items() if value and not training.init_from)
-            return
-        if bool(training.teacher) != bool(c.constraint_match):
-            yield (f"teacher={training.teacher!r} and constraint_match={c.constraint_match!r} go together: "
-                   "the model to match, and what of it")
-        elif training.teacher and training.teacher.endswith(".py") != bool(c.constraint_features):
-            yield (f"teacher={training.teacher!r} and constraint_features={c.constraint_features} do not fit:"
-                   " a file mine.py with a function features(ids) goes with their width, a GPT with None")
-        idle = [] if training.labels else ["loss_layers", "name_coef", "positive_coef", "focal"]
-        idle += [] if training.labels or training.teacher else ["warmup", "stop"]
-        for key in (f"constraint_{name}" for name in idle):
-            if getattr(c, key) != GPTConfig.__dataclass_fields__[key].default:
-                yield f"{key}={getattr(c, key)!r} is of the loss on labels: set labels"
-
 
 class ACAG(Mechanism):
     """ACAG: a gate per head from context length and the shape of the attention row (ACAG README).
@@ -1898,23 +1879,12 @@ class UNet(BetweenBlocks, nn.ModuleList):
         if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
             config.unet_init = 1.0 if config.unet == "scalar" else 0.5
 
-    @classmethod
-    def is_idle(cls, config):
-        return not config.unet_skips
-
     @staticmethod
     def problems(c):
         if c.n_layer < 2:
             yield f"unet={c.unet!r} needs at least two layers to join"
         if c.unet == "add" and c.unet_init > 1:
             yield f"unet_init={c.unet_init} must be at most 1 for unet='add', whose weight is a sigmoid"
-
-    @classmethod
-    def training_problems(cls, c, training):
-        if c.unet_from >= training.max_iters:
-            yield f"unet_from={c.unet_from} must be below max_iters={training.max_iters}: skips never start"
-        if not c.unet_skips and (c.unet_from or c.unet_ramp):
-            yield f"unet_from={c.unet_from}, unet_ramp={c.unet_ramp} mean nothing with unet_skips=False"
 
     def at_step(self, config, step):
         for skip in self:

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Optional
 
-from model import ALL_ON, BETWEEN_BLOCKS, MECHANISM_CLASSES, MECHANISMS, GPTConfig
+from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.configurator import convert_fields
 from nanoheads.dataset import Dataset
@@ -12,6 +12,11 @@ from nanoheads.extensions import EXTENSIONS
 from nanoheads.mechanism import flag, no_dropout, range_problems
 from nanoheads.optim import CUDA_GRAPHS, OPTIMIZERS, TUNED, of_mechanisms
 from nanoheads.tasks import TaskConfig, TaskData
+
+
+# (flag of a mechanism, its key that weighs a mean over all tokens of a row, padding included)
+MEANS_OVER_ROWS = (("routing", "routing_coef"), ("constraint_names", "constraint_sparsity_coef"),
+                   ("constraint_names", "constraint_entropy_coef"))
 
 
 @dataclass
@@ -246,9 +251,47 @@ def refuse(problems):
 
 
 def training_problems(model_config, config):
-    """What extensions and mechanisms find wrong with a GPTConfig beside a TrainConfig."""
-    asked = [*(each.problems for each in EXTENSIONS), *(cls.training_problems for cls in MECHANISM_CLASSES)]
-    return [problem for problems in asked for problem in problems(model_config, config)]
+    """What is wrong with a GPTConfig beside a TrainConfig, as sentences; also what extensions find."""
+    found_by = [*(extension.problems for extension in EXTENSIONS), constraint_conflicts, skip_conflicts]
+    bad = [problem for problems in found_by for problem in problems(model_config, config)]
+    if model_config.agency_learned and not config.acts_between_steps:
+        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
+    return bad
+
+
+def constraint_conflicts(model, training):
+    """Yield what does not go together of constraint heads and what they are trained on."""
+    if not model.constraint_names:
+        for key in ("labels", "teacher"):
+            if getattr(training, key) and not training.init_from:  # a checkpoint may bring them
+                yield f"{key}={getattr(training, key)!r} is for constraint heads: set constraint_names"
+        return
+    if bool(training.teacher) != bool(model.constraint_match):
+        yield (f"teacher={training.teacher!r} and constraint_match={model.constraint_match!r} go together: "
+               "the model to match, and what of it")
+    elif training.teacher and training.teacher.endswith(".py") != bool(model.constraint_features):
+        yield (f"teacher={training.teacher!r} and constraint_features={model.constraint_features} do not "
+               "fit: a file mine.py with a function features(ids) goes with their width, a GPT with None")
+    unused = []
+    if not training.labels:
+        unused += ["loss_layers", "name_coef", "positive_coef", "focal"]
+    if not (training.labels or training.teacher):
+        unused += ["warmup", "stop"]
+    for key in (f"constraint_{name}" for name in unused):
+        if getattr(model, key) != GPTConfig.defaults()[key]:
+            yield f"{key}={getattr(model, key)!r} is of the loss on labels: set labels"
+
+
+def skip_conflicts(model, training):
+    """Yield what does not go together of the steps in which U-Net skips begin and a run's steps."""
+    if not model.unet:
+        return
+    if model.unet_from >= training.max_iters:
+        yield (f"unet_from={model.unet_from} must be below max_iters={training.max_iters}: skips never "
+               "start")
+    if not model.unet_skips and (model.unet_from or model.unet_ramp):
+        yield (f"unet_from={model.unet_from}, unet_ramp={model.unet_ramp} mean nothing with "
+               "unet_skips=False")
 
 
 def check_model(model, config):
@@ -264,11 +307,9 @@ def check_model(model, config):
         if 2 * config.documents > c.block_size and config.documents_packed != "cut":
             bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
                        "since longer documents are cut into even parts")
-        averages = [key for cls in MECHANISM_CLASSES if cls.is_on(c) for key in cls.averages]
-        if config.documents_packed == "cut":
-            averages = []  # there is no padding
-        bad += [f"documents={config.documents}: {key}={getattr(c, key)} would count padding; set {key}=0"
-                for key in averages if getattr(c, key)]
+        if config.documents_packed != "cut":  # there is no padding in these
+            bad += [f"documents={config.documents}: {key}={getattr(c, key)} would count padding; set {key}=0"
+                    for turned_on, key in MEANS_OVER_ROWS if getattr(c, turned_on) and getattr(c, key)]
     if config.documents_packed:
         bad += no_dropout(c, "documents_packed")
     refuse(bad)
@@ -276,8 +317,9 @@ def check_model(model, config):
 
 def trained_alone(model):
     """Names of the parameters that are trained while the trunk is frozen."""
-    idle = tuple(f"{cls.name}." for cls in BETWEEN_BLOCKS if cls.is_idle(model.config))
-    return {name for name in of_mechanisms(model) if not name.startswith(idle)}
+    c = model.config
+    skips_are_off = c.unet and not c.unet_skips
+    return {name for name in of_mechanisms(model) if not (skips_are_off and name.startswith("fuse."))}
 
 
 # ---- the command line's `mechanism` ----
