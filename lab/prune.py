@@ -82,7 +82,7 @@ def gate(model, x, y, seed):
 
 
 def entropy(model, x, y, seed):
-    return [-each for each in measure(model, x, y)["entropy"]]
+    return [-block_entropy for block_entropy in measure(model, x, y)["entropy"]]
 
 
 def importance(model, x, y, seed):
@@ -95,48 +95,50 @@ CRITERIA = (*SCORES, "importance_rescored", "blocks")  # --by: scores, one of th
 
 # ---- what goes ----
 
-def removal_order(model, score, n, floor, x, y, seed, rescored=False):
+def removal_order(model, score, n, floor, x, y, seed, rescore=False):
     """[(layer, head)] of the n heads to remove, in that order, by their original numbers.
 
     score: one of SCORES; it is taken once, or (rescored) again after every removal. Heads of a group or pair
     go together, by their mean score; n is a number of whole groups.
     """
-    gone, left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.unit
+    gone, n_left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.unit
     while len(gone) < n:
-        if not scores or rescored:
+        if not scores or rescore:
             with closed(model, gone):
-                found = SCORES[score](model, x, y, seed)
-            scores = {(layer, attn.head_ids[i]): mean(found[layer][i:i + group].tolist())
+                block_scores = SCORES[score](model, x, y, seed)
+            scores = {(layer, attn.head_ids[i]): mean(block_scores[layer][i:i + group].tolist())
                       for layer, attn in enumerate(attentions(model)) for i in range(0, attn.n_head, group)}
-        may_go = [place for place in scores if place not in gone and left[place[0]] - group >= floor]
+        may_go = [head for head in scores if head not in gone and n_left[head[0]] - group >= floor]
         layer, first = min(may_go, key=scores.get)
         gone += [(layer, first + i) for i in range(group)]
-        left[layer] -= group
+        n_left[layer] -= group
     return gone
 
 
 def without_heads(model, gone):
     """A copy of the model without these (layer, head)."""
     smaller = copy.deepcopy(model)
-    prune_heads(smaller, {layer: [head for at, head in gone if at == layer] for layer, _ in gone})
+    prune_heads(smaller, {layer: [head for block, head in gone if block == layer] for layer, _ in gone})
     return smaller
 
 
 def without_blocks(model, gone):
     """A copy of the model without these blocks; those behind them move up. Not for U-Net skips."""
     c, wte = model.config, model.transformer.wte.weight
-    left = [i for i in range(c.n_layer) if i not in gone]
-    extra = [at for at, i in enumerate(left) if attentions(model)[i].n_extra]
-    config = replace(c, n_layer=len(left), head_ids=c.head_ids and [c.head_ids[i] for i in left],
+    blocks_left = [i for i in range(c.n_layer) if i not in gone]
+    extra = [number for number, i in enumerate(blocks_left) if attentions(model)[i].n_extra]
+    config = replace(c, n_layer=len(blocks_left),
+                     head_ids=c.head_ids and [c.head_ids[i] for i in blocks_left],
                      constraint_layers=extra if c.constraint_names else None)
     smaller = GPT(config).to(wte.device, wte.dtype).eval()
-    blocks = torch.nn.ModuleList(model.transformer.h[i] for i in left)
-    others = {name: t for name, t in model.state_dict().items() if not name.startswith("transformer.h.")}
-    smaller.load_state_dict({**others, **blocks.state_dict(prefix="transformer.h.")})
+    blocks = torch.nn.ModuleList(model.transformer.h[i] for i in blocks_left)
+    other_weights = {name: t for name, t in model.state_dict().items()
+                     if not name.startswith("transformer.h.")}
+    smaller.load_state_dict({**other_weights, **blocks.state_dict(prefix="transformer.h.")})
     return smaller
 
 
-def blocks_to_drop(model, saved, x, y):
+def blocks_to_drop(model, flops_saved, x, y):
     """[block]: as many as save at most so many FLOPs a token, each time what costs least in loss.
 
     Blocks with constraint heads stay, and one block in any case.
@@ -147,7 +149,7 @@ def blocks_to_drop(model, saved, x, y):
         for i, attn in enumerate(attentions(model)):
             if i not in gone and not attn.n_extra:
                 smaller = without_blocks(model, [*gone, i])
-                if whole - smaller.flops_per_token() <= saved:
+                if whole - smaller.flops_per_token() <= flops_saved:
                     costs[i] = nats_on(smaller, x, y)
         if not costs:
             break
@@ -165,25 +167,26 @@ def held_bytes(model):
 def decoding(model, smaller, args):
     """{figure: value} of memory and cached decoding, both models packed and in turns; speed: whole = 1."""
     models = dict(whole=pack(model), pruned=pack(smaller))
-    found = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
+    figures = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
     if args.rounds:
         n = min(model.config.block_size - 1, DECODED)
         idx = torch.zeros(1, 1, dtype=torch.long, device=args.device)
         seconds = take_turns(models, lambda name: models[name].generate(idx, n), args, "decoding")
         _, row = time_rows("decode", seconds, "whole", n, n)
-        found.update(tokens_per_s=row["tokens_per_s"], speed=1 / row["time_ratio"],
-                     speed_low=1 / row["time_ratio_high"], speed_high=1 / row["time_ratio_low"])
-    return found
+        figures.update(tokens_per_s=row["tokens_per_s"], speed=1 / row["time_ratio"],
+                       speed_low=1 / row["time_ratio_high"], speed_high=1 / row["time_ratio_low"])
+    return figures
 
 
 def save(path, state, model, row):
     """Write a pruned model as a checkpoint: what was read, less what belongs to the whole model."""
-    kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
+    content = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
     with only_writer(path.parent):
         own_mechanism.keep(model.config, path.parent)
-        if mine := own_mechanism.record(model.config):
-            kept["own_mechanism"] = mine
-        checkpoint.save(path, dict(kept, model=model.state_dict(), config=model.config.flags(), pruned=row))
+        if records := own_mechanism.record(model.config):
+            content["own_mechanism"] = records
+        checkpoint.save(path, dict(content, model=model.state_dict(), config=model.config.flags(),
+                                   pruned=row))
 
 
 def recovery(path, state, model, data, args):
@@ -206,8 +209,9 @@ def recovery(path, state, model, data, args):
               if (config.task or value != defaults[key]) and key != "own_mechanism"}
     if config.task:  # all keys, above too, but those of a text: what is left out its scale would set
         values = {key: value for key, value in values.items() if key not in ("dataset", "eval_tokens")}
-        own = model.config.flags()
-        values.update((key, own[key]) for key in read_file(str(ROOT / "config/task.py")) if key in own)
+        model_flags = model.config.flags()
+        task_keys = read_file(str(ROOT / "config/task.py"))
+        values.update((key, model_flags[key]) for key in task_keys if key in model_flags)
     c = model.config  # the checkpoint brings its flags, but for those that a new run sets
     return dict(values, seed=c.seed + 1, dropout=c.dropout, attn_dropout=c.attn_dropout,
                 checkpoint_activations=c.checkpoint_activations)
@@ -221,16 +225,16 @@ def run_training(values, files):
     command = [sys.executable, str(ROOT / "train.py"), *(f"--{key}={value}" for key, value in values.items())]
     command += [f"--own_mechanism={','.join(files)}"] if files else []
     # stdout holds the table alone, so that what train.py prints goes to file descriptor 2
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
-    problems = [line.removeprefix("train: ") for line in done.stderr.splitlines()
+    process = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
+    problems = [line.removeprefix("train: ") for line in process.stderr.splitlines()
                 if line.startswith("train: ")]
-    if not done.returncode or not problems:
-        print(done.stderr, end="", file=sys.stderr)
-    if done.returncode:
-        raise UserError(f"--recover: {'; '.join(problems) or f'train.py ended with {done.returncode}'}")
+    if not process.returncode or not problems:
+        print(process.stderr, end="", file=sys.stderr)
+    if process.returncode:
+        raise UserError(f"--recover: {'; '.join(problems) or f'train.py ended with {process.returncode}'}")
 
 
-def recovered(path, state, model, data, args):
+def train_recovered(path, state, model, data, args):
     """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
     files = [str(own_mechanism.copy(file, path.parent)) for file in own_mechanism.files_for(model.config)]
     run_training(recovery(path, state, model, data, args), files)
@@ -241,8 +245,8 @@ def scores(model, data, args):
     """What a model scores, as a dict: bpb, bits per byte of a text; of a task right and nats of summary()."""
     if not isinstance(data, TaskData):
         return dict(bpb=score_windows(model, data, args.split, args.tokens)[1]["bpb"])
-    found = summary(score_levels(model, data, args.split, rows_per_level(data, args.tokens)))
-    return dict(right=found["right"], nats=found["nats"])
+    result = summary(score_levels(model, data, args.split, rows_per_level(data, args.tokens)))
+    return dict(right=result["right"], nats=result["nats"])
 
 
 def heads_kept(to, heads, unit):
@@ -257,15 +261,15 @@ def rows_of(args, number):
     heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
     goes = {to: heads - heads_kept(to, heads, model.config.unit) for to in args.to}
 
-    def measured(each):
-        return scores(each, data, args)
+    def score_model(scored_model):
+        return scores(scored_model, data, args)
 
-    before = {f"{key}_before": value for key, value in measured(model).items()}
+    scores_before = {f"{key}_before": value for key, value in score_model(model).items()}
     for by in progress_bar(args.by, f"checkpoint {number + 1}"):
         # blocks: they save no more FLOPs than heads at random
         score = {"importance_rescored": "importance", "blocks": "random"}.get(by, by)
         order = removal_order(model, score, max(goes.values()), args.floor, x, y, args.seed + number,
-                              rescored=by == "importance_rescored")
+                              rescore=by == "importance_rescored")
         for to in args.to:
             gone, blocks = order[:goes[to]], []
             smaller = without_heads(model, gone)
@@ -274,10 +278,10 @@ def rows_of(args, number):
                 if not blocks:
                     continue
                 smaller = without_blocks(model, blocks)
-            kept = sum(attn.n_head for attn in attentions(smaller))
-            row = dict(ckpt=args.ckpt[number], by=by, to=to, heads=heads, kept=kept, gone=gone,
+            n_kept = sum(attn.n_head for attn in attentions(smaller))
+            row = dict(ckpt=args.ckpt[number], by=by, to=to, heads=heads, kept=n_kept, gone=gone,
                        blocks=smaller.config.n_layer, blocks_gone=blocks,
-                       **before, **measured(smaller),
+                       **scores_before, **score_model(smaller),
                        params_before=model.num_params(), params=smaller.num_params(),
                        flops_before=whole, flops=smaller.flops_per_token(), **decoding(model, smaller, args))
             if args.out_dir:
@@ -285,8 +289,8 @@ def rows_of(args, number):
                 save(folder / ("pruned.pt" if args.recover else "best.pt"), state, smaller, dict(row))
                 row["folder"] = str(folder)
             if args.recover:
-                after = measured(recovered(folder / "pruned.pt", state, smaller, data, args))
-                row.update((f"{key}_recovered", value) for key, value in after.items())
+                scores_after = score_model(train_recovered(folder / "pruned.pt", state, smaller, data, args))
+                row.update((f"{key}_recovered", value) for key, value in scores_after.items())
             yield row
 
 
@@ -294,32 +298,32 @@ def rows_of(args, number):
 
 def groups(rows):
     """{(criterion, share): [its row of each checkpoint]}, in the order of the rows."""
-    found = {}
+    groups_of = {}
     for row in rows:
-        found.setdefault((row["by"], row["to"]), []).append(row)
-    return found
+        groups_of.setdefault((row["by"], row["to"]), []).append(row)
+    return groups_of
 
 
 def result_table(rows):
     """A line for each criterion and share: means over checkpoints, of scores also the range."""
     def cell(key, digits=4, unit=1.0, over=None, span=False):
-        values = [row[key] / (row[over] if over else unit) for row in each if key in row]
+        values = [row[key] / (row[over] if over else unit) for row in group if key in row]
         text = f" [{min(values):.4f}, {max(values):.4f}]" if span and len(values) > 1 else ""
         return f"{mean(values):,.{digits}f}{text}" if values else "-"
 
     lines = []
-    for (by, _), each in groups(rows).items():
-        what = plural(each[0]["blocks"], "block") if by == "blocks" else plural(each[0]["kept"], "head")
-        own = [cell(f"{key}{end}", span=bool(end != "_before")) for key in ("bpb", "right", "nats")
-               for end in ("_before", "", "_recovered")]
-        lines.append((by, what, *own, cell("tokens_per_s", 0), cell("speed", 2),
+    for (by, _), group in groups(rows).items():
+        size = plural(group[0]["blocks"], "block") if by == "blocks" else plural(group[0]["kept"], "head")
+        score_cells = [cell(f"{key}{end}", span=bool(end != "_before")) for key in ("bpb", "right", "nats")
+                       for end in ("_before", "", "_recovered")]
+        lines.append((by, size, *score_cells, cell("tokens_per_s", 0), cell("speed", 2),
                       cell("bytes", 2, 2**20), cell("bytes", 2, over="bytes_before"),
                       cell("params", 0), cell("flops", 2, 1e6), cell("flops", 2, over="flops_before")))
     head = ("criterion", "kept", "bits/byte", "pruned", "recovered", "right", "pruned", "recovered",
             "nats/answer", "pruned", "recovered", "tokens/s", "speed", "MiB", "ratio",
             "parameters", "MFLOPs/token", "ratio")
-    shown = [column for column in zip(head, *lines) if set(column[1:]) != {"-"}]
-    first, *rest = zip(*shown)
+    columns = [column for column in zip(head, *lines) if set(column[1:]) != {"-"}]
+    first, *rest = zip(*columns)
     return table(first, rest)
 
 
@@ -332,7 +336,7 @@ def draw_curves(rows):
     shares = sorted({100 * row["to"] for row in rows})
     if len(shares) == 1:
         return None
-    found, names = groups(rows), [by for by in CRITERIA if any(row["by"] == by for row in rows)]
+    groups_of, names = groups(rows), [by for by in CRITERIA if any(row["by"] == by for row in rows)]
     colours = dict(zip(CRITERIA, ("0.45", *COLOURS)))
     score, words = ("right", "answers right") if "right" in rows[0] else ("bpb", "bits/byte")
     titles = {key: title for key, title in ((score, "pruned"),
@@ -345,7 +349,8 @@ def draw_curves(rows):
         ends, reach = [], 0.2 * min(np.diff(shares))  # how far points are moved apart
         asides = np.linspace(reach, -reach, len(names)) if len(names) > 1 else np.zeros(1)
         for by, aside in zip(names, asides):
-            points = [(100 * to, [row[key] for row in each]) for (b, to), each in found.items() if b == by]
+            points = [(100 * to, [row[key] for row in group]) for (b, to), group in groups_of.items()
+                      if b == by]
             x, y = [x + aside for x, _ in points], [mean(each) for _, each in points]
             low, high = zip(*((min(each), max(each)) for _, each in points))
             ax.vlines(x, low, high, color=colours[by], linewidth=1)
@@ -384,15 +389,16 @@ def arguments(argv):
     return p.parse_args(argv)
 
 
-def unfit(by, model):
+def why_unfit(by, model):
     """Why a criterion means nothing for a model; None: it does."""
     if by == "gate" and any(constant_gate(attn) is None for attn in attentions(model)):
         return "has no gates: it was trained without sentinel and agency"
     if by == "blocks" and model.config.unet:
         return "has U-Net skips, which join blocks in pairs"
-    numbered = [key for key in ("window_layers", "constraint_loss_layers") if getattr(model.config, key)]
-    if by == "blocks" and numbered:
-        return f"has {', '.join(numbered)}, which names blocks by their numbers"
+    keys = "window_layers", "constraint_loss_layers"
+    numbering_keys = [key for key in keys if getattr(model.config, key)]
+    if by == "blocks" and numbering_keys:
+        return f"has {', '.join(numbering_keys)}, which names blocks by their numbers"
     uneven = [cls.flag for cls in model.config.mechanisms() if cls.flag in DIFFER_BY_BLOCK]
     if by == "blocks" and uneven:
         return f"has {', '.join(uneven)}, for which blocks are not of one kind"
@@ -401,34 +407,34 @@ def unfit(by, model):
 def check_model(args, path, state, model):
     """Raise UserError where a checkpoint does not go with the arguments."""
     sizes, unit = [attn.n_head for attn in attentions(model)], model.config.unit
-    kept = heads_kept(min(args.to), sum(sizes), unit)
-    least = sum(-(-min(args.floor, n) // unit) * unit for n in sizes)
+    n_kept = heads_kept(min(args.to), sum(sizes), unit)
+    n_least = sum(-(-min(args.floor, n) // unit) * unit for n in sizes)
     if args.floor > model.config.n_head:
         raise UserError(f"--floor {args.floor} is above {path}'s n_head={model.config.n_head}")
-    if kept < least:
-        raise UserError(f"--to {min(args.to):g} keeps {kept} of {path}'s {sum(sizes)} heads, "
-                        f"and --floor {args.floor} keeps {least}")
+    if n_kept < n_least:
+        raise UserError(f"--to {min(args.to):g} keeps {n_kept} of {path}'s {sum(sizes)} heads, "
+                        f"and --floor {args.floor} keeps {n_least}")
     if args.recover and not state.get("train"):
         raise UserError(f"{path} does not say how it was trained, which --recover goes on with")
     for by in args.by:
-        if by != "all" and (why := unfit(by, model)):
-            raise UserError(f"--by {by}: {path} {why}")
+        if by != "all" and (reason := why_unfit(by, model)):
+            raise UserError(f"--by {by}: {path} {reason}")
 
 
 def folders(args):
     """{(number of the checkpoint, criterion, share): folder}. UserError where one holds a run already."""
-    found = {}
+    folder_of = {}
     if not args.out_dir:
-        return found
+        return folder_of
     writable_folder(args.out_dir, "--out_dir")
     for (number, path), by, to in product(enumerate(args.ckpt, 1), args.by, args.to):
         run = Path(path) if Path(path).is_dir() else Path(path).parent
         names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
         names += [f"{by}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
-        folder = found[number - 1, by, to] = Path(args.out_dir, *names)
+        folder = folder_of[number - 1, by, to] = Path(args.out_dir, *names)
         if any((folder / name).exists() for name in ("best.pt", "ckpt.pt", "pruned.pt")):
             raise UserError(f"{folder} already holds a run; choose another --out_dir")
-    return found
+    return folder_of
 
 
 def check(args):
@@ -444,8 +450,8 @@ def check(args):
         raise UserError(f"--to {bad[0]:g} must be above 0 and at most 1")
     for by in args.by:
         if by not in (*CRITERIA, "all"):
-            meant = likely_name(by, CRITERIA)
-            words = f"did you mean {meant}?" if meant else f"there are {', '.join(CRITERIA)}, all"
+            suggestion = likely_name(by, CRITERIA)
+            words = f"did you mean {suggestion}?" if suggestion else f"there are {', '.join(CRITERIA)}, all"
             raise UserError(f"--by {by}: unknown criterion; {words}")
     if args.out_dir == "":
         raise UserError("--out_dir is empty, as it is when a variable of the shell is not set")
@@ -457,12 +463,12 @@ def check(args):
     args.json = writable(args.json) if args.json else None
     args.loaded = [load(path, args.split, 0, args.device, args.dataset, task=True) for path in args.ckpt]
     ids = [[attn.head_ids for attn in attentions(model)] for _, model, _ in args.loaded]
-    for path, (state, model, data), own in zip(args.ckpt, args.loaded, ids):
+    for path, (state, model, data), head_ids in zip(args.ckpt, args.loaded, ids):
         check_model(args, path, state, model)
-        if own != ids[0] or data.digests != args.loaded[0][2].digests:
+        if head_ids != ids[0] or data.digests != args.loaded[0][2].digests:
             raise UserError(f"{path} and {args.ckpt[0]} have other heads or other data: one at a time")
     args.by = [by for by in CRITERIA if by in args.by or "all" in args.by]
-    args.by = [by for by in args.by if not any(unfit(by, model) for _, model, _ in args.loaded)]
+    args.by = [by for by in args.by if not any(why_unfit(by, model) for _, model, _ in args.loaded)]
     folders(args)
 
 
@@ -472,37 +478,37 @@ def run(args):
     options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
     rows = []
     of_task = isinstance(data, TaskData)
-    found = dict(dataset=data.meta["name"],
-                 split_sha256=None if of_task else data.splits[args.split].get("sha256"),
-                 torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
-                 finished=False)
+    results = dict(dataset=data.meta["name"],
+                   split_sha256=None if of_task else data.splits[args.split].get("sha256"),
+                   torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
+                   finished=False)
     try:
         for number in range(len(args.ckpt)):
             for row in rows_of(args, number):
                 rows.append(row)
                 if args.json:
-                    write_json(args.json, found)
+                    write_json(args.json, results)
     except (UserError, KeyboardInterrupt):
         if rows:
             print(result_table(rows))
         raise
     if not rows:
         raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
-    written = sorted({row["folder"] for row in rows if "folder" in row})
+    paths = sorted({row["folder"] for row in rows if "folder" in row})
     if args.json:
-        write_json(args.json, {**found, "finished": True})  # these are all
-        written.append(args.json)
+        write_json(args.json, {**results, "finished": True})  # these are all
+        paths.append(args.json)
         if picture := picture_bytes(draw_curves, rows, "png"):
-            written.append(args.json.with_name("pruning.png"))
-            write_atomic(written[-1], lambda f: f.write(picture))
+            paths.append(args.json.with_name("pruning.png"))
+            write_atomic(paths[-1], lambda f: f.write(picture))
     if of_task:
         size = f"{plural(rows_per_level(data, args.tokens), 'row')} of each level"
     else:
         size = f"{args.tokens or data.splits[args.split]['tokens']:,} tokens"
-    many = f"; {len(args.ckpt)} checkpoints, mean and [range]" if len(args.ckpt) > 1 else ""
+    note = f"; {len(args.ckpt)} checkpoints, mean and [range]" if len(args.ckpt) > 1 else ""
     if "blocks" in args.by and not any(row["blocks_gone"] for row in rows):
-        many += "; blocks: each costs more FLOPs than all the heads that go"
-    say(f"{data.meta['name']}, {args.split}: {size}{many}", result_table(rows), *written)
+        note += "; blocks: each costs more FLOPs than all the heads that go"
+    say(f"{data.meta['name']}, {args.split}: {size}{note}", result_table(rows), *paths)
 
 
 @as_program("prune")

@@ -58,10 +58,10 @@ def race(args):
         ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
         print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
               f"(each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
-    modern = statistics.mean(r["val_loss_modern"] for r in rows)
-    theirs = statistics.mean(r["val_loss_nanogpt"] for r in rows)
-    print(f"mean val loss: modern {modern:.4f} after {args.iters} steps, nanoGPT {theirs:.4f} after 2,000; "
-          f"{REFERENCE_LOSS} {'reached' if modern <= REFERENCE_LOSS else 'not reached'}")
+    modern_loss = statistics.mean(r["val_loss_modern"] for r in rows)
+    nanogpt_loss = statistics.mean(r["val_loss_nanogpt"] for r in rows)
+    print(f"mean val loss: modern {modern_loss:.4f} after {args.iters} steps, nanoGPT {nanogpt_loss:.4f} "
+          f"after 2,000; {REFERENCE_LOSS} {'reached' if modern_loss <= REFERENCE_LOSS else 'not reached'}")
 
 
 def race_nanogpt(path, seed, folder):
@@ -90,14 +90,14 @@ def race_modern(args, seed, folder):
 
 def run_timed(command, folder):
     """[(seconds since the start, line)] of a Python command's output, with one more entry for its end."""
-    began, lines = time.perf_counter(), []
+    start_time, lines = time.perf_counter(), []
     process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in process.stdout:
-        lines.append((time.perf_counter() - began, line.rstrip()))
+        lines.append((time.perf_counter() - start_time, line.rstrip()))
     if process.wait():
         raise UserError(f"{command[0][:40]} failed: {process.stderr.read()[-800:]}")
-    return lines + [(time.perf_counter() - began, "")]
+    return lines + [(time.perf_counter() - start_time, "")]
 
 
 def arguments(argv):

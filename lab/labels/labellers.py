@@ -59,13 +59,13 @@ class Text:
 
     def cut(self, split, start, total):
         """Where a piece from `start` on ends: between blocks; a block over LONG is cut by its own length."""
-        read = self.size
+        n_read = self.size
         while True:
-            ids = self.dataset.tokens(split)[start:start + read]
+            ids = self.dataset.tokens(split)[start:start + n_read]
             data, ends = self.dataset.tokenizer.decode_bytes(ids), np.cumsum(self.sizes[ids])
             starts = np.array(block_starts(data), np.int64)
-            at = np.searchsorted(ends, starts)
-            cuts = (at + 1)[ends[at] == starts].tolist()  # not inside a token
+            token = np.searchsorted(ends, starts)
+            cuts = (token + 1)[ends[token] == starts].tolist()  # not inside a token
             if start + len(ids) == total:
                 cuts.append(len(ids))
             stop = 0
@@ -77,7 +77,7 @@ class Text:
                 return start + stop
             if len(ids) > LONG + 3 or start + len(ids) == total:
                 break
-            read *= 2
+            n_read *= 2
         stop = LONG
         # not inside a character
         while stop < min(LONG + 3, len(ids)) and data[ends[stop - 1]] & 0xC0 == 0x80:
@@ -88,11 +88,11 @@ class Text:
 def block_starts(data):
     """The places in bytes at which a line that is not blank follows one that is."""
     blank = [m.span() for m in BLANK.finditer(data)]
-    again = {a for a, _ in blank}
-    found = [b for _, b in blank if b not in again]
-    if found and not data[found[-1]:].strip(b" \t\r"):  # the next line may be blank, too: not read yet
-        found.pop()
-    return found
+    blank_starts = {a for a, _ in blank}
+    starts = [b for _, b in blank if b not in blank_starts]
+    if starts and not data[starts[-1]:].strip(b" \t\r"):  # the next line may be blank, too: not read yet
+        starts.pop()
+    return starts
 
 
 def to_tokens(codes, piece):
@@ -109,11 +109,11 @@ def to_tokens(codes, piece):
 
 def paint(spans, length, rest=UNKNOWN):
     """[(start, end, value)] -> codes, uint8 [length]; what is in no span gets `rest`."""
-    codes, known = np.full(length, rest, np.uint8), {}
+    codes, code_of = np.full(length, rest, np.uint8), {}
     for start, end, value in spans:
-        if value not in known:
-            known[value] = encode(value)
-        codes[start:end] = known[value]
+        if value not in code_of:
+            code_of[value] = encode(value)
+        codes[start:end] = code_of[value]
     return codes
 
 
@@ -147,16 +147,16 @@ TASKS = {
 def truth(task, text):
     """float [n]: the task of TASKS for each of n characters, from it and the 63 before it alone."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    place = np.arange(len(points))
+    places = np.arange(len(points))
     if task == "parity":
         count = np.cumsum(points == ord("e"))
         count[8:] -= count[:-8].copy()
         return (count % 2).astype(float)
     marks = "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if task == "capital" else ",.;:?!()"
-    last = np.maximum.accumulate(np.where(np.isin(points, [ord(c) for c in marks]), place, -1000))
+    last = np.maximum.accumulate(np.where(np.isin(points, [ord(c) for c in marks]), places, -1000))
     if task == "capital":
-        return np.clip(1 - (place - last) / 16, 0, 1)
-    return ((place - last < 64) & (points[last.clip(0)] == ord(","))).astype(float)
+        return np.clip(1 - (places - last) / 16, 0, 1)
+    return ((places - last < 64) & (points[last.clip(0)] == ord(","))).astype(float)
 
 
 class Synthetic:
@@ -209,7 +209,7 @@ def read_line(line):
     if not isinstance(row["name"], str) or not NAME.fullmatch(row["name"]):
         raise ValueError(f"{row['name']!r} is no name: letters, digits, _ and -, a letter first")
     places = [row[key] for key in ("start", "end", "token") if key in row]
-    if any(type(place) is not int or place < 0 for place in places):
+    if any(type(number) is not int or number < 0 for number in places):
         raise ValueError(f"{places} must be whole numbers, counted from 0")
     values = row.get("values", [row.get("value")])
     if not isinstance(values, list) or not values or {type(v) for v in values} - {int, float, type(None)}:
@@ -226,7 +226,7 @@ def read_spans(path, lengths):
 
     lengths: {"characters": n, "tokens": n} of the split.
     """
-    found, units = {}, {}
+    spans_of_name, units = {}, {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -242,9 +242,9 @@ def read_spans(path, lengths):
                 raise UserError(f"{path}, line {number}: {e}") from None
             starts = start + np.arange(len(codes))
             ends = starts + (length if len(codes) == 1 else 1)
-            found.setdefault(name, []).append((starts, ends, codes, np.full(len(codes), number)))
+            spans_of_name.setdefault(name, []).append((starts, ends, codes, np.full(len(codes), number)))
     return {name: (units[name][0], *without_overlaps(path, name, *map(np.concatenate, zip(*rows))))
-            for name, rows in found.items()}
+            for name, rows in spans_of_name.items()}
 
 
 def without_overlaps(path, name, starts, ends, codes, lines):
@@ -277,15 +277,16 @@ class Spans:
                 self.bases[split][piece.start] = chars
                 chars += len(piece.text)
             self.spans[split] = read_spans(path, dict(characters=chars, tokens=len(dataset.tokens(split))))
-        there = list(dict.fromkeys(name for spans in self.spans.values() for name in spans))
-        self.names = args.names or there
-        if wrong := [name for name in self.names if name not in there]:
-            raise UserError(f"{', '.join(files)}: nothing about {wrong[0]!r}; there is {', '.join(there)}")
-        if not there:
+        names_there = list(dict.fromkeys(name for spans in self.spans.values() for name in spans))
+        self.names = args.names or names_there
+        if wrong := [name for name in self.names if name not in names_there]:
+            raise UserError(f"{', '.join(files)}: nothing about {wrong[0]!r}; there is "
+                            f"{', '.join(names_there)}")
+        if not names_there:
             raise UserError(f"{', '.join(files)}: holds no label")
-        made = ", ".join(f"{split} from {Path(path).name} ({sha256(path)[:12]})"
-                         for path, split in zip(files, splits))
-        self.note = f"{', '.join(self.names)} of {made}; the rest {'not labelled' if self.rest else '0'}"
+        sources = ", ".join(f"{split} from {Path(path).name} ({sha256(path)[:12]})"
+                            for path, split in zip(files, splits))
+        self.note = f"{', '.join(self.names)} of {sources}; the rest {'not labelled' if self.rest else '0'}"
 
     def __call__(self, piece):
         labels = {}
@@ -293,14 +294,14 @@ class Spans:
             unit, starts, ends, codes = self.spans[piece.split].get(name, ("tokens", *[np.zeros(0, int)] * 3))
             base = piece.start if unit == "tokens" else self.bases[piece.split][piece.start]
             length = piece.stop - piece.start if unit == "tokens" else len(piece.text)
-            some = slice(np.searchsorted(ends, base, "right"), np.searchsorted(starts, base + length))
-            painted, held = np.full((2, length), UNKNOWN, np.uint8)
-            for a, b, code in zip(starts[some] - base, ends[some] - base, codes[some]):
-                painted[max(a, 0):b] = code
-                held[max(a, 0):b] = 0
+            span_range = slice(np.searchsorted(ends, base, "right"), np.searchsorted(starts, base + length))
+            codes_of_spans, is_held = np.full((2, length), UNKNOWN, np.uint8)
+            for a, b, code in zip(starts[span_range] - base, ends[span_range] - base, codes[span_range]):
+                codes_of_spans[max(a, 0):b] = code
+                is_held[max(a, 0):b] = 0
             if unit == "characters":
-                painted, held = to_tokens(painted, piece), to_tokens(held, piece)
-            labels[name] = np.where(held == UNKNOWN, self.rest, painted).astype(np.uint8)
+                codes_of_spans, is_held = to_tokens(codes_of_spans, piece), to_tokens(is_held, piece)
+            labels[name] = np.where(is_held == UNKNOWN, self.rest, codes_of_spans).astype(np.uint8)
         return labels
 
 

@@ -22,11 +22,11 @@ from lab.labels.targets import UNKNOWN, Targets, decode, label_file, write_meta
 def label(folder, text, labeller, splits, force=False):
     """Label splits into a folder, beside those labelled in the same way before. False: all were there."""
     with only_writer(folder, flag="--out", lock_stays=False):
-        found, missing = finished(folder, text.dataset, labeller.note, force), False
-        if found:
-            splits = list(dict.fromkeys((*found.splits, *splits)))
+        targets, missing = finished_targets(folder, text.dataset, labeller.note, force), False
+        if targets:
+            splits = list(dict.fromkeys((*targets.splits, *splits)))
         for split in splits:
-            todo = [name for name in labeller.names if not holds(found, name, split)]
+            todo = [name for name in labeller.names if not has_labels(targets, name, split)]
             if todo:
                 label_split(folder, text, labeller, split, todo)
                 missing = True
@@ -60,7 +60,7 @@ def label_split(folder, text, labeller, split, names):
             Path(file.name).unlink(missing_ok=True)
 
 
-def finished(folder, dataset, note, force):
+def finished_targets(folder, dataset, note, force):
     """The Targets of a folder, made as `note` describes; None: it has none. UserError: it has other ones."""
     if not (folder / "labels.json").is_file():
         return None
@@ -68,18 +68,18 @@ def finished(folder, dataset, note, force):
         for path in (folder / "labels.json", *folder.glob("*.u8*")):
             path.unlink(missing_ok=True)
         return None
-    found = Targets(dataset, folder)
-    about = found.meta.get("dataset"), found.meta.get("note")
-    if about != (dataset.meta["name"], note):
-        raise UserError(f"{folder} holds other labels, of {about[0]}: {about[1]}; --out keeps both, "
+    targets = Targets(dataset, folder)
+    origin = targets.meta.get("dataset"), targets.meta.get("note")
+    if origin != (dataset.meta["name"], note):
+        raise UserError(f"{folder} holds other labels, of {origin[0]}: {origin[1]}; --out keeps both, "
                         "--force replaces them")
-    return found
+    return targets
 
 
-def holds(found, name, split):
+def has_labels(targets, name, split):
     """Whether the file of a name is whole, and of these tokens; what is wrong with it is printed."""
     try:
-        return bool(found and split in found.splits and len(found.codes(name, split)))
+        return bool(targets and split in targets.splits and len(targets.codes(name, split)))
     except UserError as e:
         return say(e)
 
@@ -91,40 +91,41 @@ def report(folder, dataset, show):
     targets, rows = Targets(dataset, folder), []
     for name in targets.names:
         for split, row in targets.splits.items():
-            about = row["names"][name]
-            mean = "-" if about["mean"] is None else f"{about['mean']:.4f}"
-            rows.append((name, split, f"{row['tokens']:,}", f"{about['labelled'] / row['tokens']:.4f}", mean))
+            summary = row["names"][name]
+            mean = "-" if summary["mean"] is None else f"{summary['mean']:.4f}"
+            share = f"{summary['labelled'] / row['tokens']:.4f}"
+            rows.append((name, split, f"{row['tokens']:,}", share, mean))
     say(f"{folder}: {targets.meta['note']}{' (weak: not checked by a person)' * targets.meta['weak']}")
     print(table(("name", "split", "tokens", "labelled", "mean"), rows, left=2))
     if show:
         print("\n{1} before text that is labelled 1, {0} 0, {-} what is not labelled")
     for name in targets.names if show else ():
         print(f"\n{name}")
-        for split, at in examples(targets, name, show):
-            print(f"  {split} {at:,}: {snippet(targets, name, split, at)}")
+        for split, token in examples(targets, name, show):
+            print(f"  {split} {token:,}: {snippet(targets, name, split, token)}")
 
 
 def examples(targets, name, count):
     """[(split, token)] of labelled tokens, the same every time; every other one is 0.5 or more, if any is."""
-    rng, found = np.random.default_rng(0), []
+    rng, places = np.random.default_rng(0), []
     splits = list(targets.splits)
     for i in range(count):
         for trial in range(2000):
             split = splits[rng.integers(len(splits))]
             codes = targets.codes(name, split)
-            at = int(rng.integers(len(codes)))
-            high = UNKNOWN > codes[at] >= UNKNOWN // 2
-            if codes[at] != UNKNOWN and (high == (i % 2 == 0) or trial > 1000):
-                found.append((split, at))
+            token = int(rng.integers(len(codes)))
+            high = UNKNOWN > codes[token] >= UNKNOWN // 2
+            if codes[token] != UNKNOWN and (high == (i % 2 == 0) or trial > 1000):
+                places.append((split, token))
                 break
-    return found
+    return places
 
 
-def snippet(targets, name, split, at, near=150):
+def snippet(targets, name, split, token, near=150):
     """About 2 * near bytes of text around a token, with the value before each run of equal labels."""
     dataset, codes = targets.dataset, targets.codes(name, split)
     reach = max(1, round(near / dataset.bytes_per_token(split)))
-    start, stop = max(0, at - reach), min(len(codes), at + reach)
+    start, stop = max(0, token - reach), min(len(codes), token + reach)
     values, ids = decode(np.array(codes[start:stop])).numpy().round(1), dataset.tokens(split)[start:stop]
     text = ""
     for same in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(values)) + 1):

@@ -29,10 +29,11 @@ VALUES = torch.cat((torch.arange(UNKNOWN) / (UNKNOWN - 1), torch.tensor([-1.0]))
 def encode(values):
     """Values in [0, 1], NaN: unknown -> bytes, uint8 of the same shape. Raises ValueError beyond [0, 1]."""
     values = np.asarray(values, dtype=np.float64)
-    known = ~np.isnan(values)
-    if values[known].size and not 0 <= values[known].min() <= values[known].max() <= 1:
-        raise ValueError(f"targets from {values[known].min():g} to {values[known].max():g} must be in [0, 1]")
-    return np.where(known, np.rint(np.nan_to_num(values) * (UNKNOWN - 1)), UNKNOWN).astype(np.uint8)
+    is_known = ~np.isnan(values)
+    if values[is_known].size and not 0 <= values[is_known].min() <= values[is_known].max() <= 1:
+        raise ValueError(f"targets from {values[is_known].min():g} to {values[is_known].max():g} must be in "
+                         "[0, 1]")
+    return np.where(is_known, np.rint(np.nan_to_num(values) * (UNKNOWN - 1)), UNKNOWN).astype(np.uint8)
 
 
 def decode(codes):
@@ -55,16 +56,17 @@ def write_meta(folder, dataset, names, splits, weak, note):
             codes = np.memmap(path, np.uint8, "r")  # in blocks: bincount takes eight times their size
             counts = sum(np.bincount(codes[i:i + (1 << 22)], minlength=256)
                          for i in range(0, len(codes), 1 << 22))[:UNKNOWN]
-            known = int(counts.sum())
-            mean = float(counts @ VALUES[:UNKNOWN].double().numpy() / known) if known else None
-            row["names"][name] = dict(sha256=sha256(path), labelled=known, mean=mean)
+            n_known = int(counts.sum())
+            mean = float(counts @ VALUES[:UNKNOWN].double().numpy() / n_known) if n_known else None
+            row["names"][name] = dict(sha256=sha256(path), labelled=n_known, mean=mean)
     write_json(Path(folder) / "labels.json", meta)
 
 
 def command_for(dataset, labels):
     """The command that makes a set of labels, or what is known of it."""
-    place = dataset.dir.resolve()
-    name = place.name if place in [folder.resolve() for folder in folders_of(place.name)] else dataset.dir
+    data_folder = dataset.dir.resolve()
+    folders = [folder.resolve() for folder in folders_of(data_folder.name)]
+    name = data_folder.name if data_folder in folders else dataset.dir
     by = f" --by={labels}" if labels in ("weak", "synthetic") else ", see docs/labels.md,"
     return f"python -m lab.label --dataset={name}{by}"
 
@@ -79,21 +81,22 @@ class Targets:
         folders = (dataset.dir / "labels" / str(labels), Path(labels))
         self.dir = next((folder for folder in folders if (folder / "labels.json").is_file()), None)
         if self.dir is None:
-            there = sorted(path.parent.name for path in dataset.dir.glob("labels/*/labels.json"))
+            label_sets = sorted(path.parent.name for path in dataset.dir.glob("labels/*/labels.json"))
             raise UserError(f"no labels {labels!r} for {dataset.dir}; there are "
-                            f"{', '.join(there) or 'none'}: {command_for(dataset, labels)} makes them")
+                            f"{', '.join(label_sets) or 'none'}: {command_for(dataset, labels)} makes them")
         try:
             self.meta = json.loads((self.dir / "labels.json").read_text(encoding="utf-8"))
-            known, self.splits = [str(name) for name in self.meta["names"]], self.meta["splits"]
+            names_there, self.splits = [str(name) for name in self.meta["names"]], self.meta["splits"]
             self.sums = {(name, split): row["names"][name]["sha256"]
-                         for split, row in self.splits.items() for name in known}
+                         for split, row in self.splits.items() for name in names_there}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{self.dir / 'labels.json'} is not what lab/label.py writes "
                             f"({type(e).__name__}: {e}): label it anew with --force") from None
-        self.dataset, self.names = dataset, known if names is None else list(names)
-        if missing := [name for name in self.names if name not in known]:
-            raise UserError(f"{self.dir} has no labels for {', '.join(missing)}; it has {', '.join(known)}")
-        self.unread = [name for name in known if name not in self.names]
+        self.dataset, self.names = dataset, names_there if names is None else list(names)
+        if missing := [name for name in self.names if name not in names_there]:
+            raise UserError(f"{self.dir} has no labels for {', '.join(missing)}; it has "
+                            f"{', '.join(names_there)}")
+        self.unread = [name for name in names_there if name not in self.names]
         self.files = {}
 
     def codes(self, name, split):

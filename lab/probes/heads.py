@@ -69,7 +69,7 @@ def spearman_tests(loss, metrics):
     return tests
 
 
-def in_words(tests):
+def describe_tests(tests):
     """Those tests in words."""
     return ", ".join(f"{name} {t['rho']:+.2f} (p = {t['p']:.2g})" if t else f"{name} -"
                      for name, t in tests.items())
@@ -78,17 +78,17 @@ def in_words(tests):
 def rows_of(ckpt, data, args, cuts, progress):
     """What is written of a checkpoint: nats per token, a row for each head, ranks beside the loss change."""
     window = np.repeat(np.arange(len(cuts)), [end - start for start, end, _ in cuts])  # of each token
-    plain = token_nats(ckpt, data, args)
+    whole_nats = token_nats(ckpt, data, args)
     entropy, slope = head_metrics(ckpt.model, data, args.split, cuts, progress)
     rows = []
     for (layer, head), e, g in zip(all_heads(ckpt.model), entropy, slope):
-        change = without_head(ckpt.model, layer, head, data, args.split, args.tokens) - plain
+        change = without_head(ckpt.model, layer, head, data, args.split, args.tokens) - whole_nats
         rows.append(dict(layer=layer, head=head, entropy=float(e), gate_gradient=float(g),
                          change=over_windows(change, window, len(cuts))))
         progress.update(1)
     change = np.array([row["change"][0] for row in rows])
     metrics = {"entropy": entropy, "gate gradient": slope, "both ranks": rankdata(slope) - rankdata(entropy)}
-    return dict(nats_per_token=float(plain.mean()), heads=rows, n=len(rows),
+    return dict(nats_per_token=float(whole_nats.mean()), heads=rows, n=len(rows),
                 spearman=spearman_tests(change, metrics))
 
 
@@ -99,17 +99,17 @@ def probe(args):
     steps = sum(len(cuts) + len(all_heads(ckpt.model)) for ckpt in ckpts)
     with progress_bar(steps, "heads") as progress:
         rows = [rows_of(ckpt, data, args, cuts, progress) for ckpt in ckpts]
-    above = [f"{about_text(data, args)}: {sum(cut[2] for cut in cuts):,} tokens "
-             f"in {len(cuts):,} disjoint windows of {context:,}"]
-    cells, below = [], []
+    lines_above = [f"{about_text(data, args)}: {sum(cut[2] for cut in cuts):,} tokens "
+                   f"in {len(cuts):,} disjoint windows of {context:,}"]
+    cells, lines_below = [], []
     for ckpt, row in zip(ckpts, rows):
         cells += [(ckpt.name, r["layer"], r["head"], f"{r['entropy']:.3f}", f"{r['gate_gradient']:.2e}",
                    plus_minus(r["change"])) for r in row["heads"]]
-        above.append(f"{ckpt.name}: {row['nats_per_token']:.4f} nats per token with all heads")
-        below.append(f"{ckpt.name}, Spearman with the loss change, n = {row['n']} heads: "
-                     f"{in_words(row['spearman'])}")
+        lines_above.append(f"{ckpt.name}: {row['nats_per_token']:.4f} nats per token with all heads")
+        lines_below.append(f"{ckpt.name}, Spearman with the loss change, n = {row['n']} heads: "
+                           f"{describe_tests(row['spearman'])}")
     head = ("run", "block", "head", "entropy, nats", "|d loss / d gate|", "loss change when off, nats")
-    return numbers_of(ckpts, data, args, rows), [*above, table(head, cells), *below]
+    return numbers_of(ckpts, data, args, rows), [*lines_above, table(head, cells), *lines_below]
 
 
 def main(argv):

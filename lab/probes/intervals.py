@@ -1,10 +1,10 @@
 """
 95 % intervals of what probes measure, each as [value, low, high], by what they are an interval of.
 
-over_checkpoints  samples of several checkpoints, each with an interval of its own where there is one alone
-over_windows      the mean over a text, whose neighbouring windows resemble each other
-jackknife         any figure, from what it is without each part of the text in turn
-by_draws          any figure, from what it is on parts drawn again and again
+over_checkpoints    samples of several checkpoints, each with an interval of its own where there is one alone
+over_windows        the mean over a text, whose neighbouring windows resemble each other
+jackknife_interval  any figure, from what it is without each part of the text in turn
+draws_interval      any figure, from what it is on parts drawn again and again
 
 The t interval, on which they rest, is nanoheads/intervals.py's.
 """
@@ -21,7 +21,7 @@ BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest o
 
 def over_checkpoints(samples, alone):
     """[value, low, high] of samples, an array [1 + ...] for each checkpoint: by t; one: alone(samples[0])."""
-    return t_interval([each[0] for each in samples]) if len(samples) > 1 else alone(samples[0])
+    return t_interval([sample[0] for sample in samples]) if len(samples) > 1 else alone(samples[0])
 
 
 def blocks_of(window, n_windows):
@@ -36,8 +36,8 @@ def over_windows(values, window, n_windows):
     """
     block = blocks_of(window, n_windows)
     size = np.bincount(block)
-    there = size > 0  # a short last window has no late positions
-    middle, low, high = t_interval(np.bincount(block, values)[there] / size[there])
+    is_filled = size > 0  # a short last window has no late positions
+    middle, low, high = t_interval(np.bincount(block, values)[is_filled] / size[is_filled])
     mean = float(values.mean())
     return [mean, mean - (middle - low), mean + (high - middle)]
 
@@ -55,12 +55,12 @@ def jackknife(values):
     return float(value), float(stdtrit(n - 1, 0.975) * math.sqrt((n - 1) * np.var(without)))
 
 
-def by_jackknife(values):
+def jackknife_interval(values):
     """[value, low, high] by jackknife()."""
     value, half = jackknife(values)
     return [value, value - half, value + half]
 
 
-def by_draws(values):
+def draws_interval(values):
     """[value, low, high] of values [1 + draws]: a figure of all parts, then of parts drawn, where defined."""
     return [float(values[0]), *map(float, np.nanquantile(values[1:], (0.025, 0.975)))]

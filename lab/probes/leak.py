@@ -46,12 +46,12 @@ def function_of(name):
         spec.loader.exec_module(module)
     except Exception as e:  # whatever a file of one's own may do
         raise UserError(f"--module={name}: {file}, {describe_failure(e, path)}") from None
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(f"--module={name}: {file} has no function {attribute}; "
                         f"it has {', '.join(names) or 'none'}")
-    return found
+    return function
 
 
 class Logits:
@@ -66,26 +66,26 @@ class Logits:
         torch.manual_seed(seed)
         self.calls += 1
         try:
-            found = self.function(ids.clone())  # a function may write into what it is given
+            logits = self.function(ids.clone())  # a function may write into what it is given
         except Exception as e:
             raise UserError(f"the function fails on ids of {[*ids.shape]}: {type(e).__name__}: "
                             f"{' '.join(str(e).split())[:200]}") from None
-        found = getattr(found, "logits", found)
-        if not isinstance(found, torch.Tensor) or not found.is_floating_point():
-            raise UserError(f"the function returns {type(found).__name__}, which is no tensor of logits")
-        if found.dim() != 3 or found.shape[:2] != ids.shape:
-            raise UserError(f"the function returns {[*found.shape]} for ids of {[*ids.shape]}, "
+        logits = getattr(logits, "logits", logits)
+        if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
+            raise UserError(f"the function returns {type(logits).__name__}, which is no tensor of logits")
+        if logits.dim() != 3 or logits.shape[:2] != ids.shape:
+            raise UserError(f"the function returns {[*logits.shape]} for ids of {[*ids.shape]}, "
                             "which must be [B, T, V]")
-        if (bad := found.isnan().any(2)).any():
+        if (bad := logits.isnan().any(2)).any():
             row, position = bad.nonzero()[0].tolist()
             raise UserError(f"the logits are NaN at row {row}, position {position}")
-        return found.clone()  # and one that it returns again
+        return logits.clone()  # and one that it returns again
 
 
 def texts(vocab, draws, batch, length, device):
     """Random ids [draws, batch, length], and as many others that differ from them at every place."""
-    found = two_texts(vocab, (draws, batch, length), torch.Generator().manual_seed(1))
-    return [ids.to(device) for ids in found]
+    pair = two_texts(vocab, (draws, batch, length), torch.Generator().manual_seed(1))
+    return [ids.to(device) for ids in pair]
 
 
 class Leaks(Perturbation):
@@ -105,8 +105,8 @@ class Leaks(Perturbation):
         Of the tokens that it reads the first one, where one alone is enough; else the last from which on.
         """
         rows, T = self.ids.shape
-        return min(self.ahead([[token] * rows for token in range(1, T)]), default=None, key=lambda found: (
-            found.position, found.all_after, -found.token if found.all_after else found.token))
+        return min(self.ahead([[token] * rows for token in range(1, T)]), default=None, key=lambda ahead: (
+            ahead.position, ahead.all_after, -ahead.token if ahead.all_after else ahead.token))
 
     def shape_tolerance(self):
         """The tolerance between other shapes, once rows are known to be apart."""
@@ -122,22 +122,22 @@ class Leaks(Perturbation):
             if cut < T:
                 wrong = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
                 if wrong.any():
-                    at = int(wrong.nonzero()[0])
+                    position = int(wrong.nonzero()[0])
                     last = "token is" if cut == 1 else f"{cut} tokens are"
-                    return f"position {at} changes when the last {last} cut off"
+                    return f"position {position} changes when the last {last} cut off"
 
 
 # ---- all of them ----
 
-def checked(text):
+def find_leak(text):
     """(the first leak of one text in words or None, {what was not tried: why}), from its Leaks."""
     skipped = {}
     if ahead := text.first_ahead():
         return str(ahead), skipped
     if len(text.ids) == 1:
         skipped["rows"] = "there is one row alone, --batch"
-    elif mixed := text.rows():
-        return mixed, skipped
+    elif mixed_rows := text.rows():
+        return mixed_rows, skipped
     try:
         return text.prefixes(), skipped
     except UserError as e:  # one that takes a single length
@@ -154,14 +154,14 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
         raise UserError(f"vocab={vocab} and length={length} must be at least 2: else nothing can change")
     if tolerance is not None and not tolerance >= 0:
         raise UserError(f"tolerance={tolerance} must be 0 or more")
-    ask, most = Logits(function), 0.0
-    for ids, other in zip(*texts(vocab, draws, batch, length, device)):
-        text = Leaks(ask, ids, other, tolerance)
-        leak, skipped = checked(text)
-        most = max(most, text.most)
+    ask, largest_difference = Logits(function), 0.0
+    for ids, other_ids in zip(*texts(vocab, draws, batch, length, device)):
+        text = Leaks(ask, ids, other_ids, tolerance)
+        leak, skipped = find_leak(text)
+        largest_difference = max(largest_difference, text.most)
         if leak:
             break
-    return leak, skipped, ask.calls, most
+    return leak, skipped, ask.calls, largest_difference
 
 
 @as_program("probe.py leak")
@@ -179,14 +179,14 @@ def main(argv):
     args = parser.parse_args(argv)
     out = writable(args.json) if args.json else None
     function, device = function_of(args.module), pick_device(args.device)
-    leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
-                                       args.tolerance)
+    leak, skipped, calls, largest_difference = leaks(function, args.vocab, args.length, args.batch,
+                                                     args.draws, device, args.tolerance)
     if out:
-        write_json(out, dict(module=args.module, leak=leak, calls=calls, largest_difference=most,
-                             not_tried=skipped))
+        write_json(out, dict(module=args.module, leak=leak, calls=calls,
+                             largest_difference=largest_difference, not_tried=skipped))
     if leak:
         raise UserError(leak)
-    same = "bit for bit" if most == 0 else f"to {most:.1e}"
+    same = "bit for bit" if largest_difference == 0 else f"to {largest_difference:.1e}"
     print(f"no leak found in {calls} calls; what was to stay stayed {same} (ahead, rows)")
-    for name, why in skipped.items():
-        print(f"{name} not tried: {why}")
+    for name, reason in skipped.items():
+        print(f"{name} not tried: {reason}")

@@ -28,8 +28,8 @@ def ngrams(items, n):
 
 def rep_n(items, n):
     """Share of one text's n-grams that came before: 1 - different / all (seq-rep-n, arXiv 1908.04319)."""
-    every = ngrams(items, n)
-    return 1 - len(set(every)) / len(every) if every else math.nan
+    grams = ngrams(items, n)
+    return 1 - len(set(grams)) / len(grams) if grams else math.nan
 
 
 def loop(items):
@@ -57,8 +57,8 @@ def first_repeat(items, n):
 
 def distinct_n(texts, n):
     """Share of the n-grams of all texts, [[word]], that are different (arXiv 1510.03055); none spans two."""
-    every = [gram for text in texts for gram in ngrams(text, n)]
-    return len(set(every)) / len(every) if every else math.nan
+    grams = [gram for text in texts for gram in ngrams(text, n)]
+    return len(set(grams)) / len(grams) if grams else math.nan
 
 
 def self_bleu(texts):
@@ -78,19 +78,19 @@ def self_bleu(texts):
 
 # ---- many samples of many prompts ----
 
-def of_sample(raw):
+def sample_figures(raw):
     """{figure: value} of one sample, bytes; one in which nothing comes twice counts with its length."""
     text, repeat = words(raw), first_repeat(raw, REPEAT)
-    found = {f"rep_{n}": rep_n(text, n) for n in ORDERS}
-    return found | dict(loop=loop(raw), repeats=float(repeat is not None) if raw else math.nan,
-                        first_repeat=repeat or len(raw) or math.nan)
+    figures = {f"rep_{n}": rep_n(text, n) for n in ORDERS}
+    return figures | dict(loop=loop(raw), repeats=float(repeat is not None) if raw else math.nan,
+                          first_repeat=repeat or len(raw) or math.nan)
 
 
-def of_sets(sets):
+def set_figures(sets):
     """{figure: value} of sets of texts, [[[word]]]: the mean over the sets."""
-    found = {f"distinct_{n}": [distinct_n(texts, n) for texts in sets] for n in ORDERS}
-    found["self_bleu"] = [self_bleu(texts) for texts in sets]
-    return {name: mean(values) for name, values in found.items()}
+    figures = {f"distinct_{n}": [distinct_n(texts, n) for texts in sets] for n in ORDERS}
+    figures["self_bleu"] = [self_bleu(texts) for texts in sets]
+    return {name: mean(values) for name, values in figures.items()}
 
 
 def mean(values):
@@ -105,15 +105,16 @@ def leave_one_out(samples, bits=None):
     samples [P][S] are bytes: S of each of P prompts, two or more. A set is one sample of each prompt. bits
     [P][S]: of each under a judge, which gives "judge", bits per byte.
     """
-    each = [[of_sample(raw) for raw in row] for row in samples]
+    sample_rows = [[sample_figures(raw) for raw in row] for row in samples]
     texts = [[words(raw) for raw in row] for row in samples]
-    P, found = len(samples), []
-    for keep in [list(range(P)), *([p for p in range(P) if p != left] for left in range(P))]:
+    P, figure_sets = len(samples), []
+    for keep in [list(range(P)), *([p for p in range(P) if p != left_out] for left_out in range(P))]:
         rows = [texts[p] for p in keep]
-        now = {name: mean([one[name] for p in keep for one in each[p]]) for name in each[0][0]}
-        now |= of_sets(list(zip(*rows)))
+        samples_kept = [sample for p in keep for sample in sample_rows[p]]
+        figures = {name: mean([sample[name] for sample in samples_kept]) for name in samples_kept[0]}
+        figures |= set_figures(list(zip(*rows)))
         if bits is not None:
             size = sum(len(raw) for p in keep for raw in samples[p])
-            now["judge"] = sum(sum(bits[p]) for p in keep) / size if size else math.nan
-        found.append(now)
-    return {name: np.array([now[name] for now in found]) for name in found[0]}
+            figures["judge"] = sum(sum(bits[p]) for p in keep) / size if size else math.nan
+        figure_sets.append(figures)
+    return {name: np.array([figures[name] for figures in figure_sets]) for name in figure_sets[0]}

@@ -29,29 +29,29 @@ class Checkpoint(NamedTuple):
 
 def open_checkpoints(args, context=None):
     """([Checkpoint], Dataset, context), all at one context (None: the shortest training). UserError."""
-    loaded = [load(path, args.split, 0, args.device, args.dataset, args.settings) for path in args.ckpt]
-    _, _, data = loaded[0]
-    for path, (_, _, other) in zip(args.ckpt, loaded):
-        if other.splits[args.split] != data.splits[args.split]:
+    contents = [load(path, args.split, 0, args.device, args.dataset, args.settings) for path in args.ckpt]
+    _, _, data = contents[0]
+    for path, (_, _, other_data) in zip(args.ckpt, contents):
+        if other_data.splits[args.split] != data.splits[args.split]:
             raise UserError(f"{path} and {args.ckpt[0]} were trained on different data; "
                             "name one for both with --dataset")
-    context = context or min(model.config.block_size for _, model, _ in loaded)
+    context = context or min(model.config.block_size for _, model, _ in contents)
     n = len(data.tokens(args.split))
     if context > n:
         raise UserError(f"a context of {context:,} is longer than the {args.split} split of {data.dir}, "
                         f"{n:,} tokens")
     ckpts = []
-    for path, (state, model, _) in zip(args.ckpt, loaded):
-        trained = checkpoint.config_of(state, path).block_size
+    for path, (state, model, _) in zip(args.ckpt, contents):
+        trained_context = checkpoint.config_of(state, path).block_size
         model = at_context(model, context, state, path, args.device, args.settings)
-        ckpts.append(Checkpoint(path.removesuffix("/best.pt"), model, trained))
+        ckpts.append(Checkpoint(path.removesuffix("/best.pt"), model, trained_context))
     return ckpts, data, context
 
 
-def finite(values, ckpt, what="nats"):
+def finite(values, ckpt, quantity="nats"):
     """The nats of a checkpoint, or what else it gives. UserError where one is not finite."""
     if not np.isfinite(values).all():
-        raise UserError(f"{ckpt.name} gives {values[~np.isfinite(values)][0]} {what}: "
+        raise UserError(f"{ckpt.name} gives {values[~np.isfinite(values)][0]} {quantity}: "
                         "its weights are damaged, or its training diverged")
     return values
 
@@ -71,11 +71,11 @@ def plus_minus(bounds, digits=4, sign=True):
 
 def numbers_of(ckpts, data, args, rows):
     """What --json writes: every number, intervals as [mean, low, high]."""
-    own = ("ckpt", "json", "what", "settings")
-    options = {key: value for key, value in vars(args).items() if key not in own}
+    other_keys = ("ckpt", "json", "what", "settings")
+    options = {key: value for key, value in vars(args).items() if key not in other_keys}
     return dict(what=args.what, dataset=data.meta["name"],
                 split_sha256=data.splits[args.split].get("sha256"), set=args.settings, options=options,
-                runs=[dict(name=ckpt.name, trained_block_size=ckpt.trained, results=row)
+                runs=[dict(name=ckpt.name, trained_block_size=ckpt.trained_context, results=row)
                       for ckpt, row in zip(ckpts, rows)])
 
 
@@ -91,27 +91,28 @@ def positive(text):
 CONTEXT = (positive, None, "tokens in a window (default: the shortest training length)")
 
 
-def parser_of(word, about):
+def parser_of(word, description):
     """The parser of `probe.py WORD`."""
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
-    return argparse.ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+    return argparse.ArgumentParser(prog=f"probe.py {word}", description=description, formatter_class=form)
 
 
 def add_seed(parser):
     parser.add_argument("--seed", type=int, default=1337, help="of probes and random draws (default: 1337)")
 
 
-def ask(word, probe, split, argv, more=add_seed, **options):
+def ask(word, probe, split, argv, add_more=add_seed, **options):
     """`probe.py WORD`: print what the probe says of the checkpoints that the command line names.
 
-    Its numbers go to --json. split: the default one. more: adds --seed to the parser, and what else other
+    Its numbers go to --json. split: the default one. add_more: adds --seed to the parser, and what else other
     programs have too. options: {flag: (type, default, help)}, or a dict of what argparse takes.
     """
     parser = parser_of(word, sys.modules[probe.__module__].__doc__)
     add_scoring(parser, split)
-    more(parser)
+    add_more(parser)
     for flag, option in options.items():
-        parser.add_argument(f"--{flag}", **(option if isinstance(option, dict) else typed(*option)))
+        option = option if isinstance(option, dict) else argument_options(*option)
+        parser.add_argument(f"--{flag}", **option)
     args = parser.parse_args(argv)
     words = word.split()
     args.what = words[-1]
@@ -128,7 +129,7 @@ def ask(word, probe, split, argv, more=add_seed, **options):
         say(*lines, *([args.json] if out else []))
 
 
-def typed(kind, default, words):
+def argument_options(kind, default, words):
     """What argparse takes of an option."""
     if default is not None:
         words += f" (default: {default})"

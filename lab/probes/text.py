@@ -57,8 +57,8 @@ def check(args):
 
 def open_judge(args, tokenizer):
     """The Judge that --judge names. UserError: it cannot spell what is written in another vocabulary."""
-    found = sampling.model_and_tokenizer(args.judge, args.device, args.dataset)
-    judge = Judge(f"--judge {args.judge}", *found)
+    model_and_tokenizer = sampling.model_and_tokenizer(args.judge, args.device, args.dataset)
+    judge = Judge(f"--judge {args.judge}", *model_and_tokenizer)
     if judge.tokenizer.vocab and not same_tokens(tokenizer, judge.tokenizer):
         raise UserError(f"{judge.name}: its {judge.tokenizer.vocab_size:,} characters cannot spell all that "
                         "may be written")
@@ -79,19 +79,19 @@ def cut_prompts(args, data):
 
 def continuations(ckpt, prompts, args, settings):
     """(the ids [P][S] that a checkpoint writes after each prompt, tokens per second)."""
-    device, found, made, seconds = next(ckpt.model.parameters()).device, [], 0, 0.0
+    device, texts, n_tokens, seconds = next(ckpt.model.parameters()).device, [], 0, 0.0
     for i, prompt in enumerate(progress_bar(prompts, ckpt.name)):
         idx = torch.tensor([prompt] * args.samples, device=device)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             with bfloat16_on_gpu(device):
-                new = write(ckpt.model, idx, args.tokens, args.seed + i, **settings)
+                text = write(ckpt.model, idx, args.tokens, args.seed + i, **settings)
         except UserError as e:
             raise UserError(f"{ckpt.name}: {e}")
-        seconds += time.perf_counter() - began
-        made += args.samples * len(new[0])
-        found.append(new)
-    return found, made / seconds
+        seconds += time.perf_counter() - start_time
+        n_tokens += args.samples * len(text[0])
+        texts.append(text)
+    return texts, n_tokens / seconds
 
 
 @torch.no_grad()
@@ -105,54 +105,54 @@ def nats_after(model, separator, pairs):
     pieces = []  # (number of its pair, ids of a window, how many of its last tokens are scored)
     for number, (prompt, continuation) in enumerate(pairs):
         text = np.array([*prompt, *continuation])
-        for start, end, scored in windows(len(text), T, max(1, T // 2)):
-            scored = min(scored, end - len(prompt))  # the prompt is context alone
-            if scored > 0:
-                pieces.append((number, window_ids(text, separator, start, end), scored))
+        for start, end, n_scored in windows(len(text), T, max(1, T // 2)):
+            n_scored = min(n_scored, end - len(prompt))  # the prompt is context alone
+            if n_scored > 0:
+                pieces.append((number, window_ids(text, separator, start, end), n_scored))
 
     # windows of one length and one scored part go together
     def shape(piece):
         return len(piece[1]), piece[2]
     totals = np.zeros(len(pairs))
-    for (_, scored), group in groupby(sorted(pieces, key=shape), shape):
+    for (_, n_scored), group in groupby(sorted(pieces, key=shape), shape):
         group = list(group)
         for first in range(0, len(group), rows):
             batch = group[first:first + rows]
             ids = torch.from_numpy(np.stack([piece[1] for piece in batch])).to(device)
-            np.add.at(totals, [piece[0] for piece in batch], nats_of_last(model, ids, scored).sum(1))
+            np.add.at(totals, [piece[0] for piece in batch], nats_of_last(model, ids, n_scored).sum(1))
     return totals
 
 
 def bits_under(judge, tokenizer, prompts, samples):
     """Bits [P][S] of samples [P][S] under the judge, given the prompts [P]; ids of tokenizer. UserError."""
-    def read(ids):
+    def judge_ids(ids):
         if same_tokens(tokenizer, judge.tokenizer):
             return ids
         raw = tokenizer.decode_bytes(ids)
         text = raw if judge.tokenizer.encoding == "byte" else raw.decode("utf-8", "replace")
         return judge.tokenizer.encode(text).tolist()
 
-    pairs = [(read(prompt), read(ids)) for prompt, row in zip(prompts, samples) for ids in row]
+    pairs = [(judge_ids(prompt), judge_ids(ids)) for prompt, row in zip(prompts, samples) for ids in row]
     nats = finite(nats_after(judge.model, judge.tokenizer.separator, pairs), judge)
     return bits(nats, 1).reshape(len(samples), -1).tolist()
 
 
-def measured(samples, prompts, tokenizer, judge, stop):
+def measure(samples, prompts, tokenizer, judge, stop):
     """(what leave_one_out() gives, the texts [P][S]) of samples [P][S] of ids, each up to the stop token."""
     samples = [[cut_at_stop(ids, tokenizer, stop) for ids in row] for row in samples]
     raw = [[tokenizer.decode_bytes(ids) for ids in row] for row in samples]
-    found = leave_one_out(raw, bits_under(judge, tokenizer, prompts, samples) if judge else None)
-    return found, [[one.decode("utf-8", "replace") for one in row] for row in raw]
+    figures = leave_one_out(raw, bits_under(judge, tokenizer, prompts, samples) if judge else None)
+    return figures, [[one.decode("utf-8", "replace") for one in row] for row in raw]
 
 
-def with_intervals(found):
+def with_intervals(figures):
     """{figure: (value, half of its interval)} of what leave_one_out() gives."""
-    return {key: jackknife(values) for key, values in found.items()}
+    return {key: jackknife(values) for key, values in figures.items()}
 
 
 # ---- output ----
 
-def about(args, ckpts, data, judge):
+def describe_setting(args, ckpts, data, judge):
     """The lines above the table: what was written, and how; who judges it."""
     line = (f"{about_text(data, args)}: {args.num_prompts:,} prompts, {args.samples:,} "
             f"sample{'s' * (args.samples > 1)} of {args.tokens:,} tokens each, seed {args.seed}, "
@@ -169,7 +169,7 @@ def about(args, ckpts, data, judge):
 
 def text_table(rows, width=120):
     """A line for each row (name, figures, tokens per second or None)."""
-    shown = {key: title for key, title in SHOWN.items() if key in rows[0][1]}
+    titles = {key: title for key, title in SHOWN.items() if key in rows[0][1]}
 
     def cell(key, value, half, sign):
         digits = 1 if key == "first_repeat" else 3
@@ -179,9 +179,9 @@ def text_table(rows, width=120):
     lines = []
     for name, figures, speed in rows:
         sign = "+" if name == LESS else ""
-        cells = [cell(key, *figures[key], sign) for key in shown]
+        cells = [cell(key, *figures[key], sign) for key in titles]
         lines.append((name, *cells, f"{speed:,.0f}" if speed else ""))
-    return table(("run", *shown.values(), "tokens/s"), lines, width=width, cut=last_folders)
+    return table(("run", *titles.values(), "tokens/s"), lines, width=width, cut=last_folders)
 
 
 # ---- the probe ----
@@ -193,23 +193,23 @@ def probe(args):
     tokenizer = data.tokenizer
     judge = open_judge(args, tokenizer) if args.judge else None
     settings, stop = settings_of(args, tokenizer), stop_of(args, tokenizer)
-    prompts, real = cut_prompts(args, data)
+    prompts, real_texts = cut_prompts(args, data)
     results, lines, first = [], [], None
     for ckpt in ckpts:
-        made, speed = continuations(ckpt, prompts, args, settings)
-        found, samples = measured(made, prompts, tokenizer, judge, stop)
-        figures, less = with_intervals(found), None
+        texts, speed = continuations(ckpt, prompts, args, settings)
+        sets, samples = measure(texts, prompts, tokenizer, judge, stop)
+        figures, less = with_intervals(sets), None
         lines.append((ckpt.name, figures, speed))
         if first:
-            less = with_intervals({key: found[key] - first[key] for key in found})
+            less = with_intervals({key: sets[key] - first[key] for key in sets})
             lines.append((LESS, less, None))
-        first = first or found
+        first = first or sets
         results.append(dict(figures=figures, less_the_first=less, tokens_per_s=speed, samples=samples))
-    found, samples = measured([[ids] for ids in real], prompts, tokenizer, judge, stop)
-    lines.append((TEXT, with_intervals(found), None))
+    sets, samples = measure([[ids] for ids in real_texts], prompts, tokenizer, judge, stop)
+    lines.append((TEXT, with_intervals(sets), None))
     numbers = dict(numbers_of(ckpts, data, args, results), prompts=[*map(tokenizer.decode, prompts)],
-                   text=dict(figures=with_intervals(found), samples=samples))
-    return numbers, [*about(args, ckpts, data, judge), text_table(lines)]
+                   text=dict(figures=with_intervals(sets), samples=samples))
+    return numbers, [*describe_setting(args, ckpts, data, judge), text_table(lines)]
 
 
 def main(argv):

@@ -11,12 +11,11 @@ from sklearn.preprocessing import StandardScaler
 from nanoheads.common import UserError, plural
 from nanoheads.dataset import TITLE, beginnings
 from nanoheads.timing import progress_bar
-from lab.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
-                                            over_documents)
+from lab.probes.constraints.metrics import best_threshold, brackets, compare, comparison_table, over_documents
 from lab.probes.constraints.setup import (COMPARED, about_setup, labels_of, layers_of, numbers_of_setup,
                                           open_setup, outputs, two_classes)
 from lab.probes.constraints.token_probes import takers_of
-from lab.probes.intervals import by_draws
+from lab.probes.intervals import draws_interval
 from lab.probes.shared import ask, positive
 
 STATE = "mean hidden state"
@@ -34,7 +33,7 @@ def documents(data, part):
     """
     tokens = np.asarray(data.tokens(part.split)[part.first:part.last])
     titles = beginnings(data.tokenizer, tokens, TITLE).tolist()
-    cuts = [part.first + at for at in titles if at or not part.first]  # a line that was cut is none
+    cuts = [part.first + title for title in titles if title or not part.first]  # a line that was cut is none
     cuts.append(part.last)
     return list(zip(cuts, cuts[1:]))
 
@@ -45,22 +44,22 @@ def passages(data, parts, length, count):
     A text without titles in each part has documents of DOCUMENT passages one after the other, the first of
     each part left out. UserError where there is no passage.
     """
-    found, every = [], [documents(data, part) for part in parts]
-    if min(map(len, every)) < 2:
+    result, part_documents = [], [documents(data, part) for part in parts]
+    if min(map(len, part_documents)) < 2:
         size = DOCUMENT * length
-        every = [[(first, min(first + size, part.last))
-                  for first in range(part.first + size, part.last, size)] for part in parts]
-    for part, each in zip(parts, every):
-        places = np.array([(start, number) for number, (first, last) in enumerate(each)
+        part_documents = [[(first, min(first + size, part.last))
+                           for first in range(part.first + size, part.last, size)] for part in parts]
+    for part, part_docs in zip(parts, part_documents):
+        places = np.array([(start, number) for number, (first, last) in enumerate(part_docs)
                            for start in range(first, last - length + 1, length)]).reshape(-1, 2)
         if not len(places):
             raise UserError(f"{part.split} has no passage of {length:,} tokens within a document")
         n = min(count, len(places))
-        found.append(tuple(places[np.arange(n) * len(places) // n].T))
-    return found
+        result.append(tuple(places[np.arange(n) * len(places) // n].T))
+    return result
 
 
-def aggregated(scores):
+def aggregate(scores):
     """[passages, names * (2 + QUANTILES)] of token scores [passages, length, names]."""
     return np.concatenate((scores.mean(1), scores.max(1), *np.quantile(scores, QUANTILES, 1)), 1)
 
@@ -70,40 +69,41 @@ def passage_features(ckpt, setup, args, cuts, length):
     takers, _ = takers_of(ckpt, setup, args)
     if not layers_of(ckpt.model) or args.own:
         takers[f"{STATE}, {'own' if layers_of(ckpt.model) else 'plain'}"] = lambda states, _: states.mean(1)
-    T, found = min(length, setup.context), {}
+    T, features = min(length, setup.context), {}
     for part, (starts, _) in zip(setup.parts, cuts):
         windows = (starts[:, None] + np.arange(0, length, T)).ravel()
-        for name, each in outputs(ckpt, setup, part.split, windows, T, takers).items():
-            each = each.cpu().double().numpy().reshape(len(starts), -1, each.size(-1))
-            found.setdefault(name, []).append(each.mean(1) if name.startswith(STATE) else aggregated(each))
-    return found
+        for name, output in outputs(ckpt, setup, part.split, windows, T, takers).items():
+            output = output.cpu().double().numpy().reshape(len(starts), -1, output.size(-1))
+            passages_of_part = output.mean(1) if name.startswith(STATE) else aggregate(output)
+            features.setdefault(name, []).append(passages_of_part)
+    return features
 
 
-def classified(x, y):
+def classify(x, y):
     """(p of what is measured on [n], threshold) by logistic regression; x, y: of the three parts."""
     scaler = StandardScaler().fit(x[0])
-    x = [scaler.transform(each) for each in x]
+    x = [scaler.transform(part) for part in x]
     models = [LogisticRegression(C=strength, max_iter=2000).fit(x[0], y[0]) for strength in STRENGTHS]
     best = min(models, key=lambda model: log_loss(y[1], model.predict_proba(x[1])[:, 1]))
-    before, after = (best.predict_proba(each)[:, 1] for each in x[1:])
-    return after, best_threshold(y[1], before)
+    p_chosen, p_measured = (best.predict_proba(part)[:, 1] for part in x[1:])
+    return p_measured, best_threshold(y[1], p_chosen)
 
 
-def row_of(setup, task, name, models, cuts, classed, seed):
+def row_of(setup, task, name, models, cuts, classes_of_task, seed):
     """What is written of a task: figures of each scorer on the passages of its classes, see classes()."""
-    chosen, y, terciles = classed
-    document, found = cuts[2][1][chosen[2]], []
+    chosen, y, terciles = classes_of_task
+    document, figures_of = cuts[2][1][chosen[2]], []
     bar = progress_bar(sum(map(len, models)), task)
     for features in models:
-        found.append({})
+        figures_of.append({})
         for scorer, x in features.items():
-            p, threshold = classified([each[c] for each, c in zip(x, chosen)], y)
-            found[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
+            p, threshold = classify([classes_of[c] for classes_of, c in zip(x, chosen)], y)
+            figures_of[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
             bar.update(1)
     bar.close()
-    whole, less = compared(found, METRICS, by_draws, len(setup.plain) == len(setup.ckpts))
-    return dict(task=task, name=name, terciles=terciles, passages=[len(each) for each in y],
-                positive=[float(each.mean()) for each in y], documents=len(np.unique(document)),
+    whole, less = compare(figures_of, METRICS, draws_interval, len(setup.plain) == len(setup.ckpts))
+    return dict(task=task, name=name, terciles=terciles, passages=[len(classes_of) for classes_of in y],
+                positive=[float(classes_of.mean()) for classes_of in y], documents=len(np.unique(document)),
                 figures=whole, heads_less=less)
 
 
@@ -121,16 +121,16 @@ def probe(args):
     models = [{**passage_features(ckpt, setup, args, cuts, length), **plain[i % len(plain)]}
               for i, ckpt in enumerate(setup.ckpts)]
     sizes = {name: x[0].shape[1] for name, x in models[0].items()}
-    rows = [row_of(setup, task, name, models, cuts, classed, args.seed)
-            for (task, name), classed in zip(tasks.items(), sorts)]
+    rows = [row_of(setup, task, name, models, cuts, classes_of_task, args.seed)
+            for (task, name), classes_of_task in zip(tasks.items(), sorts)]
     counts, splits = ", ".join(str(len(s)) for s, _ in cuts), ", ".join(part.split for part in setup.parts)
     lines = [about_setup(setup, args), f"passages of {length:,} tokens: {counts} of {splits}; "
                                        "classes are made of the labels themselves"]
     lines += [f"{row['task']}: mean {row['name']} above {row['terciles'][1]:.4f} against at most "
               f"{row['terciles'][0]:.4f}; {plural(row['passages'][2], 'passage')} of "
               f"{plural(row['documents'], 'document')}, {row['positive'][2]:.3f} positive" for row in rows]
-    shown = [(row["task"], row["figures"], row["heads_less"]) for row in rows]
-    lines.append(comparison_table(shown, METRICS, sizes, "features", in_brackets))
+    table_rows = [(row["task"], row["figures"], row["heads_less"]) for row in rows]
+    lines.append(comparison_table(table_rows, METRICS, sizes, "features", brackets))
     return numbers_of_setup(setup, args, dict(features=sizes, tasks=rows)), lines
 
 
@@ -153,16 +153,16 @@ def classes(labels, name, parts):
     class. UserError where a part has one class.
     """
     means = []
-    for each in labels:
-        known = each >= 0
+    for part_labels in labels:
+        is_known = part_labels >= 0
         with np.errstate(invalid="ignore"):
-            means.append((each * known).sum(1) / known.sum(1))
+            means.append((part_labels * is_known).sum(1) / is_known.sum(1))
     if np.isnan(means[0]).all():
         raise UserError(f"{name}: no passage of train has a label")
     low, high = np.nanquantile(means[0], (1 / 3, 2 / 3))
-    below = means[0][means[0] < high]
-    if high == np.nanmax(means[0]) and below.size:  # nothing is above it: it is the upper class itself
-        high = below.max()
+    lower_means = means[0][means[0] < high]
+    if high == np.nanmax(means[0]) and lower_means.size:  # nothing is above it: it is the upper class itself
+        high = lower_means.max()
         low = min(low, high)
     chosen = [np.flatnonzero((mean <= low) | (mean > high)) for mean in means]
     y = [two_classes(mean[c] > high, f"passages by {name}", part)

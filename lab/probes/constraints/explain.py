@@ -14,7 +14,7 @@ from torch import nn
 
 from nanoheads.common import UserError, plural, table
 from nanoheads.timing import progress_bar
-from lab.probes.constraints.setup import names_of, numbers_of_setup, open_setup, read, windows_of_split
+from lab.probes.constraints.setup import names_of, numbers_of_setup, open_setup, read_scores, windows_of_split
 from lab.probes.intervals import over_windows
 from lab.probes.shared import CONTEXT, about_text, ask, finite, plus_minus, positive
 
@@ -46,11 +46,11 @@ class MaskWithout(nn.Module):
 
     def make(self, past, T, pad, device, cached, counted, maps, begins=None):
         itself = torch.eye(T, dtype=torch.bool, device=device)
-        self.seen = self.mask.dense(past, T, pad, device) & ~self.removed[:, None, None] | itself
-        return self.seen
+        self.visible = self.mask.dense(past, T, pad, device) & ~self.removed[:, None, None] | itself
+        return self.visible
 
     def n_keys(self, positions):  # of rows without padding alone
-        return self.seen.sum(-1)
+        return self.visible.sum(-1)
 
 
 @torch.no_grad()
@@ -59,11 +59,11 @@ def without_each(model, ids, removed, take):
 
     removed [sets, T], bool: True at the keys of a set.
     """
-    found, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
+    results, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
     for sets in torch.from_numpy(removed).split(rows):
         with without_keys(model, sets.to(ids.device)):
-            found.append(take(ids.expand(len(sets), -1)))
-    return np.concatenate(found)
+            results.append(take(ids.expand(len(sets), -1)))
+    return np.concatenate(results)
 
 
 def removal_sets(scores, k, draws, rng):
@@ -74,20 +74,21 @@ def removal_sets(scores, k, draws, rng):
     """
     order = np.argsort(scores[:-1], kind="stable")
     top, free = order[-k:], set(order[:-k].tolist())
-    beside = []
-    for at in top:
-        beside.append(min(free, key=lambda i: (abs(i - at), i)))
-        free.remove(beside[-1])
-    chosen = [top, order[:k], beside, *(rng.permutation(len(order))[:k] for _ in range(draws))]
+    neighbours = []
+    for token in top:
+        neighbours.append(min(free, key=lambda i: (abs(i - token), i)))
+        free.remove(neighbours[-1])
+    chosen = [top, order[:k], neighbours, *(rng.permutation(len(order))[:k] for _ in range(draws))]
     removed = np.zeros((len(chosen), len(scores)), bool)
-    for row, each in zip(removed, chosen):
-        row[each] = True
+    for row, tokens in zip(removed, chosen):
+        row[tokens] = True
     return removed
 
 
 def scores_without(model, ids, removed):
     """Scores [sets, T, names], float64, of ids [T] with the keys of each set hidden, removed [sets, T]."""
-    return without_each(model, ids, removed, lambda rows: read(model, rows, [])[1].cpu().double().numpy())
+    return without_each(model, ids, removed,
+                        lambda rows: read_scores(model, rows, [])[1].cpu().double().numpy())
 
 
 def window_changes(model, ids, k, draws, rng):
@@ -96,14 +97,14 @@ def window_changes(model, ids, k, draws, rng):
     Then the size of both; of random sets, means over the draws.
     """
     none = np.zeros((1, len(ids)), bool)
-    before, changes = scores_without(model, ids, none)[0], {}
-    sets = [removal_sets(before[:, n], k, draws, rng) for n in range(before.shape[1])]
-    after = scores_without(model, ids, np.concatenate(sets))
+    scores_before, changes = scores_without(model, ids, none)[0], {}
+    sets = [removal_sets(scores_before[:, n], k, draws, rng) for n in range(scores_before.shape[1])]
+    scores_after = scores_without(model, ids, np.concatenate(sets))
     for n, (name, removed) in enumerate(zip(names_of(model), sets)):
-        change = after[n * len(removed):(n + 1) * len(removed), :, n] - before[:, n]
-        both = np.stack((change[:, -1], change[:, ~removed.any(0)].mean(1)), 1)
-        for s, each in zip(SETS, (*both[:3, None], both[3:])):
-            changes[name, s] = np.concatenate((each, np.abs(each)), 1).mean(0)
+        change = scores_after[n * len(removed):(n + 1) * len(removed), :, n] - scores_before[:, n]
+        both_changes = np.stack((change[:, -1], change[:, ~removed.any(0)].mean(1)), 1)
+        for s, set_changes in zip(SETS, (*both_changes[:3, None], both_changes[3:])):
+            changes[name, s] = np.concatenate((set_changes, np.abs(set_changes)), 1).mean(0)
     return changes
 
 
@@ -117,16 +118,16 @@ def probe(args):
     columns = ("final", "mean", "|final|", "|mean|")
     rows, cells = [], []
     for ckpt in setup.ckpts:
-        found = []
+        changes = []
         for w, ids in enumerate(progress_bar(windows, ckpt.name)):
             rng = np.random.default_rng([args.seed, w])
-            found.append(window_changes(ckpt.model, ids, args.k, args.draws, rng))
-        by = {key: np.stack([each[key] for each in found]) for key in found[0]}  # [windows, 4]
+            changes.append(window_changes(ckpt.model, ids, args.k, args.draws, rng))
+        by = {key: np.stack([window[key] for window in changes]) for key in changes[0]}  # [windows, 4]
         finite(np.concatenate(list(by.values())), ckpt, "as a score")
         for name in setup.names:
-            what = {s: by[name, s] for s in SETS}
-            what |= {f"highest less {s}": by[name, "highest"] - by[name, s] for s in SETS[1:]}
-            for s, values in what.items():
+            values_of_sets = {s: by[name, s] for s in SETS}
+            values_of_sets |= {f"highest less {s}": by[name, "highest"] - by[name, s] for s in SETS[1:]}
+            for s, values in values_of_sets.items():
                 row = {c: over_windows(values[:, i], n, len(n)) for i, c in enumerate(columns)}
                 rows.append(dict(run=ckpt.name, name=name, removed=s, **row))
                 cells.append((ckpt.name, name, s, *(plus_minus(row[c]) for c in columns)))

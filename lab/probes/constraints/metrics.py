@@ -26,10 +26,10 @@ def sigmoid(logits):
 
 def bins(y, p):
     """(count, mean p, share of positives) of BINS equal parts of [0, 1], [BINS] each; NaN where empty."""
-    which = np.minimum((p * BINS).astype(int), BINS - 1)
-    count = np.bincount(which, minlength=BINS)
+    bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
+    count = np.bincount(bin_of, minlength=BINS)
     with np.errstate(invalid="ignore"):
-        return count, np.bincount(which, p, BINS) / count, np.bincount(which, y, BINS) / count
+        return count, np.bincount(bin_of, p, BINS) / count, np.bincount(bin_of, y, BINS) / count
 
 
 def figures(y, p, threshold):
@@ -65,7 +65,7 @@ def over_documents(y, p, threshold, document, seed):
     NaN where those drawn are of one class.
     """
     names, document = np.unique(document, return_inverse=True)
-    n, above = len(names), p >= threshold
+    n, is_above = len(names), p >= threshold
     draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), DRAWS)
     weights = np.concatenate((np.ones((1, n)), draws))  # how often a document counts
     of = np.eye(n)[document]
@@ -77,30 +77,31 @@ def over_documents(y, p, threshold, document, seed):
 
     with np.errstate(invalid="ignore"):
         auroc = ((weights @ pairs) * weights).sum(1) / (total(y) * total(~y))
-        found = dict(accuracy=total(above == y) / total(np.ones(len(y))),
-                     f1=2 * total(above & y) / (total(above) + total(y)), auroc=auroc)
-    return {metric: np.where(np.isnan(auroc), np.nan, each) for metric, each in found.items()}
+        figures_by_name = dict(accuracy=total(is_above == y) / total(np.ones(len(y))),
+                               f1=2 * total(is_above & y) / (total(is_above) + total(y)), auroc=auroc)
+    return {metric: np.where(np.isnan(auroc), np.nan, shares) for metric, shares in figures_by_name.items()}
 
 
-def compared(found, metrics, alone, paired):
+def compare(scorer_figures, metrics, alone, is_paired):
     """({scorer: {metric: interval}}, the same of the heads less each other scorer).
 
-    found: {scorer: {metric: array [1 + ...]}} of each checkpoint. paired: whether the plain GPTs are as many;
-    if not, they are no pairs, and there is no difference.
+    scorer_figures: {scorer: {metric: array [1 + ...]}} of each checkpoint. is_paired: whether the plain GPTs
+    are as many; if not, they are no pairs, and there is no difference.
     """
-    def of(what):
-        return {metric: over_checkpoints([what(each, metric) for each in found], alone) for metric in metrics}
+    def intervals(figure):
+        return {metric: over_checkpoints([figure(each, metric) for each in scorer_figures], alone)
+                for metric in metrics}
 
     whole, less = {}, {}
-    for scorer in found[0]:
-        whole[scorer] = of(lambda each, metric: each[scorer][metric])
-        if scorer != HEADS and (paired or not scorer.endswith("plain")):
-            less[scorer] = of(lambda each, metric: each[HEADS][metric] - each[scorer][metric])
+    for scorer in scorer_figures[0]:
+        whole[scorer] = intervals(lambda each, metric: each[scorer][metric])
+        if scorer != HEADS and (is_paired or not scorer.endswith("plain")):
+            less[scorer] = intervals(lambda each, metric: each[HEADS][metric] - each[scorer][metric])
     return whole, less
 
 
 def comparison_table(rows, metrics, sizes, unit="parameters", write=plus_minus):
-    """rows: [(name, whole, less)] of compared()."""
+    """rows: [(name, whole, less)] of compare()."""
     cells = []
     for name, whole, less in rows:
         cells += [(name, scorer, f"{sizes[scorer]:,}", *(write(x[m], 4, False) for m in metrics))
@@ -110,16 +111,16 @@ def comparison_table(rows, metrics, sizes, unit="parameters", write=plus_minus):
     return table(("name", "scorer", unit, *metrics.values()), cells, left=2)
 
 
-def in_brackets(bounds, digits, sign):
+def brackets(bounds, digits, sign):
     """An interval of draws in words: it has no middle."""
     value, low, high = (f"{x:{'+' if sign else ''}.{digits}f}" for x in bounds)
     return f"{value} [{low}, {high}]"
 
 
-def pooled(each):
+def pool(bin_sets):
     """bins() of several checkpoints as one, a dict of lists."""
-    count = sum(count for count, _, _ in each)
-    sums = [sum(np.nan_to_num(x[i]) * x[0] for x in each) for i in (1, 2)]
+    count = sum(count for count, _, _ in bin_sets)
+    sums = [sum(np.nan_to_num(x[i]) * x[0] for x in bin_sets) for i in (1, 2)]
     with np.errstate(invalid="ignore"):
         return dict(count=count.tolist(), p=(sums[0] / count).tolist(), share=(sums[1] / count).tolist())
 
@@ -136,19 +137,20 @@ def reliability(rows):
         ends = []
         for colour, (scorer, each) in zip(COLOURS, row["calibration"].items()):
             p, share, count = (np.array(each[key], float) for key in ("p", "share", "count"))
-            there = count > 0
-            ax.plot(p[there], share[there], color=colour, linewidth=1.2, label=scorer)
-            ax.scatter(p[there], share[there], 4 + 60 * np.sqrt(count[there] / count.sum()), color=colour)
-            ends.append((p[there], share[there]))
+            is_filled = count > 0
+            ax.plot(p[is_filled], share[is_filled], color=colour, linewidth=1.2, label=scorer)
+            area = 4 + 60 * np.sqrt(count[is_filled] / count.sum())
+            ax.scatter(p[is_filled], share[is_filled], area, color=colour)
+            ends.append((p[is_filled], share[is_filled]))
         ax.axline((0, 0), slope=1, color="0.6", linewidth=1, zorder=1, label="both the same")
         x, y = (np.concatenate(each) for each in zip(*ends))
-        ax.set(title=row["name"], xlabel="probability given", xlim=padded(x), ylim=padded(y))
+        ax.set(title=row["name"], xlabel="probability given", xlim=padded_limits(x), ylim=padded_limits(y))
     axes[0].set_ylabel("share of positives; area: root of tokens")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
-def padded(values):
+def padded_limits(values):
     """(low, high) of an axis on which these shares stand, with a little room."""
     room = max(0.06 * np.ptp(values), 0.001)
     return values.min() - room, values.max() + room

@@ -14,12 +14,12 @@ from nanoheads.intervals import t_interval
 from nanoheads.scoring import score_windows
 from nanoheads.timing import progress_bar
 from lab.labels.targets import UNKNOWN
-from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, comparison_table,
-                                            over_text, pooled, reliability, sigmoid)
+from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compare, comparison_table,
+                                            over_text, pool, reliability, sigmoid)
 from lab.probes.constraints.setup import (COMPARED, HEADS, about_setup, branch_size, labels_of,
                                           numbers_of_setup, open_setup, outputs, starts_of, two_classes)
 from lab.probes.constraints.token_probes import takers_of
-from lab.probes.intervals import blocks_of, by_jackknife
+from lab.probes.intervals import blocks_of, jackknife_interval
 from lab.probes.shared import ask, plus_minus
 
 PRIOR = "prior"
@@ -35,7 +35,7 @@ def prior_of(setup):
     return np.array(shares)
 
 
-def of_models(setup, args, parts, starts, prior):
+def model_scores(setup, args, parts, starts, prior):
     """([{scorer: [p [n, names] of each part]} of each pair of checkpoints], {scorer: parameters})."""
     sizes = {HEADS: branch_size(setup.ckpts[0].model), PRIOR: 0}
 
@@ -51,27 +51,27 @@ def of_models(setup, args, parts, starts, prior):
     return [{**of(ckpt), **constant, **plain[i % len(plain)]} for i, ckpt in enumerate(setup.ckpts)], sizes
 
 
-def row_of(setup, n, models, known, truth, blocks):
+def row_of(setup, n, models, is_labelled, truth, blocks):
     """What is written of the n-th name: figures of each scorer, the heads less each other, calibration.
 
-    models: of of_models(). known, truth: of the part to choose on and of the part to measure on, the tokens
-    with a label [n, names] and their classes. blocks [n]: of neighbouring windows.
+    models: of model_scores(). is_labelled, truth: of the part to choose on and of the part to measure on, the
+    tokens with a label [n, names] and their classes. blocks [n]: of neighbouring windows.
     """
-    (before, after), (chosen, y) = (each[:, n] for each in known), truth
-    found, calibration, thresholds = [], {}, {}
+    (is_chosen, is_measured), (chosen, y) = (part[:, n] for part in is_labelled), truth
+    figures_of, calibration, thresholds = [], {}, {}
     bar = progress_bar(sum(map(len, models)), f"figures of {setup.names[n]}")
-    for each in models:
-        found.append({})
-        for scorer, (p_chosen, p) in each.items():
-            threshold = best_threshold(chosen, p_chosen[before, n])
-            block = blocks[after] if len(models) == 1 else None
-            found[-1][scorer] = over_text(y, p[after, n], threshold, block)
-            calibration.setdefault(scorer, []).append(bins(y, p[after, n]))
+    for scorers in models:
+        figures_of.append({})
+        for scorer, (p_chosen, p) in scorers.items():
+            threshold = best_threshold(chosen, p_chosen[is_chosen, n])
+            block = blocks[is_measured] if len(models) == 1 else None
+            figures_of[-1][scorer] = over_text(y, p[is_measured, n], threshold, block)
+            calibration.setdefault(scorer, []).append(bins(y, p[is_measured, n]))
             thresholds.setdefault(scorer, []).append(threshold)
             bar.update(1)
     bar.close()
-    whole, less = compared(found, METRICS, by_jackknife, len(setup.plain) == len(setup.ckpts))
-    calibration = {scorer: pooled(each) for scorer, each in calibration.items()}
+    whole, less = compare(figures_of, METRICS, jackknife_interval, len(setup.plain) == len(setup.ckpts))
+    calibration = {scorer: pool(bin_sets) for scorer, bin_sets in calibration.items()}
     return dict(name=setup.names[n], tokens=len(y), positive=float(y.mean()),
                 prior=float(models[0][PRIOR][0][0, n]), figures=whole, heads_less=less,
                 thresholds=thresholds, calibration=calibration)
@@ -84,12 +84,12 @@ def probe(args):
     prior, parts = prior_of(setup), setup.parts[1:]
     starts = [starts_of(part, setup.context, args.tokens) for part in parts]
     labels = [labels_of(setup, part.split, each, setup.context).numpy() for part, each in zip(parts, starts)]
-    known = [(each >= 0) & (each != 0.5) for each in labels]
+    is_labelled = [(each >= 0) & (each != 0.5) for each in labels]
     truth = [[two_classes(each[k[:, n], n] > 0.5, name, part)
-              for each, k, part in zip(labels, known, parts)] for n, name in enumerate(setup.names)]
+              for each, k, part in zip(labels, is_labelled, parts)] for n, name in enumerate(setup.names)]
     blocks = blocks_of(np.repeat(np.arange(len(starts[1])), setup.context), len(starts[1]))
-    models, sizes = of_models(setup, args, parts, starts, prior)
-    rows = [row_of(setup, n, models, known, each, blocks) for n, each in enumerate(truth)]
+    models, sizes = model_scores(setup, args, parts, starts, prior)
+    rows = [row_of(setup, n, models, is_labelled, each, blocks) for n, each in enumerate(truth)]
     bpb = {ckpt.name: score_windows(ckpt.model, setup.data, args.split, args.tokens)[1]["bpb"]
            for ckpt in progress_bar([*setup.ckpts, *setup.plain], "bits per byte")}
     lines = [about_setup(setup, args), *(f"{row['name']}: {row['tokens']:,} labelled tokens, "

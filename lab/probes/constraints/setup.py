@@ -51,8 +51,8 @@ class Setup(NamedTuple):
 
 def layers_of(model):
     """Blocks whose constraint heads are trained on labels: all that have some, or constraint_loss_layers."""
-    there = ConstraintHeads.blocks(model.config)
-    return sorted(there and model.config.constraint_loss_layers or there)
+    blocks = ConstraintHeads.blocks(model.config)
+    return sorted(blocks and model.config.constraint_loss_layers or blocks)
 
 
 def branch_size(model):
@@ -74,8 +74,8 @@ def parts_of(data, split):
 def open_setup(args):
     """The Setup of a command line. UserError where its checkpoints do not belong together."""
     plain, labels = getattr(args, "plain", []), getattr(args, "labels", None)
-    both = SimpleNamespace(**vars(args) | dict(ckpt=args.ckpt + plain))
-    ckpts, data, context = open_checkpoints(both, args.context)
+    all_args = SimpleNamespace(**vars(args) | dict(ckpt=args.ckpt + plain))
+    ckpts, data, context = open_checkpoints(all_args, args.context)
     ckpts, plain = ckpts[:len(args.ckpt)], ckpts[len(args.ckpt):]
     first = ckpts[0].model
     for ckpt in ckpts:
@@ -130,9 +130,9 @@ def windows_of_split(setup, args, n):
 
 def labels_of(setup, split, starts, length):
     """float32 [windows * length, names]: a value in [0, 1], -1: unknown."""
-    found = [np.stack([setup.targets.codes(name, split)[s:s + length] for s in starts])
-             for name in setup.names]
-    return decode(np.stack(found, -1)).flatten(0, 1)
+    columns = [np.stack([setup.targets.codes(name, split)[s:s + length] for s in starts])
+               for name in setup.names]
+    return decode(np.stack(columns, -1)).flatten(0, 1)
 
 
 def two_classes(y, name, part):
@@ -146,18 +146,20 @@ def two_classes(y, name, part):
 # ---- what models give for tokens ----
 
 @torch.no_grad()
-def read(model, ids, layers):
+def read_scores(model, ids, layers):
     """(states [B, T, layers * C], scores [B, T, names]) of ids [B, T].
 
     States are what the attention of these blocks reads: the residual stream that enters them, normed. Scores
     are logits, the mean over layers_of(model); a model without such heads has no names.
     """
-    with inputs_of([attentions(model)[i] for i in layers]) as kept:
+    with inputs_of([attentions(model)[i] for i in layers]) as inputs:
         predictions = model.predictions(ids)
-    each = [torch.stack([predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
-            for name in names_of(model)]
-    scores = torch.stack([logits.mean(0) for logits in each], -1) if each else ids.new_empty(*ids.shape, 0)
-    states = torch.cat(kept, -1) if layers else ids.new_empty(*ids.shape, 0)
+    name_logits = [torch.stack([predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
+                   for name in names_of(model)]
+    scores = ids.new_empty(*ids.shape, 0)
+    if name_logits:
+        scores = torch.stack([logits.mean(0) for logits in name_logits], -1)
+    states = torch.cat(inputs, -1) if layers else ids.new_empty(*ids.shape, 0)
     return states.float(), scores.float()
 
 
@@ -167,16 +169,16 @@ def outputs(ckpt, setup, split, starts, length, takers):
     """
     device, tokens = next(ckpt.model.parameters()).device, setup.data.tokens(split)
     rows = max(1, (4096 if device.type == "cpu" else 65536) // length)
-    found = {name: [] for name in takers}
-    for at in progress_bar(range(0, len(starts), rows), f"{ckpt.name}, {split}"):
-        ids = ids_at(tokens, starts[at:at + rows], length).to(device)
-        states, scores = read(ckpt.model, ids, setup.layers)
+    results = {name: [] for name in takers}
+    for first in progress_bar(range(0, len(starts), rows), f"{ckpt.name}, {split}"):
+        ids = ids_at(tokens, starts[first:first + rows], length).to(device)
+        states, scores = read_scores(ckpt.model, ids, setup.layers)
         for name, take in takers.items():
-            found[name].append(take(states, scores).cpu())
-    found = {name: torch.cat(each) for name, each in found.items()}
-    for name, each in found.items():
-        finite(each.numpy(), ckpt, f"for {name}")
-    return found
+            results[name].append(take(states, scores).cpu())
+    results = {name: torch.cat(parts) for name, parts in results.items()}
+    for name, parts in results.items():
+        finite(parts.numpy(), ckpt, f"for {name}")
+    return results
 
 
 # ---- output ----
@@ -184,17 +186,19 @@ def outputs(ckpt, setup, split, starts, length, takers):
 def about_setup(setup, args):
     """What was measured, on which labels, by how many checkpoints."""
     weak = " (weak: unchecked)" if setup.targets.meta.get("weak") else ""
-    many = f"; {len(setup.ckpts)} checkpoints, mean and t interval" if len(setup.ckpts) > 1 else ""
+    n = len(setup.ckpts)
+    checkpoints_note = f"; {n} checkpoints, mean and t interval" if n > 1 else ""
     half = ", second half" if args.split == "val" else ""
     return (f"{about_text(setup.data, args)}{half}: labels {setup.targets.dir.name}{weak}; "
-            f"block {', '.join(map(str, setup.layers))}, windows of {setup.context:,}{many}")
+            f"block {', '.join(map(str, setup.layers))}, windows of {setup.context:,}{checkpoints_note}")
 
 
-def numbers_of_setup(setup, args, found):
+def numbers_of_setup(setup, args, results):
     """What --json writes: every number, intervals as [value, low, high]."""
     options = {key: value for key, value in vars(args).items() if key not in ("json", "what", "picture")}
     labels = setup.targets and dict(folder=relpath(setup.targets.dir, ROOT), splits=setup.targets.splits,
                                     weak=setup.targets.meta.get("weak"))
     return dict(what=args.what, dataset=setup.data.meta["name"], layers=setup.layers, context=setup.context,
                 split_sha256=setup.data.splits[args.split].get("sha256"), labels=labels, options=options,
-                runs=[ckpt.name for ckpt in setup.ckpts], plain=[ckpt.name for ckpt in setup.plain], **found)
+                runs=[ckpt.name for ckpt in setup.ckpts], plain=[ckpt.name for ckpt in setup.plain],
+                **results)

@@ -121,32 +121,32 @@ def fit_probe(fitted, chosen, width, seed):
     return best.requires_grad_(False)
 
 
-def kept_probe(ckpt, fitted, chosen, width, seed):
+def load_or_fit(ckpt, fitted, chosen, width, seed):
     """fit_probe(), or the Probe that it found before for the same states and labels, which the run keeps."""
-    place, probe = place_of(ckpt, fitted, chosen, width, seed), Probe(*fitted, width, seed)
-    if place and place.is_file():
+    path, probe = probe_file(ckpt, fitted, chosen, width, seed), Probe(*fitted, width, seed)
+    if path and path.is_file():
         with suppress(Exception):  # one that is damaged is fitted anew
-            probe.load_state_dict(torch.load(place, map_location=probe.mean.device, weights_only=True))
+            probe.load_state_dict(torch.load(path, map_location=probe.mean.device, weights_only=True))
             return probe.requires_grad_(False)
     probe = fit_probe(fitted, chosen, width, seed)
-    if place:
+    if path:
         with suppress(UserError, OSError):  # a folder that takes no file
-            place.parent.mkdir(exist_ok=True)
-            write_atomic(place, lambda file: torch.save(probe.state_dict(), file))
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, lambda file: torch.save(probe.state_dict(), file))
     return probe
 
 
-def place_of(ckpt, fitted, chosen, width, seed):
+def probe_file(ckpt, fitted, chosen, width, seed):
     """The file of a probe, by all that it depends on; None: the checkpoint has no folder here."""
     name = Path(ckpt.name)
     folder = name if name.is_dir() else name.parent
     if not (name.is_file() or checkpoint.file_of(name).is_file()):
         return None
-    found = hashlib.sha256(f"{width} {seed} {torch.__version__} {sha256(__file__)}".encode())
+    digest = hashlib.sha256(f"{width} {seed} {torch.__version__} {sha256(__file__)}".encode())
     for tensor in (*fitted, *chosen):  # what the model gave for the tokens, and their labels
-        found.update(f"{list(tensor.shape)} {tensor.device.type}".encode())
-        found.update(tensor.contiguous().cpu().numpy())
-    return folder / "probes" / f"{found.hexdigest()[:16]}.pt"
+        digest.update(f"{list(tensor.shape)} {tensor.device.type}".encode())
+        digest.update(tensor.contiguous().cpu().numpy())
+    return folder / "probes" / f"{digest.hexdigest()[:16]}.pt"
 
 
 def mlp_width(model, n_names):
@@ -164,8 +164,8 @@ def probes_of(ckpt, setup, args, whose):
         labels = labels_of(setup, part.split, starts, setup.context)
         pairs.append((states.flatten(0, 1).to(device), labels.to(device)))
     model, n = setup.ckpts[0].model, len(setup.names)
-    return {f"linear probe, {whose}": kept_probe(ckpt, *pairs, 0, args.seed),
-            f"MLP probe, {whose}": kept_probe(ckpt, *pairs, mlp_width(model, n), args.seed)}
+    return {f"linear probe, {whose}": load_or_fit(ckpt, *pairs, 0, args.seed),
+            f"MLP probe, {whose}": load_or_fit(ckpt, *pairs, mlp_width(model, n), args.seed)}
 
 
 def takers_of(ckpt, setup, args):

@@ -22,7 +22,7 @@ from nanoheads.scoring import evaluate, score
 from nanoheads.tasks import TaskData, score_levels, summary
 from lab.heads.measuring import closed, fixed_text, measure, nats_on
 from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main,
-                       removal_order, unfit, without_blocks, without_heads)
+                       removal_order, why_unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
 tiny = functools.partial(helpers.tiny, std=0.3, states=False, **SIZES)
@@ -464,7 +464,7 @@ def test_heads_in_groups_are_counted_in_groups(data, tmp_path, refusal):
 @pytest.mark.parametrize("flags", [dict(window=3, window_layers=[1]),
                                    dict(MECHANISMS["constraint_a"], constraint_loss_layers=[2])], ids=str)
 def test_blocks_that_flags_name_by_number_are_not_removed(flags):
-    assert "names blocks by their numbers" in unfit("blocks", tiny(**flags))
+    assert "names blocks by their numbers" in why_unfit("blocks", tiny(**flags))
 
 
 # ---- what is refused, each in one line ----
@@ -474,7 +474,7 @@ def test_blocks_that_flags_name_by_number_are_not_removed(flags):
                                   "depth_attention"])
 def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
     model = tiny(**{flag: True})
-    assert flag in unfit("blocks", model) and unfit("random", model) is None
+    assert flag in why_unfit("blocks", model) and why_unfit("random", model) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

@@ -22,12 +22,12 @@ from nanoheads.scoring import score as lm_score
 from lab.probe import main as probe
 from lab.probes import intervals
 from lab.probes.constraints import explain, metrics, token_probes
-from lab.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
+from lab.probes.constraints.adjudicate import aggregate, classes, classify, documents, passages
 from lab.probes.constraints.explain import removal_sets, scores_without, window_changes, without_keys
-from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures, over_documents,
+from lab.probes.constraints.metrics import (METRICS, best_threshold, bins, compare, figures, over_documents,
                                             over_text)
 from lab.probes.constraints.score import PRIOR
-from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
+from lab.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read_scores, starts_of
 from lab.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
 
 NAMES = ["digit", "noise"]
@@ -142,10 +142,10 @@ def test_intervals_over_text_leave_out_blocks_in_turn():
 def test_differences_are_paired_and_absent_where_there_are_no_pairs():
     found = [{HEADS: dict(m=np.array([0.9 + i])), "MLP probe, plain": dict(m=np.array([0.5 + i])),
               PRIOR: dict(m=np.array([0.25 * i]))} for i in range(3)]
-    whole, less = compared(found, ["m"], None, True)
+    whole, less = compare(found, ["m"], None, True)
     assert whole[HEADS]["m"][0] == pytest.approx(1.9) and whole[HEADS]["m"][1] < 0
     assert less["MLP probe, plain"]["m"] == pytest.approx([0.4] * 3), "the same in each pair"
-    assert set(compared(found, ["m"], None, False)[1]) == {PRIOR}
+    assert set(compare(found, ["m"], None, False)[1]) == {PRIOR}
 
 
 # ---- what models say ----
@@ -157,7 +157,7 @@ def test_states_are_what_the_blocks_attention_reads(layers):
     seen = {}
     for i, block in enumerate(model.transformer.h):
         block.ln_1.register_forward_hook(lambda module, x, y, i=i: seen.update({i: y}))
-    states, scores = read(model, ids, layers)
+    states, scores = read_scores(model, ids, layers)
     assert torch.equal(states, torch.cat([seen[i] for i in layers], -1))
     assert not torch.allclose(states[..., :32], seen[layers[0] + 1], atol=0.1), "the next block reads another"
     traces = model(ids, traces=True).traces
@@ -165,7 +165,7 @@ def test_states_are_what_the_blocks_attention_reads(layers):
         want = torch.stack([traces[f"blocks.{i}.constraint.{name}"] for i in layers]).mean(0)
         assert torch.allclose(scores[..., n], want, atol=1e-5)
     plain = make_model(noise=0.2)
-    states, scores = read(plain, ids, layers)
+    states, scores = read_scores(plain, ids, layers)
     assert states.shape == (2, 20, 32 * len(layers)) and scores.shape == (2, 20, 0)
     assert not plain.transformer.h[1].attn._forward_pre_hooks, "nothing stays behind"
 
@@ -174,7 +174,7 @@ def test_blocks_whose_scores_no_loss_has_seen_are_left_out():
     flags = dict(noise=0.2, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
     model, ids = with_heads(**flags), torch.arange(20)[None]
     assert layers_of(model) == [1, 2] and layers_of(make_model()) == []
-    scores, traces = read(model, ids, [1])[1], model(ids, traces=True).traces
+    scores, traces = read_scores(model, ids, [1])[1], model(ids, traces=True).traces
     for n, name in enumerate(NAMES):
         want = (traces[f"blocks.1.constraint.{name}"] + traces[f"blocks.2.constraint.{name}"]) / 2
         assert torch.allclose(scores[..., n], want, atol=1e-4)
@@ -506,8 +506,8 @@ def test_the_threshold_of_a_passage_comes_from_val():
     rng = np.random.default_rng(3)
     y = [rng.random(300) < share for share in (0.5, 0.2, 0.8)]
     x = [rng.normal(size=(300, 2)) + each[:, None] for each in y]
-    p, threshold = classified(x, y)
-    p_val, swapped = classified([x[0], x[2], x[1]], [y[0], y[2], y[1]])
+    p, threshold = classify(x, y)
+    p_val, swapped = classify([x[0], x[2], x[1]], [y[0], y[2], y[1]])
     assert threshold != swapped
     assert f1_score(y[1], p_val >= threshold) == pytest.approx(
         max(f1_score(y[1], p_val >= t) for t in p_val), abs=0.02)
@@ -544,7 +544,7 @@ def test_adjudicate_on_held_out_documents(models, data, tmp_path, capsys):
 
 def test_a_passage_is_summed_up_by_mean_largest_and_quantiles():
     scores = np.random.default_rng(0).normal(size=(3, 40, 2))
-    found = aggregated(scores)
+    found = aggregate(scores)
     assert found.shape == (3, 14)
     assert np.allclose(found[1, :4], [*scores[1].mean(0), *scores[1].max(0)])
     assert np.allclose(found[2, 8:10], np.median(scores[2], 0))

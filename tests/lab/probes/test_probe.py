@@ -71,7 +71,7 @@ def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, te
     path = checkpoint_of("a", block_size=64, recipe="modern", acag="headwise", window=0)
     a = SimpleNamespace(ckpt=[path], split="test", device="cpu", dataset=None, settings=[])
     (run,), _, context = open_checkpoints(a, 200)
-    assert (context, run.trained, run.model.config.block_size) == (200, 64, 200)
+    assert (context, run.trained_context, run.model.config.block_size) == (200, 64, 200)
     assert (run.model.config.acag_length, run.model.config.window) == (64, 16)
     (short,), *_ = open_checkpoints(a, 64)
     x = torch.randint(256, (2, 64))

@@ -133,7 +133,7 @@ def test_bytes_and_words_are_measured_alike():
 
 @pytest.mark.parametrize("raw", [b"", b"x"])
 def test_a_text_of_nothing_or_of_one_byte_is_defined_or_nan(raw):
-    one = textquality.of_sample(raw)
+    one = textquality.sample_figures(raw)
     assert math.isnan(one["rep_2"]) and math.isnan(one["rep_4"])
     if raw:
         assert (one["rep_1"], one["loop"], one["repeats"], one["first_repeat"]) == (0, 0, 0, 1)
