@@ -122,7 +122,7 @@ def settings_of(args, tokenizer):
 
 
 def read_prompt(text):
-    """The prompt, unescaped(); FILE:name reads it from a file as it is."""
+    """The prompt, by unescape(); FILE:name reads it from a file as it is."""
     if not text.startswith("FILE:"):
         return unescape(text)
     try:

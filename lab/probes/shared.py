@@ -22,7 +22,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint, loaded: what it is called, the model, and the context that it was trained on."""
     name: str
     model: GPT
-    trained: int
+    trained_context: int
 
 
 # ---- checkpoints ----
