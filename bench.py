@@ -57,7 +57,7 @@ LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no nu
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
 
 def gpt_builder(recipe, args, flags={}, pruned_share=0.0):
-    """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
+    """build() of a GPT with a mechanism's flags, and with this share of each layer's heads pruned."""
     def build():
         sizes = "vocab_size", "block_size", "n_layer", "n_head", "n_embd"
         try:
@@ -106,7 +106,7 @@ def mechanisms():
 
 
 def contestants_of(args):
-    """{name: build}; the first one is what the ratios are to."""
+    """{name: build} of all contestants. Ratios are to the first one."""
     recipe = args.recipes[0]
     if args.task:
         return on_task(args)
@@ -291,7 +291,7 @@ def failure(what, name, e):
 # ---- output ----
 
 def line_of(row):
-    """A row as soon as it is made."""
+    """A line for a row, printed as soon as the row is made."""
     name = f"{row['what']:<8}{row['name']:<24}"
     if "error" in row:
         return f"{name}failed: {row['error']}"
@@ -431,7 +431,7 @@ def run(args):
 
 
 def write(args, rows, rate, finished):
-    """What is measured so far, into --json; finished: whether that is all."""
+    """Write the rows that were measured so far to --json. finished: whether these are all."""
     if args.json:
         write_json(args.json, dict(torch=torch.__version__, processor=threads.describe_threads(),
                                    arguments=vars(args), finished=finished,

@@ -46,7 +46,7 @@ HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "
 
 
 def scored_line(report):
-    """What was scored, and how."""
+    """A line that says which text a report is of, and how it was scored."""
     part = f" of {report['of']:,}" if report["tokens"] < report["of"] else ""
     line = (f"{report['dataset']}, {report['split']}: {report['tokens']:,}{part} tokens, "
             f"{report['bytes']:,} bytes, {report['chars']:,} characters, each once, in {report['context']}")
@@ -55,7 +55,7 @@ def scored_line(report):
 
 
 def score_table(reports, width=120):
-    """All that is printed, as text.
+    """The whole output, as text.
 
     Checkpoints that were scored on the same text stand under one line that says what was scored and how, one
     aligned line each, and below them are their perplexities per word. Then come notes, differences, routing.
@@ -121,7 +121,7 @@ OF_TEXT = dict(dataset=("the data set", ""), split=("the split", ""), tokens=("s
 
 
 def text_difference(a, b):
-    """What two reports of one command were scored on that is not the same, in words; "": the same text."""
+    """In words, how the text that two reports were scored on differs; "": it is the same text."""
     words = [f"{what}: {a[key]:{form}} and {b[key]:{form}}" for key, (what, form) in OF_TEXT.items()
              if a[key] != b[key]]
     if not words and a["split_sha256"] != b["split_sha256"]:
@@ -130,7 +130,7 @@ def text_difference(a, b):
 
 
 def compare_reports(report, first):
-    """A report compared with the first one, as a dict; None where it was scored on other text.
+    """The comparison of a report with the first one, a dict; None where it was scored on other text.
 
     bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
     """
@@ -199,7 +199,7 @@ OF_TASKS_ALONE = ("levels", "rows")
 
 
 def task_table(reports, guesses, info):
-    """All that is printed of checkpoints of a task, as text; see evaluate_task()."""
+    """The output for checkpoints of a task, as text; see evaluate_task()."""
     levels = list(guesses)
     rows = [(r["name"], *(f"{share:.3f}" for share in r["levels"].values()), f"{r['right']:.3f}",
              f"{r['nats']:.4f}", f"{r['params']:,}", format_number(r["step"])) for r in reports]

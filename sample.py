@@ -43,8 +43,8 @@ def audit_files(args, models):
 
 
 def write_audit(args, model, tokenizer, prompt, rows, files):
-    """Write the audit of the texts that these rows of ids are after the prompt's; returns the lines to print
-    under each text. files: see audit_files().
+    """Write the audit of the texts that continue a prompt, rows of ids. Returns the lines to print under each
+    text. files: see audit_files().
     """
     look = from_lab("lab.heads.look", "--audit")
     viewer = look.Viewer(model, args.ckpt[0], args.settings)

@@ -145,12 +145,12 @@ def read_files(paths, encoding, errors):
 # ---- the text, bytes or str ----
 
 def as_text(text, mark):
-    """A str as what a text is: bytes or str."""
+    """`mark`, a str, in the type of a text: bytes or str."""
     return mark.encode() if isinstance(text, bytes) else mark
 
 
 def report(texts, args):
-    """Print what of the line ends, marks and special tokens in the files needs a word."""
+    """Print notes on the line ends, byte-order marks and special tokens in the files."""
     counts = {mark: sum(text.count(as_text(text, mark)) for text in texts)
               for mark in ("\r\n", "\r", "\n", "\ufeff", *ENDS)}
     crlf, n_marks = counts["\r\n"], counts["\ufeff"]

@@ -139,7 +139,7 @@ def code_of(function):
 
 
 def check_score(function, score, old_score):
-    """What a score function returned; ScoreError where that is no score."""
+    """The score that a score function returned; ScoreError where it is no score."""
     if not torch.is_tensor(score) or score.shape != old_score.shape:
         description = f"the shape {[*score.shape]}" if torch.is_tensor(score) else f"a {type(score).__name__}"
         raise ScoreError(function, f"the score function was given scores of the shape {[*old_score.shape]} "
@@ -172,7 +172,7 @@ SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measur
 
 
 def attend_open_heads(q, k, v, scale, mask, dropout, open):
-    """attend_fused() of the heads that are open in a row, bool [B, H], alone; the others give 0.
+    """attend_fused() for those heads alone that are open in a row, bool [B, H]; the others give 0.
 
     Neighbouring heads that are open in the same rows are computed together, and so are neighbouring rows: all
     of them where they lie, since gathering keys and values costs more than it saves when decoding. Of heads
@@ -227,7 +227,7 @@ def costs_a_plan(q):
 
 @contextmanager
 def without_cudnn():
-    """PyTorch picks another of its attention kernels."""
+    """Inside, PyTorch uses another of its attention kernels than cuDNN's."""
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -365,7 +365,7 @@ def reached_blocks(cells, cell, T):
 
 
 def visible_keys(mask, queries, S):
-    """Who of the queries, by their columns [T, 1], sees whom of S keys: bool, [T, S] or [B, 1, T, S].
+    """Which of S keys each query sees, bool [T, S] or [B, 1, T, S]; queries: their columns [T, 1].
 
     mask: as for attend(), and if it is stored, of these queries alone.
     """
@@ -458,8 +458,8 @@ MOST_COMPILED = 8       # portions in a compiled graph, which holds the code of 
 
 
 def attend_in_portions(compute, q, k, v, mask, n_keys, **options):
-    """attend() some queries at a time, each portion by `compute`: attend_by_logits() or
-    attend_by_flash().
+    """attend() some queries at a time, each portion by attend_by_logits() or attend_by_flash(), as
+    `compute` says.
 
     A portion reads the keys up to its last query. The last portion, which reads all, is computed first, so
     that each fits where the one before it was: the C library gives a freed place to no request that is as

@@ -259,8 +259,8 @@ def build_configs(command, mechanisms=None, base=None):
 
 
 def convert_settings(settings, keys):
-    """{key: value} of [(where it is set, {key: value or text})]: the later wins, and comes later. UserError:
-    unknown keys and wrong types, line by line.
+    """{key: value} of [(where it is set, {key: value or text})]. A later value wins, and its key moves to the
+    end. UserError: unknown keys and wrong types, line by line.
     """
     values, problems = {}, []
     for source, entries in settings:
@@ -276,7 +276,7 @@ def convert_settings(settings, keys):
 
 
 def merge(before, after):
-    """Both {key: value} in one: what comes after wins, and stands after what came before."""
+    """Two {key: value} as one. The values of `after` win, and its keys come last."""
     return {**{key: value for key, value in before.items() if key not in after}, **after}
 
 
@@ -320,7 +320,9 @@ def mechanism_settings(command, names, mechanisms):
 
 
 def nanogpt_file(command):
-    """The first of a Command's config files that has a key of nanoGPT alone, where it trains; or None."""
+    """The first config file of a Command with a key that only nanoGPT has; None: none has, or it is not
+    train.py's.
+    """
     nanogpt_keys = other_names.ONLY_NANOGPT & command.keys.keys()
     return next((source for source, values in command.file_settings if source in command.files
                  and nanogpt_keys & values.keys()), None)
@@ -362,7 +364,7 @@ class Key(NamedTuple):
 
 
 def fields_with_headings(cls):
-    """Yield (the heading above it in --help or "", field, its type) of a dataclass.
+    """Yield (the heading above a field in --help or "", the field, its type) of a dataclass.
 
     Those of a class that it extends come first. Last come the flags of mechanisms in files of one's own,
     which a GPTConfig holds in its field `own`. Options, a class inside of a mechanism's class, are headed by
@@ -393,8 +395,9 @@ def convert_fields(values, cls):
 
 
 def convert_value(key, value, keys, is_text=False):
-    """A value, or the text of an argument, None where there is none, by the type of its key. ValueError says
-    what is wrong with it.
+    """A value converted to the type of its key. ValueError says what is wrong with it.
+
+    is_text: the value is the text of an argument, None where it has none.
     """
     if key not in keys:
         raise ValueError(f"unknown key {key}; {likely_key(key, keys)[1]}")
@@ -414,7 +417,9 @@ def convert_value(key, value, keys, is_text=False):
 
 
 def likely_name(word, names):
-    """The name that was probably meant, or None: a letter or two off, or the only one it is a part of."""
+    """The name that was probably meant: it is a letter or two off, or the only one that has the word in it.
+    None: there is no such name.
+    """
     word, original = word.lower(), {name.lower(): name for name in names}
     # one letter of three may be wrong, two of eight: what differs more is another word
     close_names = difflib.get_close_matches(word, original, 1, 0.75 if len(word) > 3 else 0.66)

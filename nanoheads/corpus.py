@@ -100,7 +100,8 @@ def find_form(path):
 
 
 def zip_member(path, name):
-    """What has this name in a zip, as a path that can be opened; a file that is no zip is itself. UserError.
+    """The member of a zip with this name, as a path that can be opened; of a file that is no zip the file
+    itself. UserError.
     """
     if path.suffix != ".zip":
         return path

@@ -214,7 +214,7 @@ def folders_of(name):
 
 
 def missing_error(name):
-    """The UserError for a data folder that is not there: the command that makes it, or the nearest name."""
+    """The UserError for a missing data folder. It names the command that makes it, or the nearest name."""
     base_name = Path(name).name
     commands = {script.parent.name: f"python {os.path.relpath(script)}"
                 for script in (ROOT / "data").glob("*/prepare.py")}

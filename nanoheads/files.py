@@ -50,7 +50,7 @@ def name_of_words(words, base="", longest=LONGEST):
 # ---- which of several ----
 
 def folders_named(name, files):
-    """Those of the folders out/name, out/name-2, ... that hold one of these files, the newest first."""
+    """The folders out/name, out/name-2, ... that hold one of these files, the newest first."""
     first = Path("out", name)
     numbered = [path for path in first.parent.glob(f"{name}-*") if path.name[len(name) + 1:].isdecimal()]
     return sorted((path for path in (first, *numbered) if newest_time(path, files)),

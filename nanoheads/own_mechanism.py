@@ -41,17 +41,17 @@ class OwnFile(NamedTuple):
 
     @property
     def texts(self):
-        """{path in a run's folder: text} of all of them."""
+        """{path in a run's folder: text} of the file and its helpers."""
         return {self.path.name: self.text, **self.helpers}
 
     @property
     def sha256(self):
-        """{path in a run's folder: SHA-256 of the text} of all of them."""
+        """{path in a run's folder: SHA-256 of the text} of the file and its helpers."""
         return {name: hashlib.sha256(text).hexdigest() for name, text in self.texts.items()}
 
     @property
     def digest(self):
-        """16 digits: the first of its SHA-256; of a file with helpers, of what all of theirs give."""
+        """The first 16 digits of the SHA-256 of the file; with helpers, of a SHA-256 over all of theirs."""
         sha256 = self.sha256
         file_digest = sha256.pop(self.path.name)
         lines = sorted([file_digest, *(f"{name} {helper_digest}" for name, helper_digest in sha256.items())])
@@ -311,14 +311,16 @@ def files_for(config):
 
 
 def record(config):
-    """What a checkpoint holds of them: [{"file": name, "digest": ...}], with "helpers" where it has some."""
+    """What a checkpoint says of the files of own mechanisms: [{"file": name, "digest": ...}], and "helpers"
+    where a file has some.
+    """
     return [dict(file=file.path.name, digest=file.digest,
                  **({"helpers": [*file.helpers]} if file.helpers else {}))
             for file in files_for(config)]
 
 
 def record_text(record):
-    """One of record() as config.json has it: "mine.py 0123456789abcdef gates.py"."""
+    """An entry of record() as config.json has it: "mine.py 0123456789abcdef gates.py"."""
     return " ".join([record["file"], record["digest"], *record.get("helpers", ())])
 
 
@@ -330,7 +332,7 @@ def record_from_text(words):
 
 
 def keep(config, folder):
-    """Put copies of them into a run's folder. UserError."""
+    """Copy the files of the mechanisms that a config has on into the folder of its run. UserError."""
     for file in files_for(config):
         copy(file, folder)
 
@@ -354,8 +356,8 @@ def flags_of(state, path):
 
 
 def naming_advice(state, flags, path):
-    """What to say of a read checkpoint whose code was not added: the line ends in the command that names it,
-    where the copies in its folder are what it was made with. flags: see flags_of().
+    """A line about a read checkpoint whose code was not added. Where the copies in its folder are the files
+    that it was made with, the line ends in the command that names them. flags: see flags_of().
     """
     folder, missing = Path(path) if Path(path).is_dir() else Path(path).parent, missing_records(state)
     made_with = {record["digest"] for record in state["own_mechanism"]}

@@ -79,7 +79,7 @@ def build(args, texts, source, note="", options=None, vocab=None, separator=None
 
 
 def is_prepared(args, sha256=None, options=None):
-    """True, after printing the counts, where the folder is whole and was made as args and options have it.
+    """Whether the folder is complete and was made with these args and options; if so, its counts are printed.
 
     sha256: of the source; None: any. Where there is another folder, a line says what it has instead.
     """

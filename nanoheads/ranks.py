@@ -102,8 +102,8 @@ class Process:
 
 @contextmanager
 def report_once():
-    """Let the first process of a machine say alone what is wrong with all that torchrun started there. Memory
-    runs out in each by itself, and Process.report_errors() says what one of them alone met.
+    """Only the first process of a machine reports an error that all processes of torchrun there meet. Memory
+    runs out in each by itself, and Process.report_errors() reports what one of them alone met.
     """
     try:
         yield
@@ -170,7 +170,7 @@ class StopSignal:
             exit_stack.callback(signal.signal, number, signal.signal(number, self.catch))
 
     def lose_reader(self):
-        """What is printed from now on is dropped, and the run is to stop."""
+        """Drop what is printed from now on, and ask the run to stop."""
         drop(1)
         self.name = self.name or "SIGPIPE"
 

@@ -75,7 +75,7 @@ def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
 
 
 def cut_windows(cuts, chosen_windows):
-    """The windows of `cuts` that score what the chosen windows score, cut to that."""
+    """The windows of `cuts`, shortened so that they score the same tokens as the chosen windows."""
     ends, parts = [end for _, end, _ in cuts], []
     for _, stop, n_scored in chosen_windows:
         position = stop - n_scored
@@ -414,8 +414,8 @@ def some_windows(model, data, split, tokens):
         yield torch.from_numpy(window_ids(text, data.separator, start, end)[None]).to(device)
 
 
-ROUTING_TOKENS = 16384  # tokens, at most, by which a router's load is measured
-CRITIC_TOKENS = 4096  # by which a critic's explained variance is, at each evaluation
+ROUTING_TOKENS = 16384  # on which a router's load is measured, at most
+CRITIC_TOKENS = 4096    # on which a critic's explained variance is measured at each evaluation
 
 
 @torch.no_grad()

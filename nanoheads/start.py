@@ -36,14 +36,14 @@ from nanoheads.tasks import TaskData, training_flags
 # ---- the configuration ----
 
 def configure(command):
-    """(GPTConfig, TrainConfig, {key: value} of what was set) of a configurator.Command, with a line for what
-    it should be known by. UserError: they cannot be, or not together.
+    """(GPTConfig, TrainConfig, {key: value} of what was set) of a configurator.Command. Prints notes on the
+    configs. UserError: one of them is invalid, or they do not go together.
     """
     # what --resume --out_dir=X leaves open is as X/config.json says
     base = settings_to_resume(command)
     (model_config, config), set_values = build_configs(command, flags_by_name(), base=base)
     check_configs(model_config, config)
-    # a scale's file names a text, too; who names one beside a task expects something of it
+    # the file of a scale names a text, too; a user who names one beside a task expects it to be read
     if config.task and (text_keys := {"dataset", "eval_tokens"} & {*command.arguments}):
         key = min(text_keys)
         raise UserError(f"{key}={set_values[key]} is of a text, and task={config.task} has none")
@@ -98,14 +98,14 @@ def settings_in(folder):
 
 
 def identity_of(settings):
-    """Those of settings_of() by which two runs are two, None of None."""
+    """The settings that tell two runs apart, out of settings_of(); None of None."""
     return settings and {key: value for key, value in settings.items() if key not in SAME_RUN_KEYS}
 
 
 def default_folder(model_config, config):
-    """(out_dir for a command that gives none, a line about it or None), from the name that config has.
+    """(out_dir of a command that names none, a line about it or None); the config has its name.
 
-    A run of other steps is another run, unless the command goes on with one or starts one over.
+    A run with another max_iters is another run, unless the command goes on with a run or starts it over.
     """
     goes_on, name = config.resume or config.eval_only, Path(config.out_dir).name
     folder_settings = {folder: identity_of(settings_in(folder)) for folder in folders_named(name, RUN_FILES)}
@@ -169,7 +169,7 @@ class Start:
 
 @contextmanager
 def join_run(config):
-    """The Process of this rank, and until the end no other run writes into out_dir. UserError: one does."""
+    """Yield the Process of this rank; until the end no other run writes into out_dir. UserError: one does."""
     process, problem = join_ranks(config.device), None
     check_compile(config, process.kind)
     check_precision(precision(config.dtype, process.kind)[0], process.device)

@@ -174,7 +174,7 @@ def parity(rng, level, n, words, length):
 
 
 class Task(NamedTuple):
-    """What there is to know of a task beside its rows. Alphabets and levels may be set by flags."""
+    """The properties of a task, beside its rows. Alphabets and levels may be set by flags."""
     draw: Callable
     unit: str           # what a level counts
     levels: list        # drawn in training
@@ -326,7 +326,7 @@ class TaskData:
         return training_flags(self.meta)
 
     def full_flags(self):
-        """{key: value} of the flags, in which what was None is what it means."""
+        """{key: value} of the flags, in which every None is replaced by the value that it means."""
         sizes = {key: getattr(self.words, key.removeprefix("task_")) for key in SIZES}
         return dict(self.flags, **sizes, task_levels=list(self.levels), task_length=self.length,
                     task_test_levels=list(self.test_levels))
@@ -384,7 +384,7 @@ class TaskData:
         return x, y
 
     def guesses(self, split, level, n, length=None):
-        """What share of its answers who has not learned the task gets right in these rows, as a dict.
+        """The share of answers in these rows that guessing gets right, {way of guessing: share}.
 
         chance: with any of the words that may be the answer. seen: with any of those that stand in the row by
         then, each counted once. often: with the one of them that stands there most often. place: with the
@@ -420,7 +420,7 @@ def check_split(split, path):
 
 
 def training_flags(meta):
-    """{key: value} of the flags that say which rows a run is trained on, from its meta; {}: of a text's."""
+    """{key: value} of the flags that decide the rows of training, from a meta; {}: it is that of a text."""
     return {key: value for key, value in (meta.get("task") or {}).items()
             if key not in ("task_rows", "task_test_levels", "task_enough")}
 
@@ -522,7 +522,7 @@ def first_learned_step(steps, shares, enough=LEARNED_SHARE):
 
 
 def describe_learning(data, rows):
-    """A line: which levels were learned, from which step on, and what became of the others.
+    """A line that says which levels were learned, from which step on, and how far the others came.
 
     rows: the evaluations of a run, as in its log; those that scored other levels say nothing.
     """

@@ -48,8 +48,8 @@ def main():
             took = time_action(lambda: [step(x, y) for _ in range(mine.steps)], "cpu", time.process_time)
             if turn:  # the first one warms up
                 seconds[name].append(took)
-    print(f"torch {torch.__version__}, {bench.threads.describe_threads()}, {mine.scale}, {mine.rounds} rounds of "
-          f"{mine.steps} steps, load {os.getloadavg()[1]:.1f}")
+    print(f"torch {torch.__version__}, {bench.threads.describe_threads()}, {mine.scale}, {mine.rounds} "
+          f"rounds of {mine.steps} steps, load {os.getloadavg()[1]:.1f}")
     for row in time_rows("train", seconds, "oneDNN", mine.steps * x.numel(), mine.steps):
         print(f"{row['name']:<8} {row['ms']:9.1f} ms  {row['time_ratio']:.2f} "
               f"[{row['time_ratio_low']:.2f}, {row['time_ratio_high']:.2f}]")

@@ -133,7 +133,7 @@ def stream(revision, skip):
 
 
 def encode_documents(tok, documents):
-    """The tokens of each document, with what parts it from the others."""
+    """Yield the tokens of each document, with the separator between documents."""
     documents = iter(documents)
     while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
         if tok.encoding == "byte":
@@ -317,7 +317,7 @@ def read_shard(path, header, dtype, bar):
 
 
 def is_prepared(args, options, files):
-    """True, after printing the counts, where the folder is whole and was made like this. UserError.
+    """Whether the folder is complete and was made with these options; if so, prints its counts. UserError.
 
     files: those of --shards by split, None: any.
     """

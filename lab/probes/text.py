@@ -213,7 +213,7 @@ def probe(args):
 
 
 def main(argv):
-    ask("text", probe, "test", argv, more=sampling.add_arguments,
+    ask("text", probe, "test", argv, add_more=sampling.add_arguments,
         num_prompts=(positive, 16, "prompts, cut evenly from the split"),
         prompt_tokens=(positive, 64, "tokens of a prompt"),
         samples=(positive, 8, "continuations of each prompt"),
