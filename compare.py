@@ -41,25 +41,25 @@ from nanoheads.dataset import NotPrepared
 from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words
 from nanoheads.log import read_json
 from study import records, report, scores
-from study.config import OF_SCORES, StudyConfig, variants_of
+from study.config import SCORES_KEYS, StudyConfig, variants_of
 from study.records import PLAIN, Failure, Result, Study, Variant, hash_of
-from study.verdicts import beyond_target, verdicts
+from study.verdicts import compare_with_target, comparisons_of
 from study.words import settings_in_words
 
 RESULTS = "results.json.gz"
-FLAGS_WIDE = 70  # characters of a variant's flags in a line of a plan
+FLAGS_WIDTH = 70  # characters of a variant's flags in a line of a plan
 
 
 # ---- the subcommands ----
 
 class Command(NamedTuple):
-    """A subcommand: what stands behind it, what it does, the keys that it takes (None: those of a study)."""
+    """A subcommand: its arguments, what it does, the keys that it takes (None: those of a study)."""
     usage: str
     about: str
     keys: tuple | None = None
 
 
-OF_FILE = ("json", "out_dir")
+FILE_KEYS = ("json", "out_dir")
 COMMANDS = {
     "run": Command("[config.py] [--key=value ...]", "train what is not done, judge, write the report"),
     "plan": Command("[config.py] [--key=value ...]", "print what would run, and for how long"),
@@ -69,66 +69,67 @@ COMMANDS = {
     "recheck": Command("FILE.json.gz", "compute every figure of a results file once more, and compare", ()),
     "scores": Command("FILE.csv [--key=value ...]",
                       "judge the runs of another program; its columns: variant, seed, score, and where they "
-                      "are known tokens, bytes, cost", (*OF_SCORES, "alpha", "margin", *OF_FILE)),
+                      "are known tokens, bytes, cost", (*SCORES_KEYS, "alpha", "margin", *FILE_KEYS)),
 }
 
 
 def help_of(name):
     """The help of a subcommand, as text."""
-    of_study = [key for key in configurator.keys_of((StudyConfig,)) if key not in OF_SCORES]
+    study_keys = [key for key in configurator.keys_of((StudyConfig,)) if key not in SCORES_KEYS]
     lines = [__doc__.strip(), "", "---- subcommands; each has its own --help ----"] if name == "run" else []
-    for each, command in COMMANDS.items() if name == "run" else [(name, COMMANDS[name])]:
-        lines.append(f"  python compare.py {each} {command.usage}")
+    for subcommand, command in COMMANDS.items() if name == "run" else [(name, COMMANDS[name])]:
+        lines.append(f"  python compare.py {subcommand} {command.usage}")
         lines += textwrap.wrap(command.about, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    only = of_study if COMMANDS[name].keys is None else COMMANDS[name].keys
-    return configurator.help_text((StudyConfig,), "\n".join(lines), only=only)
+    keys = study_keys if COMMANDS[name].keys is None else COMMANDS[name].keys
+    return configurator.help_text((StudyConfig,), "\n".join(lines), only=keys)
 
 
 def one_file(name, argv):
-    """(its file, a StudyConfig of the keys behind it) of a subcommand that takes a file. UserError."""
-    keys = COMMANDS[name].keys or OF_FILE if name != "recheck" else ()
-    files, given = configurator.split(argv, configurator.keys_of((StudyConfig,)))
+    """(the file, the StudyConfig) of a subcommand that takes a file and keys behind it. UserError."""
+    keys = COMMANDS[name].keys or FILE_KEYS if name != "recheck" else ()
+    files, values = configurator.split(argv, configurator.keys_of((StudyConfig,)))
     if len(files) != 1:
         raise UserError(f"{name} takes one file, {COMMANDS[name].usage.split()[0]}: {len(files)} are given")
-    if other := [key for key in given if key not in keys]:
-        takes = ", ".join(f"--{key}" for key in keys) or "no keys"
-        raise UserError(f"{name} has no key {other[0]}: beside its file it takes {takes}")
-    (config,), _ = configurator.build_configs(configurator.Command((StudyConfig,), [], [], given))
+    if unknown := [key for key in values if key not in keys]:
+        accepted = ", ".join(f"--{key}" for key in keys) or "no keys"
+        raise UserError(f"{name} has no key {unknown[0]}: beside its file it takes {accepted}")
+    (config,), _ = configurator.build_configs(configurator.Command((StudyConfig,), [], [], values))
     configurator.validate((config,))
-    check_places(config)
+    check_writable(config)
     return Path(files[0]), config
 
 
 # ---- a study, from its plan to its records ----
 
 def outcomes_of(config, planner, train_missing):
-    """({name of a run: Result or Failure}, {variant: how many of its runs other code made}) of all that a
-    study needs, asked for again until nothing new follows; without train_missing of what is done alone.
+    """({name of a run: Result or Failure}, {variant: how many of its runs other code made}) of all runs that
+    a study needs, planned again until nothing new follows. Without train_missing, of the runs that are done.
     """
     from study import finished, queue, trial
-    outcomes, other_code, begun = {}, {}, set()
+    outcomes, other_code, seen_names = {}, {}, set()
     while True:
         plan = planner.plan(outcomes)
         new = [run for run in plan.runs if run.name not in outcomes]
         if config.fresh and train_missing:
-            finished.set_aside([run for run in new if run.name not in begun])
-            begun |= {run.name for run in new}
-        ended = {run.name: trial.outcome(run) for run in new}
-        # what failed is tried again, and where nothing is trained it is what there is to say
-        found = {run: each for run, each in ended.items()
-                 if isinstance(each, Result) or each and not train_missing}
+            finished.set_aside([run for run in new if run.name not in seen_names])
+            seen_names |= {run.name for run in new}
+        on_disk = {run.name: trial.outcome(run) for run in new}
+        # a run that failed is tried again, unless nothing is trained: then its failure is its outcome
+        new_outcomes = {run: outcome for run, outcome in on_disk.items()
+                        if isinstance(outcome, Result) or outcome and not train_missing}
         if config.accept_code:
-            others = finished.of_other_code([run for run in new if run.name not in found])
+            missing = [run for run in new if run.name not in new_outcomes]
+            of_other_code = finished.results_of_other_code(missing)
             for run in new:
-                if run.name in others:
+                if run.name in of_other_code:
                     other_code[run.variant] = other_code.get(run.variant, 0) + 1
-            found |= others
-        missing = [run for run in new if run.name not in found]
+            new_outcomes |= of_other_code
+        missing = [run for run in new if run.name not in new_outcomes]
         if missing and train_missing:
-            found |= queue.execute(missing, config.jobs, config.device, config.jobs_per_gpu,
-                                   STAGES[missing[0].stage])
-        outcomes |= found
-        if not found:
+            new_outcomes |= queue.execute(missing, config.jobs, config.device, config.jobs_per_gpu,
+                                          STAGES[missing[0].stage])
+        outcomes |= new_outcomes
+        if not new_outcomes:
             return outcomes, other_code
 
 
@@ -141,23 +142,25 @@ def study_of(planner, outcomes, name, command, out, other_code):
     from study import finished, queue
     out.mkdir(parents=True, exist_ok=True)
     config, plan = planner.config, planner.plan(outcomes)
-    device, places = pick_device(config.device), queue.places(config.jobs, config.device, config.jobs_per_gpu)
+    device = pick_device(config.device)
+    slots = queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
     plain = plan.models[PLAIN]
-    variants = [variant_of(model, plain, device, places.threads, out) for model in plan.models.values()]
+    variants = [variant_of(model, plain, device, slots.threads, out) for model in plan.models.values()]
     data = {text: planner.models.data_on(text, plain.training, plain.config.block_size)
             for text in planner.texts}
-    needed = {run.name for run in plan.runs}
+    names = {run.name for run in plan.runs}
+    planned = {name: outcome for name, outcome in outcomes.items() if name in names}
     made = dict(date=date.today().isoformat(), commit=git_commit(), torch=torch.__version__,
                 python=platform.python_version(), processor=nanoheads.threads.processor(device),
-                jobs=places.count, threads=places.threads)
+                jobs=slots.count, threads=slots.threads)
     return Study(
         name=name, measure=planner.measure, variants=tuple(variants), pairs=plan.pairs, texts=planner.texts,
         runs=plan.runs, alpha=config.alpha, margin=config.margin, question=config.question, command=command,
-        results={run: each for run, each in outcomes.items() if run in needed and isinstance(each, Result)},
-        failures={run: each for run, each in outcomes.items() if run in needed and isinstance(each, Failure)},
+        results={name: outcome for name, outcome in planned.items() if isinstance(outcome, Result)},
+        failures={name: outcome for name, outcome in planned.items() if isinstance(outcome, Failure)},
         made=made, config=json_safe(asdict(config)), rates=plan.rates, untuned=untuned_of(config, plan),
         whole=whole_of(planner, data), guesses=guesses_of(planner, data), other_code=other_code,
-        left_out=finished.left_out(plan.runs), notes=notes_of(plan, data))
+        left_out=finished.seeds_left_out(plan.runs), notes=notes_of(plan, data))
 
 
 def variant_of(model, plain, device, threads, out):
@@ -192,7 +195,7 @@ def whole_of(planner, data):
         return {}
     steps, tokens = planner.models.whole_run()
     return dict(steps=steps, tokens=tokens,
-                bytes={text: each.splits[planner.config.split]["bytes"] for text, each in data.items()})
+                bytes={text: dataset.splits[planner.config.split]["bytes"] for text, dataset in data.items()})
 
 
 def guesses_of(planner, data):
@@ -200,28 +203,28 @@ def guesses_of(planner, data):
     if not planner.config.task:
         return {}
     from study.plan import ROWS_OF_TASK
-    return {task: {str(level): max(each.guesses(planner.config.split, level, ROWS_OF_TASK).values())
-                   for level in each.test_levels} for task, each in data.items()}
+    return {task: {str(level): max(task_data.guesses(planner.config.split, level, ROWS_OF_TASK).values())
+                   for level in task_data.test_levels} for task, task_data in data.items()}
 
 
 def notes_of(plan, data):
-    """What is to be known of the plan and of the data, as sentences."""
-    notes = [each.meta["note"] for each in data.values() if getattr(each, "meta", {}).get("note")]
+    """Notes on the plan and on the data, as sentences."""
+    notes = [dataset.meta["note"] for dataset in data.values() if getattr(dataset, "meta", {}).get("note")]
     return (*plan.notes, *dict.fromkeys(notes))
 
 
 # ---- what this program does ----
 
 def run_study(config, name, command):
-    """Train what is not done, judge, write the report."""
+    """Train the runs that are missing, judge, write the report."""
     from nanoheads import promises
     from study import finished, queue
     from study.plan import Planner
-    check_places(config)
+    check_writable(config)
     planner = Planner(config)
     # what cannot be made, or run here, is refused before there is a folder
     planner.plan({})
-    queue.places(config.jobs, config.device, config.jobs_per_gpu)
+    queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
     for line in promises.refuse_broken(variants_of(config)):
         say(line, flush=True)
     out = folder_of(config, name)
@@ -232,7 +235,7 @@ def run_study(config, name, command):
     study = study_of(planner, outcomes, name, command, out, other_code)
     write_report(study, out, config)
     if config.fresh:
-        say(finished.agreement(study.runs))
+        say(finished.agreement_in_words(study.runs))
     if study.failures:
         them = "it" if len(study.failures) == 1 else "them"
         sys.exit(f"compare: {plural(len(study.failures), 'run')} failed, the report names {them}; start "
@@ -241,24 +244,24 @@ def run_study(config, name, command):
 
 def write_report(study, out, config):
     """Judge a study, write its results file, print its report and write it, also for a program."""
-    comparisons, beyond = verdicts(study), beyond_target(study)
+    comparisons, beyond = comparisons_of(study), compare_with_target(study)
     Path(out).mkdir(parents=True, exist_ok=True)
     records.write(out / RESULTS, study, comparisons)
     report.write_all(study, comparisons, out, beyond)
     if config.json:
-        write_json(config.json, report.for_a_program(study, comparisons, beyond, out))
+        write_json(config.json, report.json_report(study, comparisons, beyond, out))
         say(config.json)
 
 
 def report_so_far(config, name, command):
     """The report of a study from the runs that are done."""
     from study.plan import Planner
-    check_places(config)
+    check_writable(config)
     planner, out = Planner(config), folder_of(config, name)
     outcomes, other_code = outcomes_of(config, planner, train_missing=False)
     study = study_of(planner, outcomes, name, command, out, other_code)
-    if (there := scores_on_file(out / RESULTS)) > len(study.results):
-        raise UserError(f"{out / RESULTS} has {plural(there, 'score')}, and of these runs "
+    if (n_on_file := scores_on_file(out / RESULTS)) > len(study.results):
+        raise UserError(f"{out / RESULTS} has {plural(n_on_file, 'score')}, and of these runs "
                         f"{len(study.results):,} are done by this code: name another --out_dir, or report "
                         "that file")
     write_report(study, out, config)
@@ -273,7 +276,7 @@ def scores_on_file(path):
 
 
 def show_plan(config):
-    """What a study would train, as far as it is known before there are scores, and for how long."""
+    """Print what a study would train, as far as that is known without scores, and for how long."""
     import train
     from nanoheads import promises
     from study import costs, queue, trial
@@ -281,23 +284,25 @@ def show_plan(config):
     planner = Planner(config)
     outcomes, _ = outcomes_of(config, planner, train_missing=False)
     plan = planner.foreseen(outcomes)
-    device, places = pick_device(config.device), queue.places(config.jobs, config.device, config.jobs_per_gpu)
+    device = pick_device(config.device)
+    slots = queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
     rows = []
     for model in plan.models.values():
         cells = (model.name, f"{model.params:,}", f"{model.training.max_iters:,}",
                  f"{costs.flops(model, device):.3g}")
-        rows += with_flags(cells, model.flags)
+        rows += rows_with_flags(cells, model.flags)
     print(table(("variant", "parameters", "steps", "training FLOPs", "flags"), rows, left=(0, 4)))
     runs = {run.name: run for run in plan.runs}
-    left = [run for name, run in runs.items() if name not in outcomes]
+    missing = [run for name, run in runs.items() if name not in outcomes]
     plain = plan.models[PLAIN]
     data = planner.models.data_on(planner.texts[0], plain.training, plain.config.block_size)
-    scored, of_val = tokens_scored(config, data)
-    one = costs.seconds_of_run(plain, device, places.threads, train, scored, of_val)
-    steps = sum(queue.steps_of(run) for run in left) / plain.training.max_iters
-    say(f"{plural(len(runs), 'run')}, {len(left):,} of them to do, in {trial.TRIALS}",
-        f"about {queue.time_in_words(one * steps / places.count)}, {places.count} at once, if each took as "
-        f"long as the plain GPT's here, {one:,.0f} s; what the others take: bench.py --mechanisms")
+    scored_tokens, val_tokens = tokens_scored(config, data)
+    seconds_per_run = costs.seconds_of_run(plain, device, slots.threads, train, scored_tokens, val_tokens)
+    steps = sum(queue.steps_of(run) for run in missing) / plain.training.max_iters
+    say(f"{plural(len(runs), 'run')}, {len(missing):,} of them to do, in {trial.TRIALS}",
+        f"about {queue.time_in_words(seconds_per_run * steps / slots.count)}, {slots.count} at once, if each "
+        f"took as long as the plain GPT's here, {seconds_per_run:,.0f} s; what the others take: bench.py "
+        "--mechanisms")
     if config.screen or config.tune_lr:
         say("what is judged, and at which rates, follows from scores: more runs may follow")
     for line in (*plan.notes, *promises.refuse_broken(variants_of(config))):
@@ -313,52 +318,54 @@ def tokens_scored(config, data):
 
 
 def plan_without_data(config, missing):
-    """What a study compares where its data is missing, which everything else follows from, as text."""
+    """What a study compares, as text, where its data is missing: the rest of a plan follows from the data."""
     rows = [(PLAIN, ""), *((f"plain x {multiple:g}", "") for multiple in config.budgets)]
     for name, flags in variants_of(config).items():
-        rows += with_flags((name,), flags)
+        rows += rows_with_flags((name,), flags)
     return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
             f"{missing}; then plan shows parameters, FLOPs, runs and time too")
 
 
-def with_flags(cells, flags):
+def rows_with_flags(cells, flags):
     """Rows of a table: these cells and a variant's flags, of which every FLAGS_WIDE characters take a row."""
-    lines = textwrap.wrap(settings_in_words(flags), FLAGS_WIDE, break_long_words=False,
+    lines = textwrap.wrap(settings_in_words(flags), FLAGS_WIDTH, break_long_words=False,
                           break_on_hyphens=False) or [""]
     return [(*cells, lines[0]), *((*("" for _ in cells), line) for line in lines[1:])]
 
 
-def report_once_more(path, config):
+def report_file(path, config):
     """report FILE: the report of a results file, without its runs."""
     study, on_file = records.read(path)
     out = Path(config.out_dir or Path("out", name_of_words([f"{path.name.split('.')[0]}-report"])))
-    with damage_in_a_line(path):
-        comparisons, beyond, wrong = verdicts(study), beyond_target(study), problems_of(study, on_file)
+    with report_damage(path):
+        comparisons, beyond = comparisons_of(study), compare_with_target(study)
+        problems = problems_of(study, on_file)
         report.write_all(study, comparisons, out, beyond)
     if config.json:
-        write_json(config.json, report.for_a_program(study, comparisons, beyond, out))
+        write_json(config.json, report.json_report(study, comparisons, beyond, out))
         say(config.json)
-    if wrong:
-        sys.exit(f"compare: {path} is NOT AS COMPUTED: {wrong[0]}"
-                 + f", and {len(wrong) - 1:,} more" * (len(wrong) > 1) + "; the report is what its runs give")
+    if problems:
+        sys.exit(f"compare: {path} is NOT AS COMPUTED: {problems[0]}"
+                 + f", and {len(problems) - 1:,} more" * (len(problems) > 1)
+                 + "; the report is what its runs give")
 
 
 def recheck(path):
     """recheck FILE: whether every figure of a results file is what its runs give."""
     study, on_file = records.read(path)
-    with damage_in_a_line(path):
-        wrong = problems_of(study, on_file)
-    if wrong:
-        more = [f"{path}: {len(wrong):,} in all"] if len(wrong) > 20 else []
-        raise UserError("\n".join([*(f"{path}: {line}" for line in wrong[:20]), *more]))
+    with report_damage(path):
+        problems = problems_of(study, on_file)
+    if problems:
+        more = [f"{path}: {len(problems):,} in all"] if len(problems) > 20 else []
+        raise UserError("\n".join([*(f"{path}: {line}" for line in problems[:20]), *more]))
     say(f"{path}: {plural(len(on_file), 'comparison')} of {plural(len(study.runs), 'run')}, computed once "
         "more, all of them the same")
 
 
 @contextmanager
-def damage_in_a_line(path):
-    """Inside, a results file of which nothing can be computed is a UserError: JSON may have a name, a text or
-    nothing where a number should be, in more places than it would be looked for in.
+def report_damage(path):
+    """Inside, an error of computing with a results file becomes a UserError. JSON may have a name, a text or
+    nothing in place of any number, which is too much to check for.
     """
     try:
         yield
@@ -369,25 +376,25 @@ def damage_in_a_line(path):
 
 
 def problems_of(study, on_file):
-    """What is wrong with a results file, as lines: scores that do not follow from what was counted, runs of
-    other flags, comparisons that do not follow from the scores.
+    """What is wrong with a results file, as lines: scores that do not follow from the counts, runs with other
+    flags, comparisons that do not follow from the scores.
     """
-    wrong, variants = [], {each.name: each for each in study.variants}
+    problems, variants = [], {variant.name: variant for variant in study.variants}
     for run in {run.name: run for run in study.runs}.values():
         result = study.results.get(run.name)
-        if result and not scores.follows(result):
-            wrong.append(f"the score {result.score} of {run.variant}, seed {run.seed}, does not follow from "
-                         f"what was counted ({run.name})")
+        if result and not scores.score_follows(result):
+            problems.append(f"the score {result.score} of {run.variant}, seed {run.seed}, does not follow "
+                            f"from what was counted ({run.name})")
         if run.stage == "judge" and "model" in run.spec and run.variant in variants:
-            wrong += [f"the run {run.name} of {run.variant} has another {key}"
-                      for key in scores.other_flags(run, variants[run.variant])]
-    again = json_safe([asdict(each) for each in verdicts(study)])
-    if len(again) != len(on_file):
-        wrong.append(f"{len(on_file)} comparisons, where its runs give {len(again)}")
-    for new, old in zip(again, on_file):
-        wrong += [f"{new['variant']} against {new['baseline']}: {key} is {old.get(key)}, where its runs give "
-                  f"{new[key]}" for key in new if not records.close(new[key], old.get(key))]
-    return wrong
+            problems += [f"the run {run.name} of {run.variant} has another {key}"
+                         for key in scores.differing_flags(run, variants[run.variant])]
+    recomputed = json_safe([asdict(c) for c in comparisons_of(study)])
+    if len(recomputed) != len(on_file):
+        problems.append(f"{len(on_file)} comparisons, where its runs give {len(recomputed)}")
+    for new, old in zip(recomputed, on_file):
+        problems += [f"{new['variant']} against {new['baseline']}: {key} is {old.get(key)}, where its runs "
+                     f"give {new[key]}" for key in new if not records.are_close(new[key], old.get(key))]
+    return problems
 
 
 def compare_scores(path, config):
@@ -408,31 +415,32 @@ def write_tables():
 
 def name_of(config, files):
     """A study's name: its config files', else that of its mechanisms and variants."""
-    longest = LONGEST - len("-small-0.33M")  # which comes behind it
+    max_length = LONGEST - len("-small-0.33M")  # which comes behind it
     if config.mechanism and not files:
-        return name_of_words(config.mechanism.split(","), "challenge", longest)
+        return name_of_words(config.mechanism.split(","), "challenge", max_length)
     names = [Path(file).stem for file in files]
     for name in [] if files else [*config.mechanisms, *config.variants]:
         names.append(re.sub(r"_?\*", "-all", name).lstrip("-"))
-    names = name_of_words(names or [PLAIN], longest=longest)
+    names = name_of_words(names or [PLAIN], longest=max_length)
     return f"tasks-{names}" if config.task else names
 
 
-# keys of a study that change none of its figures: how it runs, and what counts as done
-NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "accept_code", "fresh", "json"}
+# keys of a study that change none of its figures: how it runs, and which runs count as done
+NEUTRAL_KEYS = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "accept_code", "fresh",
+                "json"}
 
 
-def asked_for(config):
-    """{key: value} of what makes a study another one, from a StudyConfig as a dict."""
+def identity_of(config):
+    """{key: value} of the settings that distinguish one study from another, of a StudyConfig as a dict."""
     defaults, config = (json.loads(json.dumps(json_safe(each))) for each in (asdict(StudyConfig()), config))
     return {key: value for key, value in config.items()
-            if key in defaults and key not in NOT_ASKED and value != defaults[key]}
+            if key in defaults and key not in NEUTRAL_KEYS and value != defaults[key]}
 
 
-def asked_in(folder):
-    """What was asked for in a study's folder, as asked_for(); None: its results do not say."""
+def identity_in(folder):
+    """identity_of() the study in a folder; None: its results do not say."""
     try:
-        return asked_for(records.read(folder / RESULTS)[0].config)
+        return identity_of(records.read(folder / RESULTS)[0].config)
     except UserError:
         return None
 
@@ -442,15 +450,15 @@ def folder_of(config, name):
     if config.out_dir:
         return Path(config.out_dir)
     scale = Path(config.base).stem if config.base else config.scale
-    folder = name_of_words([f"{name}-{scale}" + (f"-{config.size}" if config.size else "")])
-    asked_there = {each: asked_in(each) for each in folders_named(folder, [RESULTS])}
-    out, line = choose_folder(folder, asked_for(asdict(config)), asked_there)
+    default = name_of_words([f"{name}-{scale}" + (f"-{config.size}" if config.size else "")])
+    identities = {path: identity_in(path) for path in folders_named(default, [RESULTS])}
+    out, line = choose_folder(default, identity_of(asdict(config)), identities)
     if line:
         say(line, flush=True)
     return Path(out)
 
 
-def check_places(config):
+def check_writable(config):
     """UserError, before anything is read or run, where the report or the file of --json cannot be written."""
     writable_folder(config.out_dir or "out", "--out_dir")
     if config.json:
@@ -472,18 +480,18 @@ def run(argv):
     if command == "report" and argv == ["--tables"]:
         return write_tables()
     if command == "report" and any(re.search(r"\.json(\.gz)?$", word) for word in argv if word[:2] != "--"):
-        return report_once_more(*one_file(command, argv))
-    command = configurator.parse_command((StudyConfig,), argv)
-    asked = own_mechanism.add_from_command(command, keep="out/mechanisms")
-    (config,), _ = configurator.build_configs(asked)
+        return report_file(*one_file(command, argv))
+    command_line = configurator.parse_command((StudyConfig,), argv)
+    command_line = own_mechanism.add_from_command(command_line, keep="out/mechanisms")
+    (config,), _ = configurator.build_configs(command_line)
     configurator.validate((config,))
     if command == "plan":
         try:
             return show_plan(config)
         except NotPrepared as e:
             return say(plan_without_data(config, e))
-    words = shlex.join(["python", "compare.py", *asked.words()])
-    (report_so_far if command == "report" else run_study)(config, name_of(config, asked.files), words)
+    words = shlex.join(["python", "compare.py", *command_line.words()])
+    (report_so_far if command == "report" else run_study)(config, name_of(config, command_line.files), words)
 
 
 @as_program("compare")

@@ -1,4 +1,4 @@
-"""What a study is asked for: StudyConfig, its keys, and what is wrong with them."""
+"""The keys of a study, StudyConfig, and the checks of their values."""
 
 import fnmatch
 import math
@@ -25,18 +25,19 @@ SIZES = {
 # keys of training that say where a run goes, and nothing of its numbers
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only", "json", "profile", "tensorboard",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
-FIXED = BOOKKEEPING | {"init_from", "init_anyway", "device", "patience"}  # the same in every run of a study
+# keys that a study sets itself, the same in every run
+FIXED_KEYS = BOOKKEEPING | {"init_from", "init_anyway", "device", "patience"}
 # what variants cannot set: the two sides would be scored on other text
-SAME_TEXT = {"dataset", "block_size", *TaskConfig.__dataclass_fields__}
-OF_SCORES = ("baseline", "higher_is_better", "target")  # keys for the scores of another program alone
+TEXT_KEYS = {"dataset", "block_size", *TaskConfig.__dataclass_fields__}
+SCORES_KEYS = ("baseline", "higher_is_better", "target")  # keys for the scores of another program alone
 
-# a side: in half an hour of two cores they find 0.015 bits/byte four times in five, also where a mechanism's
-# scores spread half as much again as usual (docs/add-a-mechanism.md)
-SEEDS_OF_CHALLENGE = 15
-MOST_SEED = 10**9
+# seeds of each side: in half an hour on two cores they detect 0.015 bits/byte four times in five, even if a
+# mechanism's scores spread half as much again as usual (docs/add-a-mechanism.md)
+CHALLENGE_SEEDS = 15
+MAX_SEED = 10**9
 
-# names that a study gives: budgets, wider plain GPTs, rates that are tried
-OF_STUDY = re.compile(r"plain( x .*|, .*)?|.*, (rates as they are|\w+ x [\d.]+)")
+# names that a study gives by itself: budgets, wider plain GPTs, rates that are tried
+RESERVED_NAMES = re.compile(r"plain( x .*|, .*)?|.*, (rates as they are|\w+ x [\d.]+)")
 
 
 @dataclass
@@ -125,7 +126,7 @@ class StudyConfig:
         if self.budgets is None:
             self.budgets = [2.0] if self.task else [] if self.mechanism else [0.7, 1.4, 2.0]
         if self.seeds is None:
-            self.seeds = [*range(1, 1 + (SEEDS_OF_CHALLENGE if self.mechanism else 5))]
+            self.seeds = [*range(1, 1 + (CHALLENGE_SEEDS if self.mechanism else 5))]
 
     @property
     def file(self):
@@ -138,8 +139,8 @@ class StudyConfig:
                 *self.problems_of_seeds(), *self.problems_of_choices()]
 
     def problems_of_runs(self):
-        """The same, of what only a study that trains its runs needs, and one of scores on file does not."""
-        bad = [f"{key} goes with compare.py scores FILE alone" for key in OF_SCORES
+        """What else is wrong in a study that trains its runs; one of scores on file has no such problems."""
+        bad = [f"{key} goes with compare.py scores FILE alone" for key in SCORES_KEYS
                if getattr(self, key) not in (None, False)]
         if self.fresh and self.accept_code:
             bad.append("fresh trains everything anew, and accept_code takes what is there: leave one out")
@@ -151,32 +152,32 @@ class StudyConfig:
         """What is wrong with what is compared."""
         bad = []
         for pattern in self.mechanisms:
-            if not matching(pattern):
-                meant, hint = configurator.likely_key(pattern, [*MECHANISMS, "all_on"])
-                hint = hint if meant else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
+            if not names_matching(pattern):
+                suggestion, hint = configurator.likely_key(pattern, [*MECHANISMS, "all_on"])
+                hint = hint if suggestion else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
         if self.mechanism and self.mechanisms != self.mechanism.split(","):
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
-        for name, flags, not_here in [("settings", self.settings, {"seed", "task"}),
-                                      *((*each, SAME_TEXT) for each in self.variants.items())]:
+        for name, flags, forbidden in [("settings", self.settings, {"seed", "task"}),
+                                      *((name, flags, TEXT_KEYS) for name, flags in self.variants.items())]:
             if not (isinstance(name, str) and name):
                 bad.append(f"variants: the name {name!r} must be text in quotes")
             elif not isinstance(flags, dict):
                 bad.append(f"variants: {name!r} must be a dict of flags, not {flags!r}")
-            elif unnamed := [key for key in flags if not isinstance(key, str)]:
-                bad.append(f"{name}: the flag {unnamed[0]!r} must be a name in quotes")
-            elif refused := sorted({*flags} & (FIXED | not_here)):
-                where = "; settings can" if {*refused} <= SAME_TEXT - {"task"} else ""
+            elif not_text := [key for key in flags if not isinstance(key, str)]:
+                bad.append(f"{name}: the flag {not_text[0]!r} must be a name in quotes")
+            elif refused := sorted({*flags} & (FIXED_KEYS | forbidden)):
+                where = "; settings can" if {*refused} <= TEXT_KEYS - {"task"} else ""
                 where = "; --task=NAME makes a study of tasks" if "task" in refused else where
                 bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
                            f"a study decides it for every run{where}")
-        names = {PLAIN, *(name for pattern in self.mechanisms for name in matching(pattern))}
+        names = {PLAIN, *(name for pattern in self.mechanisms for name in names_matching(pattern))}
         bad += [f"variants: the name {name!r} is taken" for name in self.variants
-                if isinstance(name, str) and (name in names or OF_STUDY.fullmatch(name))]
+                if isinstance(name, str) and (name in names or RESERVED_NAMES.fullmatch(name))]
         names |= {*self.variants}
         for pair in self.contrasts:
-            known = isinstance(pair, (list, tuple)) and all(isinstance(name, str) for name in pair)
-            if not (known and len(pair) == len({*pair}) == 2 and {*pair} <= names):
+            are_names = isinstance(pair, (list, tuple)) and all(isinstance(name, str) for name in pair)
+            if not (are_names and len(pair) == len({*pair}) == 2 and {*pair} <= names):
                 bad.append(f"contrasts: {pair!r} must be two of this study's variants")
         bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
         bad += [f"first: {path!r} and its command {command!r} must be texts"
@@ -199,10 +200,10 @@ class StudyConfig:
         if unknown := [name for name in self.task if name not in (*TASKS, "all")]:
             bad.append(f"task: unknown {unknown[0]!r}; there are {', '.join(TASKS)}, and all")
         if self.task:
-            of_text = dict(texts=[], tokens_per_param=None, test_tokens=0, screen=False, best=6, worst=2,
-                           always=[])
+            text_keys = dict(texts=[], tokens_per_param=None, test_tokens=0, screen=False, best=6, worst=2,
+                             always=[])
             bad += [f"task={self.task} and {key}={getattr(self, key)}: {key} is for a study of texts"
-                    for key, usual in of_text.items() if getattr(self, key) != usual]
+                    for key, default in text_keys.items() if getattr(self, key) != default]
             if self.settings.get("dataset"):
                 bad.append(f"settings: dataset={self.settings['dataset']!r} is of a text, not of a task")
         return bad
@@ -217,8 +218,8 @@ class StudyConfig:
             seeds = getattr(self, name)
             if not seeds or len({*seeds}) < len(seeds) or min(seeds) < 0:
                 bad.append(f"{name}={seeds} must be different numbers, at least one, none negative")
-            elif max(seeds) > MOST_SEED:
-                bad.append(f"{name}={seeds} must be numbers of at most {MOST_SEED:,}")
+            elif max(seeds) > MAX_SEED:
+                bad.append(f"{name}={seeds} must be numbers of at most {MAX_SEED:,}")
         if (self.screen or self.tune_lr) and {*self.seeds} & {*self.screen_seeds}:
             bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
         if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
@@ -228,22 +229,22 @@ class StudyConfig:
     def problems_of_choices(self):
         """What is wrong with the rest."""
         bad = []
-        chooses = self.tune_lr or self.screen
-        if self.split not in ("val", "test") or self.split == "val" and chooses:
-            reason = ", since val chooses" if chooses else " or val"
+        val_chooses = self.tune_lr or self.screen
+        if self.split not in ("val", "test") or self.split == "val" and val_chooses:
+            reason = ", since val chooses" if val_chooses else " or val"
             bad.append(f"split={self.split!r} must be test{reason}")
         if self.target is not None and not math.isfinite(self.target):
             bad.append(f"target={self.target} must be a finite number")
         return bad
 
 
-def matching(pattern):
+def names_matching(pattern):
     """The names that an entry of `mechanisms` stands for: itself, or those of MECHANISMS that its * match."""
     return ["all_on"] if pattern == "all_on" else fnmatch.filter(MECHANISMS, pattern)
 
 
 def variants_of(config):
     """{name: flags} of everything that is compared with the plain GPT."""
-    names = dict.fromkeys(name for pattern in config.mechanisms for name in matching(pattern))
+    names = dict.fromkeys(name for pattern in config.mechanisms for name in names_matching(pattern))
     return {**{name: with_extensions(ALL_ON if name == "all_on" else MECHANISMS[name]) for name in names},
             **config.variants}

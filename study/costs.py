@@ -33,7 +33,7 @@ FORMULAS = {
     FLASH: lambda q, k, v, *args, **kw: sdpa_flop_count(q, k, v),
     FLASH_BACKWARD: lambda dy, q, k, v, *args, **kw: sdpa_backward_flop_count(dy, q, k, v),
 }
-COUNTS = {}  # {config, as text: count() of it}
+FLOP_COUNTS = {}  # {a GPTConfig as text: what count() returns}
 
 
 def flops(model, device="cpu"):
@@ -50,11 +50,11 @@ def executed_flops(config, device="cpu"):
     CPU's, less the blocks of 128 keys that FlexAttention does not read under a window.
     """
     key = repr(replace(config, seed=0))
-    if key not in COUNTS:
-        COUNTS[key] = count(config)
-    total, attention = COUNTS[key]
+    if key not in FLOP_COUNTS:
+        FLOP_COUNTS[key] = count(config)
+    total, attention = FLOP_COUNTS[key]
     if config.window and torch.device(device).type == "cuda":
-        total -= attention * (1 - blocks_read(config))
+        total -= attention * (1 - share_of_blocks_read(config))
     return round(total)
 
 
@@ -67,15 +67,15 @@ def count(config):
     """
     try:
         with nullcontext() if is_small(config) else FakeTensorMode():
-            counter = one_pass(config)
+            counter = counter_of_pass(config)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        counter = one_pass(config)
+        counter = counter_of_pass(config)
     by_kernel = counter.get_flop_counts()["Global"]
     attention = by_kernel.get(FLASH, 0) + by_kernel.get(FLASH_BACKWARD, 0)
     return counter.get_total_flops() / config.block_size, attention / config.block_size
 
 
-def one_pass(config):
+def counter_of_pass(config):
     """The counter of FLOPs after a forward and a backward pass of one sequence."""
     gpt = GPT(config).train()
     ids = torch.zeros(1, config.block_size + 1, dtype=torch.long)
@@ -85,12 +85,12 @@ def one_pass(config):
     return counter
 
 
-def blocks_read(config):
+def share_of_blocks_read(config):
     """The share of causal attention's blocks that FlexAttention reads under a config's window."""
     mask = (Window if config.window else CausalMask)(config).block_mask(config.block_size, "cpu")
     rows = mask.kv_num_blocks.size(-1)
-    read = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
-    return read.item() / (rows * (rows + 1) / 2)
+    blocks = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+    return blocks.item() / (rows * (rows + 1) / 2)
 
 
 # ---- the time of a step ----
@@ -99,9 +99,9 @@ ROUNDS, STEPS = 11, 4  # of timing, and steps of each side in a round
 
 
 @contextmanager
-def as_in_a_run(device, threads):
-    """Threads, precision and what becomes of freed memory are those of a run."""
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+def run_settings(device, threads):
+    """Inside, threads, precision and the handling of freed memory are those of a run."""
+    n_threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(threads)
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -110,8 +110,8 @@ def as_in_a_run(device, threads):
     try:
         yield
     finally:
-        torch.set_num_threads(before[0])
-        torch.set_float32_matmul_precision(before[1])
+        torch.set_num_threads(n_threads)
+        torch.set_float32_matmul_precision(precision)
 
 
 def step_time(model, plain, device, threads, training):
@@ -122,28 +122,28 @@ def step_time(model, plain, device, threads, training):
     cores the intervals were a quarter as wide. training: train.py, whose steps these are.
     """
     clock = time.process_time if torch.device(device).type == "cpu" and threads == 1 else time.perf_counter
-    with as_in_a_run(device, threads):
+    with run_settings(device, threads):
         # in a run it is the one model that is compiled; after several, torch would run the next one eager
         torch._dynamo.reset()
-        pair = [steps_of(each, device, training) for each in (plain, model)]
-        for take_steps in pair:
+        sides = [stepper_of(side, device, training) for side in (plain, model)]
+        for take_steps in sides:
             take_steps()  # compilation, allocation, caches
-        rounds = [[time_action(take_steps, device, clock) for take_steps in pair] for _ in range(ROUNDS)]
+        rounds = [[time_action(take_steps, device, clock) for take_steps in sides] for _ in range(ROUNDS)]
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the next runs share this GPU
-    return median_interval([own / other for other, own in rounds])
+    return median_interval([seconds / plain_seconds for plain_seconds, seconds in rounds])
 
 
-def ready(model, rows, device, training):
-    """(a Run of train.py, x and y [rows, T]), as in training but on random tokens."""
+def prepare_run(model, rows, device, training):
+    """(a Run of train.py, x and y [rows, T]) to time training steps with, on random tokens."""
     gpt, shape = GPT(model.config).to(device), (rows, model.config.block_size + 1)
     ids = torch.randint(model.config.vocab_size, shape, device=device)
     return training.ready_to_step(gpt, model.training, Process(device)), ids[:, :-1], ids[:, 1:]
 
 
-def steps_of(model, device, training):
+def stepper_of(model, device, training):
     """A function that trains a model for STEPS steps."""
-    run, x, y = ready(model, model.training.batch_size * model.training.grad_accum, device, training)
+    run, x, y = prepare_run(model, model.training.batch_size * model.training.grad_accum, device, training)
 
     def take_steps():
         for _ in range(STEPS):
@@ -153,49 +153,50 @@ def steps_of(model, device, training):
 
 # ---- the seconds of a run ----
 
-SECONDS_BESIDE = 5.0  # of a run beside its steps: starting Python, reading torch, looking for leaks, writing
+OVERHEAD_SECONDS = 5.0  # of a run: starting Python, importing torch, looking for leaks, writing files
 PROBE_FLOPS = 2e11    # of a step that is timed on a CPU: some seconds
 
 
-def seconds_of_run(model, device, threads, training, scored, val_tokens):
-    """Seconds of one run, from a probe: steps, evaluations, and the scoring of so many tokens.
+def seconds_of_run(model, device, threads, training, scored_tokens, val_tokens):
+    """Seconds of one run, estimated from a probe: its steps, its evaluations and its scoring.
 
-    val_tokens: the size of the validation split, which eval_tokens=0 means. Other work that runs now is in
-    it; compilation, and what runs at once take from each other, are not.
+    scored_tokens: how many tokens it is scored on. val_tokens: the size of the validation split, which
+    eval_tokens=0 means. The estimate includes other work that the machine does now; it does not include
+    compilation, nor what runs at the same time take from each other.
     """
     c = model.training
-    step, token = probe(model, device, threads, training)
+    seconds_per_step, seconds_per_token = probe(model, device, threads, training)
     evaluations = 1 + -(-c.max_iters // c.eval_interval)  # at step 0, every so often, at the end
-    tokens = evaluations * 2 * (c.eval_tokens or val_tokens) + scored
-    return c.max_iters * step + tokens * token + SECONDS_BESIDE
+    tokens = evaluations * 2 * (c.eval_tokens or val_tokens) + scored_tokens
+    return c.max_iters * seconds_per_step + tokens * seconds_per_token + OVERHEAD_SECONDS
 
 
 def probe(model, device, threads, training):
     """(seconds of a training step, seconds to score a token).
 
-    Where a step is large, a part of its rows is timed and the rest taken to be in proportion.
+    Where a step is large, a part of its rows is timed, and the step's time is in proportion to its rows.
     """
     c, T = model.training, model.config.block_size
     on_cpu = torch.device(device).type == "cpu"
-    most = int(PROBE_FLOPS / executed_flops(model.config)) if on_cpu else 1 << 30  # tokens in the probe
-    rows = max(1, min(c.batch_size, most // T))
+    max_tokens = int(PROBE_FLOPS / executed_flops(model.config)) if on_cpu else 1 << 30
+    rows = max(1, min(c.batch_size, max_tokens // T))
     portions = c.batch_size * c.grad_accum / rows
-    with as_in_a_run(device, threads):
-        alone = SimpleNamespace(config=model.config, training=replace(c, grad_accum=1))
-        run, x, y = ready(alone, rows, device, training)
-        step = median_seconds(lambda: training.training_step(run, x, y), device)
-        if portions > 1:  # an update follows the last alone
-            step += (portions - 1) * median_seconds(lambda: training.forward_backward(run, x, y), device)
-        size = max(T, min(most, 4096 if on_cpu else 16384))  # a batch of score()
+    with run_settings(device, threads):
+        without_accumulation = SimpleNamespace(config=model.config, training=replace(c, grad_accum=1))
+        run, x, y = prepare_run(without_accumulation, rows, device, training)
+        seconds = median_seconds(lambda: training.training_step(run, x, y), device)
+        if portions > 1:  # only the last portion is followed by an update
+            seconds += (portions - 1) * median_seconds(lambda: training.forward_backward(run, x, y), device)
+        size = max(T, min(max_tokens, 4096 if on_cpu else 16384))  # a batch of score()
         ids = np.random.default_rng(1).integers(model.config.vocab_size, size=size)
         text = SimpleNamespace(tokens=lambda split: ids, separator=0)
-        return step, median_seconds(lambda: score(run.model, text, "test"), device) / size
+        return seconds, median_seconds(lambda: score(run.model, text, "test"), device) / size
 
 
-def median_seconds(action, device, times=9, at_most=5.0):
-    """The median of so many calls of action(), after one that does not count; fewer where they take long."""
+def median_seconds(action, device, calls=9, max_seconds=5.0):
+    """The median of these calls of action(), after a first that does not count; fewer if they take long."""
     action()
     seconds = []
-    while len(seconds) < times and sum(seconds) < at_most:
+    while len(seconds) < calls and sum(seconds) < max_seconds:
         seconds.append(time_action(action, device))
     return float(np.median(seconds))

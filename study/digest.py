@@ -20,20 +20,20 @@ from nanoheads.config import data_of
 from nanoheads.extensions import EXTENSIONS
 from study.records import hash_of
 
-IN_QUOTES = re.compile(rb'"((?:nanoheads|lab|study)(?:\.\w+)+)"')  # modules, as from_lab() names them
+QUOTED_MODULE = re.compile(rb'"((?:nanoheads|lab|study)(?:\.\w+)+)"')  # modules, as from_lab() names them
 
 
-def surroundings(training, model, command=None):
-    """{"data", "own", "code", "torch"} of the spec of a run with this TrainConfig and GPTConfig, as they are
-    now. UserError: a file is missing, or the data is damaged; command: the one that makes a teacher.
+def dependencies(training, model, command=None):
+    """{"data", "own", "code", "torch"} for the spec of a run with this TrainConfig and GPTConfig, as they are
+    now. command: the one that makes a teacher. UserError: a file is missing, or the data is damaged.
     """
     return dict(**digests_of(training, model, command), code=digest_of_code(), torch=torch.__version__)
 
 
-def whatever_code(spec):
-    """A hash of what a run is, whatever code and libraries made it: of its flags, seed, data and score.
+def hash_without_code(spec):
+    """A hash of a run's flags, seed, data and score, but not of the code and the libraries that made it.
 
-    The text of a mechanism in a file of one's own is code, too.
+    The text of a mechanism in a user's own file counts as code.
     """
     rest = {key: value for key, value in spec.items() if key not in ("code", "torch")}
     rest["own"] = {key: value for key, value in spec["own"].items() if not key.startswith("mechanism ")}
@@ -44,22 +44,22 @@ def whatever_code(spec):
 # ---- data and files of one's own ----
 
 def digests_of(training, model, command=None):
-    """{"data": {split: sha256}, "own": {file: sha256}} of all that a run reads; see surroundings()."""
+    """{"data": {split: sha256}, "own": {file: sha256}} of all that a run reads; see dependencies()."""
     data = data_of(training, model.block_size)
     for split in () if training.task else data.splits:
         data.tokens(split)  # its file is compared with its sha256
-    own = {f"mechanism {name}": sha256 for file in own_mechanism.files_for(model)
-           for name, sha256 in file.sha256.items()}
+    own_files = {f"mechanism {name}": sha256 for file in own_mechanism.files_for(model)
+                 for name, sha256 in file.sha256.items()}
     if training.labels:
-        own.update(digests_of_labels(data, training, model))
-    for key in ("teacher", *(key for each in EXTENSIONS for key in each.files)):
+        own_files.update(digests_of_labels(data, training, model))
+    for key in ("teacher", *(key for extension in EXTENSIONS for key in extension.files)):
         if path := getattr(training, key):
             file = checkpoint.file_of(path)
             if not file.is_file():
-                made = f"first run: {command}" if command else "make it first"
-                raise UserError(f"{key}={path} is not there yet; {made}")
-            own[key] = files.sha256(file)
-    return dict(data=data.digests, own=own)
+                hint = f"first run: {command}" if command else "make it first"
+                raise UserError(f"{key}={path} is not there yet; {hint}")
+            own_files[key] = files.sha256(file)
+    return dict(data=data.digests, own=own_files)
 
 
 def digests_of_labels(data, training, model):
@@ -74,13 +74,13 @@ def digests_of_labels(data, training, model):
 
 def digest_of_code(root=ROOT, program="train.py"):
     """The sha256 of the sources that a program can reach, in a folder that may lie anywhere."""
-    found, waiting = {}, [Path(root, program)]
-    while waiting:
-        path = waiting.pop()
-        if path not in found:
-            found[path], named = read_source(path, path.stat().st_mtime_ns, path.stat().st_size)
-            waiting += [file for name in named for file in files_of(root, name)]
-    texts = [f"{path.relative_to(root).as_posix()} {found[path]}" for path in sorted(found)]
+    digests, queue = {}, [Path(root, program)]
+    while queue:
+        path = queue.pop()
+        if path not in digests:
+            digests[path], imports = read_source(path, path.stat().st_mtime_ns, path.stat().st_size)
+            queue += [file for name in imports for file in files_of_module(root, name)]
+    texts = [f"{path.relative_to(root).as_posix()} {digests[path]}" for path in sorted(digests)]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
@@ -92,7 +92,7 @@ def read_source(path, *stamp):
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as e:
         raise UserError(f"{path} cannot be read as Python ({' '.join(str(e).split())})") from None
-    named = {name.decode() for name in IN_QUOTES.findall(text)}
+    imports = {name.decode() for name in QUOTED_MODULE.findall(text)}
     for node in statements(tree):
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -100,31 +100,31 @@ def read_source(path, *stamp):
                     del node.body[0]
             case ast.AnnAssign(value=ast.Call(func=ast.Name(id="flag")) as call):  # what --help says of it
                 call.args = call.args[:1]
-                call.keywords = [each for each in call.keywords if each.arg not in ("help", "section")]
+                call.keywords = [word for word in call.keywords if word.arg not in ("help", "section")]
             case ast.Import():
-                named |= {alias.name for alias in node.names}
+                imports |= {alias.name for alias in node.names}
             case ast.ImportFrom(module=str(module)):
-                named |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(named)
+                imports |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), frozenset(imports)
 
 
 def statements(tree):
     """All statements in a syntax tree, and itself: a tenth of what ast.walk() gives."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
+    stack = [tree]
+    while stack:
+        node = stack.pop()
         yield node
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inside = getattr(node, block, ())
-            waiting += inside if isinstance(inside, list) else ()
+            children = getattr(node, block, ())
+            stack += children if isinstance(children, list) else ()
 
 
 @functools.cache
-def files_of(root, name):
+def files_of_module(root, name):
     """The files of the module of a name and of the packages that it is in, of those that are in a folder."""
     parts = name.split(".")
     if not (Path(root, parts[0]).is_dir() or Path(root, f"{parts[0]}.py").is_file()):
         return []
-    places = [Path(root, *parts[:end]) for end in range(1, len(parts) + 1)]
-    return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")
+    paths = [Path(root, *parts[:end]) for end in range(1, len(parts) + 1)]
+    return [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py")
             if file.is_file()]

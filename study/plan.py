@@ -19,8 +19,8 @@ from nanoheads.extensions import EXTENSIONS
 from nanoheads.optim import OPTIMIZERS, PEAK_RATES
 from nanoheads.tasks import first_learned_step
 from study import stats
-from study.config import FIXED, variants_of
-from study.digest import surroundings
+from study.config import FIXED_KEYS, variants_of
+from study.digest import dependencies
 from study.models import Models
 from study.records import PLAIN, Pair, Result, Run
 from study.scores import scores_in
@@ -116,7 +116,7 @@ class Planner:
                       for key in each.keys.__dataclass_fields__}
             keep = ("max_iters",) if task else ("max_iters", "dataset")
             train = not_default({key: value for key, value in training.items()
-                                 if key not in FIXED and key not in unused}, self.defaults, keep)
+                                 if key not in FIXED_KEYS and key not in unused}, self.defaults, keep)
             flags = not_default(model.config.flags(), model.config.defaults())
             amount = dict(rows=ROWS_OF_TASK) if task else dict(tokens=self.config.test_tokens)
             self.specs[model, split] = dict(
@@ -125,13 +125,13 @@ class Planner:
         return self.specs[model, split]
 
     def surroundings_of(self, model):
-        """surroundings() of a Model's runs, read once for all that read the same."""
+        """dependencies() of a Model's runs, read once for all that read the same."""
         c = model.training
         files = [getattr(c, key) for each in EXTENSIONS for key in each.files]
         key = (model.text, c.own_mechanism, c.teacher, c.labels, *files, model.config.block_size)
         if key not in self.surroundings:
             try:
-                self.surroundings[key] = surroundings(c, model.config, self.config.first.get(c.teacher))
+                self.surroundings[key] = dependencies(c, model.config, self.config.first.get(c.teacher))
             except UserError as e:
                 raise type(e)(f"{model.name}: {e}") from None
         return self.surroundings[key]

@@ -1,9 +1,9 @@
 """
-The queue of a study: the runs that are missing, so many at once, each a process of its own, so that one that
-crashes takes nothing with it.
+The queue of a study: it trains the runs that are missing, several at once, each in a process of its own, so
+that a crash of one leaves the others alone.
 
-What stops the study, be it Ctrl-C, SIGTERM, a closed terminal or an error, has the running ones save before
-it ends. The same command goes on from there.
+Whatever stops the study, be it Ctrl-C, SIGTERM, a closed terminal or an error, the running ones save first.
+The same command goes on from there.
 """
 
 import json
@@ -25,15 +25,15 @@ from nanoheads.config import TrainConfig
 from study import trial
 from study.records import Result
 
-TICK = 0.05      # seconds between two looks at the processes
-LOOK = 0.5       # and at the logs and locks of their runs
-PATIENCE = 60    # seconds that a run has to save, once it is asked to stop
+POLL_SECONDS = 0.05  # between two looks at the processes
+LOG_SECONDS = 0.5    # between two looks at the logs and locks of their runs
+SAVE_SECONDS = 60    # that a run has to save, once it is asked to stop
 
 
-# ---- places ----
+# ---- slots ----
 
-class Places(NamedTuple):
-    """Room for runs on this machine: so many at once, on these GPUs, so many a GPU, with so many threads."""
+class Slots(NamedTuple):
+    """Room for runs on this machine: how many at once, on which GPUs, how many a GPU, threads of each."""
     count: int
     gpus: list
     per_gpu: int
@@ -45,11 +45,11 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def threads_each(count):
-    """Threads for each of so many runs at once: the cores shared out, OMP_NUM_THREADS at most."""
-    most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    shared = cores() // count
-    return max(1, min(shared, int(most)) if most.isdigit() else shared)
+def threads_per_run(count):
+    """Threads for each of `count` runs at once: its share of the cores, OMP_NUM_THREADS at most."""
+    max_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    share = cores() // count
+    return max(1, min(share, int(max_threads)) if max_threads.isdigit() else share)
 
 
 def gpus_of(device):
@@ -63,8 +63,8 @@ def gpus_of(device):
     return gpus if device.index is None else [gpus[device.index]]
 
 
-def places(jobs=0, device="auto", jobs_per_gpu=1):
-    """The Places of this machine; jobs: at most so many runs at once, 0: one a CPU core, or jobs_per_gpu a
+def find_slots(jobs=0, device="auto", jobs_per_gpu=1):
+    """The Slots of this machine; jobs: at most so many runs at once, 0: one a CPU core, or jobs_per_gpu a
     GPU. Without jobs_per_gpu more jobs than GPUs share them too. UserError: no such device.
     """
     device = pick_device(device)
@@ -72,60 +72,60 @@ def places(jobs=0, device="auto", jobs_per_gpu=1):
     if jobs_per_gpu > 1 and not gpus:
         raise UserError(f"jobs_per_gpu={jobs_per_gpu} means nothing on device={device}, which has no CUDA "
                         "GPU; jobs says how many run at once")
-    room = len(gpus) * jobs_per_gpu or (cores() if device == "cpu" else 1)
-    count = min(jobs, room) if jobs and jobs_per_gpu > 1 else jobs or room
-    return Places(count, gpus, -(-count // len(gpus)) if gpus else 1, threads_each(count))
+    max_count = len(gpus) * jobs_per_gpu or (cores() if device == "cpu" else 1)
+    count = min(jobs, max_count) if jobs and jobs_per_gpu > 1 else jobs or max_count
+    return Slots(count, gpus, -(-count // len(gpus)) if gpus else 1, threads_per_run(count))
 
 
 # ---- the queue ----
 
 def execute(runs, jobs=0, device="auto", jobs_per_gpu=1, what="runs"):
-    """Train these Runs where they have no Result yet: {name: Result or Failure} of each.
+    """Train these Runs where they have no Result yet, and return {name: Result or Failure} of all.
 
-    One that fails does not stop the others; one that failed before is tried again. What another study trains
-    at the moment is waited for, others first. KeyboardInterrupt, also for SIGTERM and a closed terminal: the
-    running ones were asked to save, and have ended.
+    A run that fails does not stop the others, and one that failed before is tried again. A run that another
+    study trains at the moment is waited for while others are trained. KeyboardInterrupt, also for SIGTERM and
+    a closed terminal: the running ones were asked to save, and have ended.
     """
-    here, every = places(jobs, device, jobs_per_gpu), {run.name: run for run in runs}
-    outcomes = {name: trial.outcome(run) for name, run in every.items()}
-    outcomes = {name: each for name, each in outcomes.items() if isinstance(each, Result)}
-    waiting = [run for name, run in every.items() if name not in outcomes]
-    running, looked = {}, 0.0  # {process: (its Run, its GPU)}
-    progress = Progress(what, waiting, len(every))
+    slots, run_of = find_slots(jobs, device, jobs_per_gpu), {run.name: run for run in runs}
+    outcomes = {name: trial.outcome(run) for name, run in run_of.items()}
+    outcomes = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Result)}
+    waiting = [run for name, run in run_of.items() if name not in outcomes]
+    running, last_fill = {}, 0.0  # {process: (its Run, its GPU)}
+    progress = Progress(what, waiting, len(run_of))
     with progress.bar, signals_raise():
         try:
             while waiting or running:
-                ended = [process for process in running if process.poll() is not None]
-                for process in ended:
+                ended_processes = [process for process in running if process.poll() is not None]
+                for process in ended_processes:
                     run, _ = running.pop(process)
                     outcomes[run.name] = outcome_of(run, process)
-                if ended or time.monotonic() - looked > LOOK:
-                    fill(here, waiting, running, outcomes)
+                if ended_processes or time.monotonic() - last_fill > LOG_SECONDS:
+                    fill_slots(slots, waiting, running, outcomes)
                     progress.show(waiting, [run for run, _ in running.values()])
-                    looked = time.monotonic()
-                time.sleep(TICK if waiting or running else 0)
+                    last_fill = time.monotonic()
+                time.sleep(POLL_SECONDS if waiting or running else 0)
         finally:
             stop(running)
     return outcomes
 
 
-def fill(here, waiting, running, outcomes):
-    """Start runs that wait while there is room, but for those that another study trains at the moment."""
+def fill_slots(slots, waiting, running, outcomes):
+    """Start waiting runs while there is room, except those that another study trains at the moment."""
     for run in [*waiting]:
-        if len(running) == here.count:
+        if len(running) == slots.count:
             break
         if is_trained_elsewhere(run):
             continue
         waiting.remove(run)
-        if isinstance(found := trial.outcome(run), Result):  # another study has trained it meanwhile
-            outcomes[run.name] = found
+        if isinstance(result := trial.outcome(run), Result):  # another study has trained it meanwhile
+            outcomes[run.name] = result
             continue
-        taken = [gpu for _, gpu in running.values()]
-        gpu = min(here.gpus, key=taken.count, default=None)
+        busy_gpus = [gpu for _, gpu in running.values()]
+        gpu = min(slots.gpus, key=busy_gpus.count, default=None)
         try:
-            running[start(run, here, gpu)] = run, gpu
+            running[start(run, slots, gpu)] = run, gpu
         except OSError as e:  # no process to be had: what runs already must not be lost with it
-            outcomes[run.name] = failed(run, f"could not be started: {e.strerror or e}")
+            outcomes[run.name] = record_failure(run, f"could not be started: {e.strerror or e}")
 
 
 def is_trained_elsewhere(run):
@@ -133,20 +133,20 @@ def is_trained_elsewhere(run):
     try:
         with open(trial.folder_of(run) / "lock", "rb") as file:
             return not files.lock(file, wait=False)
-    except OSError:  # nobody ever held it
+    except OSError:  # there is no lock: no process ever trained it
         return False
 
 
-def start(run, here, gpu):
-    """The process of a Run, on a GPU where there is one. OSError: there can be none."""
-    folder = trial.make(run)
+def start(run, slots, gpu):
+    """Start a Run, on a GPU where there is one, and return its process. OSError: it cannot be started."""
+    folder = trial.make_folder(run)
     (folder / "failed.json").unlink(missing_ok=True)
     if (folder / "result.json").is_file():  # else it would not be started
         tqdm.write(printable(f"{folder / 'result.json'} is damaged, or the result of another run: it is "
                              "trained anew"), file=sys.stderr)
-    env = {**os.environ, "OMP_NUM_THREADS": str(here.threads)}
+    env = {**os.environ, "OMP_NUM_THREADS": str(slots.threads)}
     if gpu is not None:
-        env.update({"CUDA_VISIBLE_DEVICES": gpu, trial.RUNS_ON_GPU: str(here.per_gpu)})
+        env.update({"CUDA_VISIBLE_DEVICES": gpu, trial.RUNS_PER_GPU: str(slots.per_gpu)})
     # a session of its own, so that Ctrl-C reaches this program alone, which then asks each run to save. And a
     # pipe that this program holds: when it is killed, the run finds the pipe closed, and saves too
     with open(folder / "trial.log", "ab") as log:
@@ -162,7 +162,7 @@ def command_of(run):
 
 
 def stop(processes):
-    """Ask processes to save, and wait for them. One that takes longer than PATIENCE is killed."""
+    """Ask processes to save, and wait for them. One that takes longer than SAVE_SECONDS is killed."""
     for process in processes:  # in one way alone: who is asked twice ends at once
         if sys.platform == "win32":  # where a signal would end it at once
             process.stdin.close()
@@ -170,7 +170,7 @@ def stop(processes):
             process.terminate()
     for process in processes:
         try:
-            process.wait(PATIENCE)
+            process.wait(SAVE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
         process.stdin.close()
@@ -185,14 +185,14 @@ def signals_raise():
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
         numbers = []
-    before = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler)
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -201,17 +201,17 @@ def signals_raise():
 def outcome_of(run, process):
     """The Result or the Failure of a Run whose process has ended."""
     process.stdin.close()
-    found = trial.outcome(run)
-    if isinstance(found, Result):
-        return found
+    outcome = trial.outcome(run)
+    if isinstance(outcome, Result):
+        return outcome
     if process.returncode < 0:
         hint = ": out of memory?" if process.returncode == -signal.SIGKILL else ""
-        return failed(run, f"killed by {signal.Signals(-process.returncode).name}{hint}")
-    return failed(run, found.why if found else last_line(trial.folder_of(run) / "trial.log"))
+        return record_failure(run, f"killed by {signal.Signals(-process.returncode).name}{hint}")
+    return record_failure(run, outcome.why if outcome else last_line(trial.folder_of(run) / "trial.log"))
 
 
-def failed(run, why):
-    """The Failure of a Run, which is kept in its folder and printed."""
+def record_failure(run, why):
+    """Print why a Run failed, keep it in the run's folder, and return the Failure."""
     folder = trial.folder_of(run)
     tqdm.write(printable(f"{run.variant}, seed {run.seed}, failed: {why} ({folder / 'trial.log'})"),
                file=sys.stderr)
@@ -219,12 +219,12 @@ def failed(run, why):
 
 
 def last_line(path):
-    """The last line of a log, for a run that left no other word."""
+    """The last line of a log, for a run that left no other reason."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it left no message")
 
 
-# ---- how far it is ----
+# ---- progress ----
 
 def steps_of(run):
     """The optimizer steps of a Run."""
@@ -257,29 +257,32 @@ def time_in_words(seconds):
 
 
 class Progress:
-    """How far a queue is, on a bar: runs done, time left, mean loss, tokens/s together. Without a terminal a
-    line a minute. The time left follows from the share of all optimizer steps that is made.
+    """The progress of a queue, on a bar: runs done, time left, mean loss, total tokens/s. Without a terminal
+    it prints a line a minute. The time left follows from the share of all optimizer steps that is done.
     """
-    printed = None  # when the last line was printed, of whichever queue
+    last_print = None  # when the last line was printed, of any queue
 
     def __init__(self, what, todo, total):
-        self.what, self.total, self.began = what, total, time.monotonic()
-        Progress.printed = Progress.printed or self.began
+        self.what, self.total, self.started = what, total, time.monotonic()
+        Progress.last_print = Progress.last_print or self.started
         self.steps = {run.name: steps_of(run) for run in todo}
-        self.at = {}  # the steps that a run had behind it when it was first seen: it may have gone on
+        self.first_steps = {}  # {run: its step when it was first seen}: it may go on from an earlier start
         self.bar = tqdm(total=total, initial=total - len(todo), desc=what, dynamic_ncols=True,
                         bar_format="{desc}: {percentage:3.0f}% |{bar}| {n:.1f} of {total} runs, "
                                    "{elapsed}{postfix}", disable=not sys.stderr.isatty())
 
     def show(self, waiting, running):
-        """Show it. waiting, running: the Runs that have not ended."""
+        """Show the progress. waiting, running: the Runs that have not ended."""
         rows = {run.name: row for run in running if (row := last_row(run))}
         for name, (step, *_) in rows.items():
-            self.at.setdefault(name, step)
-        left = sum(self.steps[run.name] for run in waiting)
-        left += sum(max(0, self.steps[run.name] - rows.get(run.name, (0,))[0]) for run in running)
-        made = sum(self.steps.values()) - left - sum(self.at.values())
-        words = [f"{time_in_words((time.monotonic() - self.began) * left / made)} left"] if made > 0 else []
+            self.first_steps.setdefault(name, step)
+        steps_left = sum(self.steps[run.name] for run in waiting)
+        steps_left += sum(max(0, self.steps[run.name] - rows.get(run.name, (0,))[0]) for run in running)
+        steps_done = sum(self.steps.values()) - steps_left - sum(self.first_steps.values())
+        words = []
+        if steps_done > 0:
+            seconds = (time.monotonic() - self.started) * steps_left / steps_done
+            words.append(f"{time_in_words(seconds)} left")
         if rows:
             words += [f"loss {sum(row[1] for row in rows.values()) / len(rows):.3f}",
                       f"{sum(row[2] for row in rows.values()):,.0f} tok/s"]
@@ -289,7 +292,7 @@ class Progress:
                                                  for name, row in rows.items()))
         self.bar.set_postfix_str(", ".join(words), refresh=False)
         self.bar.refresh()
-        if self.bar.disable and time.monotonic() - Progress.printed > 60:
-            Progress.printed = time.monotonic()
+        if self.bar.disable and time.monotonic() - Progress.last_print > 60:
+            Progress.last_print = time.monotonic()
             print(f"{self.what}: {ended} of {plural(self.total, 'run')} done, "
                   f"{len(waiting) + len(running)} to do, {', '.join(words)}", flush=True)

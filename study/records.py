@@ -1,5 +1,5 @@
 """
-What passes from one step of a study to the next, and the results file that holds it. Nothing here
+The records that one step of a study passes to the next, and the results file that holds them. Nothing here
 changes once it is made.
 
     Variant, Run -> Result or Failure -> Study -> scores.py -> Comparison
@@ -110,8 +110,8 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class AtCost:
-    """What is left of a difference to a plain GPT trained for `ratio` times its own cost; None: not known."""
+class DifferenceAtCost:
+    """A variant's difference to a plain GPT trained for `ratio` times its own cost; None: not known."""
     ratio: float
     mean: float | None = None
     low: float | None = None
@@ -160,12 +160,12 @@ class Comparison:
     failed: int = 0
     withheld: str = ""
     worth: Worth | None = None
-    equal_flops: AtCost | None = None
-    equal_time: AtCost | None = None
+    equal_flops: DifferenceAtCost | None = None
+    equal_time: DifferenceAtCost | None = None
 
 
 @dataclass(frozen=True)
-class Beyond:
+class TargetTest:
     """Whether a variant's mean lies beyond a target: below it, or above it where higher is better.
 
     low, high: the two-sided interval of the mean. p: one-sided; p_corrected: by Holm over the variants.
@@ -184,7 +184,7 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Study:
-    """What was asked, what ran, and what it gave: all that a report says follows from it.
+    """The settings of a study, its runs and their results: all that a report says follows from it.
 
     measure: a key of verdicts.MEASURES. results, failures: {name of a run: Result or Failure}. rates:
     {variant: {flag: rate}} where they were tuned; untuned: the same of what each variant adds, where they
@@ -233,49 +233,47 @@ class Study:
 
 def write(path, study, comparisons):
     """Write a results file, whole or not at all. UserError: the disk refuses."""
-    found = dict(version=VERSION, study=asdict(study), comparisons=[asdict(each) for each in comparisons])
-    data = gzip.compress(json.dumps(json_safe(found)).encode(), mtime=0)
+    document = dict(version=VERSION, study=asdict(study), comparisons=[asdict(c) for c in comparisons])
+    data = gzip.compress(json.dumps(json_safe(document)).encode(), mtime=0)
     write_atomic(path, lambda file: file.write(data))
 
 
 def read(path):
-    """(Study, its comparisons as the file has them, as dicts) of a results file. UserError says what is
-    wrong.
-    """
+    """(Study, its comparisons as dicts) of a results file. UserError: it cannot be read, or is damaged."""
     try:
         data = Path(path).read_bytes()
-        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'it is damaged'}") from None
     except (ValueError, EOFError, zlib.error):
         raise UserError(f"{path} is no results file, or it is damaged") from None
-    if not isinstance(found, dict) or found.get("version") != VERSION:
+    if not isinstance(document, dict) or document.get("version") != VERSION:
         raise UserError(f"{path} is no results file of this version; files from before it are read at commit "
                         "86da9e9")
     try:
-        return study_of(found["study"]), found["comparisons"]
+        return study_of(document["study"]), document["comparisons"]
     except (LookupError, TypeError, AttributeError, ValueError) as e:
         raise UserError(f"{path} is damaged: {type(e).__name__}, {e}") from None
 
 
-def study_of(found):
-    """The Study of its JSON. LookupError, TypeError, AttributeError or ValueError: it is not one."""
-    found = {**found, "texts": tuple(found["texts"]), "notes": tuple(found.get("notes", ()))}
-    found["variants"] = tuple(Variant(**{**each, "time": each["time"] and tuple(each["time"])})
-                              for each in found["variants"])
-    found["pairs"] = tuple(Pair(**{**each, "texts": tuple(each["texts"])}) for each in found["pairs"])
-    found["runs"] = tuple(Run(**each) for each in found["runs"])
-    found["results"] = {name: Result(**each) for name, each in found["results"].items()}
-    found["failures"] = {name: Failure(**each) for name, each in found["failures"].items()}
-    return Study(**found)
+def study_of(fields):
+    """The Study of a dict from JSON. LookupError, TypeError, AttributeError or ValueError: it is not one."""
+    fields = {**fields, "texts": tuple(fields["texts"]), "notes": tuple(fields.get("notes", ()))}
+    fields["variants"] = tuple(Variant(**{**row, "time": row["time"] and tuple(row["time"])})
+                               for row in fields["variants"])
+    fields["pairs"] = tuple(Pair(**{**row, "texts": tuple(row["texts"])}) for row in fields["pairs"])
+    fields["runs"] = tuple(Run(**row) for row in fields["runs"])
+    fields["results"] = {name: Result(**row) for name, row in fields["results"].items()}
+    fields["failures"] = {name: Failure(**row) for name, row in fields["failures"].items()}
+    return Study(**fields)
 
 
-def close(a, b):
+def are_close(a, b):
     """Whether two values from JSON are the same, numbers up to rounding."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(are_close(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(close, a, b))
+        return len(a) == len(b) and all(map(are_close, a, b))
     if isinstance(a, float) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
     return a == b

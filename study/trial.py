@@ -10,7 +10,7 @@ printed (trial.log, where queue.py started it) and in the end result.json, or fa
 spec.json is all that the run's numbers depend on, and the folder is called after its hash:
 
     {"model": {flags}, "train": {flags}, "score": {"split", "tokens": 0 for all, or of a task "rows"},
-     "device", and "data", "own", "code", "torch" of digest.surroundings()}
+     "device", and "data", "own", "code", "torch" of digest.dependencies()}
 
 A run whose code, data or PyTorch are not those of its spec is refused, so that a result.json is the result of
 just that. A folder of an older version has another name and another file in it, so that no run is ever
@@ -39,12 +39,12 @@ from nanoheads.files import only_writer
 from nanoheads.log import read_json, read_rows
 from nanoheads.scoring import score_windows
 from nanoheads.start import new_model_config
-from study.digest import surroundings
+from study.digest import dependencies
 from study.records import Failure, Result, hash_of
 
 TRIALS = Path("out/trials")
 WITH_PARENT = "--stop_with_parent"  # an option: standard input is a pipe that the study holds open
-RUNS_ON_GPU = "NANOHEADS_RUNS_ON_GPU"  # environment variable: how many runs share the GPU
+RUNS_PER_GPU = "NANOHEADS_RUNS_ON_GPU"  # environment variable: how many runs share the GPU
 CONTEXT = 0.75 * 2**30  # bytes of a GPU that a process takes beside what it allocates, about
 
 
@@ -55,7 +55,7 @@ def folder_of(run):
     return TRIALS / run.name
 
 
-def make(run):
+def make_folder(run):
     """The folder of a Run, with its spec.json. UserError: the disk refuses."""
     folder = folder_of(run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,27 +76,26 @@ def outcome(run):
 
 def result_in(folder):
     """The Result that a folder holds; None: there is none, or it is damaged, or it is that of another run."""
-    found = read_json(folder / "result.json") or {}
-    if found.get("check") == check_of(folder, found.get("result")):
-        return Result(**found["result"])
+    saved = read_json(folder / "result.json") or {}
+    if saved.get("check") == check_of(folder, saved.get("result")):
+        return Result(**saved["result"])
 
 
 def failure_in(folder):
     """The Failure that a folder holds, or None."""
-    found = read_json(folder / "failed.json") or {}
-    return Failure(found["why"]) if isinstance(found.get("why"), str) else None
+    saved = read_json(folder / "failed.json") or {}
+    return Failure(saved["why"]) if isinstance(saved.get("why"), str) else None
 
 
 def write_result(folder, result):
     """Write result.json, whole or not at all. UserError: the disk refuses."""
-    found = json_safe(asdict(result))
-    write_json(folder / "result.json", dict(result=found, check=check_of(folder, found)))
+    fields = json_safe(asdict(result))
+    write_json(folder / "result.json", dict(result=fields, check=check_of(folder, fields)))
     (folder / "failed.json").unlink(missing_ok=True)
 
 
 def check_of(folder, result):
-    """What result.json holds to know by whether it is what was written for this folder, of whichever suffix.
-    """
+    """The hash in result.json that shows that it was written for this folder, whatever suffix it has now."""
     return hash_of([folder.resolve().stem, result])
 
 
@@ -110,7 +109,7 @@ def write_failure(folder, why):
 # ---- the run ----
 
 def run(folder, spec, train):
-    """Train, or go on, and score: the Result. train: the function of train.py.
+    """Train or go on, score, and return the Result. train: the function of train.py.
 
     UserError: the model looks ahead or mixes rows, the data changed meanwhile, or a number is not finite.
     """
@@ -121,16 +120,16 @@ def run(folder, spec, train):
         (folder / "best.pt").unlink(missing_ok=True)  # without a ckpt.pt nothing goes on from it
         if not causality.untried(model_config):  # else train() asks by itself
             refuse_look_ahead(model_config, config, data, device)
-    last = train(model_config, config)
+    last_row = train(model_config, config)
 
     state = checkpoint.read(folder)
     check_unchanged(folder, spec)
     if not config.task and dataset.digests_of(state["meta"]) != data.digests:  # changed, and back again
         raise Changed("the data")
     model = checkpoint.build(state, folder, device)
-    tried = causality.refuse(model, config, "after training", step=max(0, state["step"] - 1))
+    leak_check = causality.refuse(model, config, "after training", step=max(0, state["step"] - 1))
     result = (score_on_task if config.task else score_on_text)(model, data, spec["score"])
-    return replace(result, curve=curve_of(folder, config), seconds=last["elapsed_s"], leaks=tried)
+    return replace(result, curve=curve_of(folder, config), seconds=last_row["elapsed_s"], leaks=leak_check)
 
 
 def config_of(spec, folder):
@@ -139,25 +138,25 @@ def config_of(spec, folder):
 
 
 def refuse_look_ahead(model_config, config, data, device):
-    """UserError where the new model looks ahead or mixes rows, with every weight moved off its start."""
+    """UserError where the new model, with every weight moved off its start, looks ahead or mixes rows."""
     model = GPT(new_model_config(model_config, config, data)).to(device)
     causality.refuse(causality.grown(model), config, "before training", step=0)
 
 
-def score_on_text(model, data, what):
+def score_on_text(model, data, score_spec):
     """The Result of a model on a text, in bits per byte; what: the spec's score."""
-    _, scored = score_windows(model, data, **what)
-    return Result(scored["bpb"], scored["nats"], scored["bytes"])
+    _, figures = score_windows(model, data, **score_spec)
+    return Result(figures["bpb"], figures["nats"], figures["bytes"])
 
 
-def score_on_task(model, data, what):
+def score_on_task(model, data, score_spec):
     """The Result of a model on a task: the share of answers that are right, the mean over levels."""
-    levels = tasks.score_levels(model, data, **what)
-    nats = sum(each[0] for each in levels.values())
+    levels = tasks.score_levels(model, data, **score_spec)
+    nats = sum(counts[0] for counts in levels.values())
     if not math.isfinite(nats):
         raise UserError(f"the trained model gives {nats} nats on {data.dir}: its training diverged")
     return Result(tasks.summary(levels)["right"], nats,
-                  levels={str(level): [*each] for level, each in levels.items()})
+                  levels={str(level): [*counts] for level, counts in levels.items()})
 
 
 def curve_of(folder, config):
@@ -167,7 +166,7 @@ def curve_of(folder, config):
                 scores=[row["val_acc" if config.task else "val_bpb"] for row in rows])
 
 
-# ---- what it was planned with ----
+# ---- checks that nothing changed since the plan ----
 
 class Changed(UserError):
     """Something that a run depends on is not what it was when the run was planned."""
@@ -195,14 +194,15 @@ def add_mechanisms(spec, paths):
 
 
 def check_unchanged(folder, spec):
-    """Changed where code, data, what else is read, or PyTorch are not what this run was planned with."""
-    now = surroundings(TrainConfig(**spec["train"]), GPTConfig(**spec["model"]))
+    """Raise Changed where code, data, other files or PyTorch are not those of the run's plan."""
+    current = dependencies(TrainConfig(**spec["train"]), GPTConfig(**spec["model"]))
     for key, words in dict(code="the code", data="the data", own="what it reads", torch="PyTorch").items():
-        there, here = spec.get(key), now[key]
-        if there != here and isinstance(there, dict):
-            which = [each for each in sorted({*there, *here}) if there.get(each) != here.get(each)]
-            raise Changed(f"{words} ({', '.join(which)})")
-        if there != here:
+        planned, present = spec.get(key), current[key]
+        if planned != present and isinstance(planned, dict):
+            changed = [name for name in sorted({*planned, *present})
+                       if planned.get(name) != present.get(name)]
+            raise Changed(f"{words} ({', '.join(changed)})")
+        if planned != present:
             raise Changed(words)
     if hash_of(spec) != folder.resolve().name:
         raise Changed("the spec.json of this folder")
@@ -217,8 +217,8 @@ def main(argv, train):
     which calls this.
     """
     folder, options = Path(*argv[:1]), argv[1:]
-    files = [each.partition("=")[2] for each in options if each.startswith("--mechanism=")]
-    others = [each for each in options if each != WITH_PARENT and not each.startswith("--mechanism=")]
+    files = [option.partition("=")[2] for option in options if option.startswith("--mechanism=")]
+    others = [option for option in options if option != WITH_PARENT and not option.startswith("--mechanism=")]
     if others or not argv or not (folder / "spec.json").is_file():
         sys.exit("trial: give one folder that holds a spec.json; compare.py makes them")
     if WITH_PARENT in options:
@@ -232,7 +232,7 @@ def main(argv, train):
         except KeyboardInterrupt:
             sys.exit("trial: interrupted before the first step, or while it was scored")
         except Exception as e:
-            problem = explain(e, what_to_lower())
+            problem = explain(e, memory_advice())
             words = " ".join((problem or f"{type(e).__name__}: {e}").split())
             write_failure(folder, words[:300])
             if problem is None:  # a bug, whose traceback is wanted in trial.log
@@ -267,17 +267,17 @@ def stop_with_parent():
 
 # ---- a GPU that several runs share ----
 
-def runs_on_gpu():
+def runs_per_gpu():
     """How many runs share the GPU of this process."""
-    return int(os.environ.get(RUNS_ON_GPU) or 1)
+    return int(os.environ.get(RUNS_PER_GPU) or 1)
 
 
 def limit_memory():
-    """Let this process allocate its part of a GPU that it shares. UserError: that is nothing.
+    """Let this process allocate its part of a GPU that it shares. UserError: its part is nothing.
 
-    Its part is what is there without what each process holds anyway, and 5 % are left to whatever else.
+    Its part is an equal share of 95 % of the memory, less what each process holds in any case.
     """
-    n = runs_on_gpu()
+    n = runs_per_gpu()
     if n == 1:
         return
     total = torch.cuda.get_device_properties(0).total_memory
@@ -288,7 +288,7 @@ def limit_memory():
     torch.cuda.set_per_process_memory_fraction(part / total)
 
 
-def what_to_lower():
-    """What takes less memory, in words."""
-    n = runs_on_gpu()
+def memory_advice():
+    """Which keys to lower for less memory, in words."""
+    n = runs_per_gpu()
     return (f"lower jobs_per_gpu, or jobs, of which {n} share this GPU; or " if n > 1 else "") + LESS

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from study import stats  # noqa: E402
 from study.records import PLAIN, Pair, Result, Run, Study, Variant  # noqa: E402
-from study.verdicts import MEASURES, seems_better, verdicts  # noqa: E402
+from study.verdicts import MEASURES, seems_better, comparisons_of  # noqa: E402
 
 # how the scores of a study may be: keywords of scores_of()
 WORLDS = {
@@ -55,7 +55,7 @@ def judge(scores, pairs=None, margin=0.01):
     runs = [(Run("judge", name, "text", seed, dict(variant=name, seed=seed)), float(score))
             for name, of in scores.items() for seed, score in enumerate(of)]
     pairs = pairs or [(name, PLAIN) for name in scores if name != PLAIN]
-    return verdicts(Study(
+    return comparisons_of(Study(
         "simulated", "bits/byte", tuple(Variant(name, "variant") for name in scores),
         tuple(Pair(*pair, ("text",), "parameters" * (pair[1] != PLAIN)) for pair in pairs), ("text",),
         tuple(run for run, _ in runs), {run.name: Result(score) for run, score in runs}, margin=margin))

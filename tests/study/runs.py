@@ -12,7 +12,7 @@ from nanoheads import files
 from nanoheads.config import TrainConfig
 from nanoheads.log import read_rows
 from study import trial
-from study.digest import surroundings
+from study.digest import dependencies
 from study.records import Run
 
 TINY_MODEL = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, recipe="modern")
@@ -24,7 +24,7 @@ def run_of(data, seed=1, flags={}, variant="plain", **training):
     model = {**TINY_MODEL, **flags, "seed": seed}
     training = dict(dataset=str(data), **{**TINY_TRAINING, **training})
     spec = dict(model=model, train=training, score=dict(split="test", tokens=0), device="cpu",
-                **surroundings(TrainConfig(**training), GPTConfig(**model)))
+                **dependencies(TrainConfig(**training), GPTConfig(**model)))
     return Run("judge", variant, str(data), seed, spec)
 
 

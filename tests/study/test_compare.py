@@ -130,7 +130,7 @@ def test_a_report_of_what_is_done_says_what_failed(inside, capsys):
     words = ["tiny_study.py", "--seeds=[1,2,8]", "--plain_seeds=3", "--out_dir=out/failed"]
     (config,), _ = configurator.build_configs(configurator.parse_command((StudyConfig,), words))
     run = next(run for run in Planner(config).plan({}).runs if (run.variant, run.seed) == ("bad", 8))
-    trial.write_failure(trial.make(run), "the loss is not finite")
+    trial.write_failure(trial.make_folder(run), "the loss is not finite")
     compare.main(["report", *words])
     assert "the loss is not finite" in capsys.readouterr().out
     shutil.rmtree(trial.folder_of(run))

@@ -44,5 +44,5 @@ def test_the_time_of_a_step_is_over_the_plain_gpts():
 
 
 def test_a_probe_gives_the_seconds_of_a_run():
-    seconds = costs.seconds_of_run(model_of(), "cpu", 1, train, scored=1000, val_tokens=2000)
-    assert costs.SECONDS_BESIDE < seconds < costs.SECONDS_BESIDE + 10
+    seconds = costs.seconds_of_run(model_of(), "cpu", 1, train, scored_tokens=1000, val_tokens=2000)
+    assert costs.OVERHEAD_SECONDS < seconds < costs.OVERHEAD_SECONDS + 10

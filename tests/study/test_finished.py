@@ -17,7 +17,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def done(run, score):
     """A Run that has ended with this score."""
-    trial.write_result(trial.make(run), Result(score))
+    trial.write_result(trial.make_folder(run), Result(score))
     return run
 
 
@@ -25,20 +25,20 @@ def test_a_run_of_other_code_is_found_by_flags_data_and_seed(bytes_data):
     run = run_of(bytes_data)
     own = {"mechanism a.py": "1", "teacher": "2"}
     run = changed(run, own=own, train={**run.spec["train"], "own_mechanism": "a.py"})
-    assert finished.of_other_code([run]) == {}
+    assert finished.results_of_other_code([run]) == {}
     done(changed(run, code="x", torch="0.1"), 1.0)
-    assert finished.of_other_code([run]) == {run.name: Result(1.0)}
+    assert finished.results_of_other_code([run]) == {run.name: Result(1.0)}
     other_text = changed(run, own={**own, "mechanism a.py": "3"},
                          train={**run.spec["train"], "own_mechanism": "b/a.py"})
     path = trial.folder_of(done(other_text, 2.0)) / "result.json"
-    assert finished.of_other_code([run]) == {run.name: Result(2.0)}  # the newest
+    assert finished.results_of_other_code([run]) == {run.name: Result(2.0)}  # the newest
     for others in (dict(own={**own, "teacher": "4"}), dict(data={"train": "x"}), dict(device="cuda"),
                    dict(model={**run.spec["model"], "seed": 2})):
         done(changed(run, code="x", **others), 3.0)
     done(run, 4.0)  # its own result is none of other code
-    assert finished.of_other_code([run]) == {run.name: Result(2.0)}
+    assert finished.results_of_other_code([run]) == {run.name: Result(2.0)}
     path.write_text("{}")
-    assert finished.of_other_code([run]) == {run.name: Result(1.0)}
+    assert finished.results_of_other_code([run]) == {run.name: Result(1.0)}
 
 
 def test_what_is_no_run_is_passed_over(bytes_data):
@@ -48,7 +48,7 @@ def test_what_is_no_run_is_passed_over(bytes_data):
         folder.mkdir(parents=True)
         (folder / "result.json").write_text("{}")
         (folder / "spec.json").write_text(text)
-    assert finished.of_other_code([run]) == {}
+    assert finished.results_of_other_code([run]) == {}
 
 
 def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):
@@ -59,9 +59,10 @@ def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):
     finished.set_aside(runs)  # the study was stopped and started again: what is trained anew stays
     assert trial.outcome(runs[0]) == Result(1.0)
     done(runs[1], 2.25), done(runs[2], 3.0)
-    assert finished.agreement(runs) == ("Trained anew: 1 of 2 scores is the one that was there, to the last "
-                                        "digit; the others differ by up to 0.2500.")
-    assert finished.agreement(runs) == "Nothing was there before to compare these scores with."
+    assert finished.agreement_in_words(runs) == (
+        "Trained anew: 1 of 2 scores is the one that was there, to the last digit; the others differ by up "
+        "to 0.2500.")
+    assert finished.agreement_in_words(runs) == "Nothing was there before to compare these scores with."
     assert [trial.outcome(run).score for run in runs] == [1.0, 2.25, 3.0]
 
 
@@ -70,4 +71,4 @@ def test_runs_left_out_are_of_the_variant_whose_seeds_they_have(bytes_data):
     judged = [plain, records.Run("judge", "again", again.text, 1, again.spec)]
     for seed in (1, 2, 3, 101, 104):
         done(run_of(bytes_data, seed), 1.0)
-    assert finished.left_out(judged) == {"plain": [2, 3], "again": [4]}
+    assert finished.seeds_left_out(judged) == {"plain": [2, 3], "again": [4]}

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
-from study.verdicts import beyond_target, verdicts
+from study.verdicts import compare_with_target, comparisons_of
 
 ON_FILE = json.loads((ROOT / "tests/golden.json").read_text())["studies"]
 OF_CORRECTION = ("p_corrected", "p_same", "verdict", "more_seeds")
@@ -96,7 +96,7 @@ def differing(now, row, but=()):
 
 @pytest.mark.parametrize("found", ON_FILE, ids=name_of)
 def test_every_figure_follows_from_the_scores_as_it_did(found):
-    now = verdicts(study_of(found))
+    now = comparisons_of(study_of(found))
     # where interactions stood in the family of Holm's correction, corrected figures need those too
     but = OF_CORRECTION if found.get("corrected_beside") else ()
     assert len(now) == len(found["comparisons"]) > 0
@@ -106,7 +106,7 @@ def test_every_figure_follows_from_the_scores_as_it_did(found):
 
 @pytest.mark.parametrize("found", [found for found in ON_FILE if "targets" in found], ids=name_of)
 def test_every_mean_is_beside_its_target_as_it_was(found):
-    now = {each.variant: each for each in beyond_target(study_of(found))}
+    now = {each.variant: each for each in compare_with_target(study_of(found))}
     for row in found["targets"]:
         each = now[row["variant"]]
         assert all(same(getattr(each, key), row[key])
@@ -119,6 +119,6 @@ def test_another_margin_changes_verdicts():
     of_text = [found for found in ON_FILE if found["measure"] == "bits/byte"]
     changed = 0
     for found in of_text:
-        now = verdicts(replace(study_of(found), margin=1.1 * found["margin"]))
+        now = comparisons_of(replace(study_of(found), margin=1.1 * found["margin"]))
         changed += sum(bool(differing(*each)) for each in zip(now, found["comparisons"]))
     assert changed > 5

@@ -21,7 +21,7 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from study.config import StudyConfig, variants_of
-from study.digest import digest_of_code, whatever_code
+from study.digest import digest_of_code, hash_without_code
 from study.plan import Planner, ended
 from study.records import PLAIN, Failure, Pair, Result
 
@@ -418,8 +418,8 @@ def test_what_a_run_is_whatever_code_made_it(texts):
     one, other = Planner(study(mechanisms=["xsa"], seeds=[1, 2], budgets=[])).plan({}).runs[:2]
     again = {**one.spec, "code": "f" * 64, "torch": "1.0", "own": {"mechanism mine.py": "e" * 64}}
     again["train"] = {**again["train"], "own_mechanism": "mine.py"}
-    assert whatever_code(again) == whatever_code(one.spec) != whatever_code(other.spec)
-    assert whatever_code({**again, "own": {"teacher": "e" * 64}}) != whatever_code(one.spec)
+    assert hash_without_code(again) == hash_without_code(one.spec) != hash_without_code(other.spec)
+    assert hash_without_code({**again, "own": {"teacher": "e" * 64}}) != hash_without_code(one.spec)
 
 
 # ---- the studies on file ----

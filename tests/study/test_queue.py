@@ -177,7 +177,7 @@ def test_cores_and_gpus_are_shared_out(jobs, device, each, expected, monkeypatch
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(8)})
-    assert queue.places(jobs, device, each) == expected
+    assert queue.find_slots(jobs, device, each) == expected
 
 
 @pytest.mark.parametrize("visible, device, names", [
@@ -186,13 +186,13 @@ def test_cores_and_gpus_are_shared_out(jobs, device, each, expected, monkeypatch
 def test_gpus_have_the_names_that_the_environment_gives_them(visible, device, names, monkeypatch):
     gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert queue.places(0, device).gpus == names
+    assert queue.find_slots(0, device).gpus == names
 
 
 def test_gpus_that_are_not_there_cannot_be_shared(monkeypatch):
     gpus(monkeypatch, 0)
     with pytest.raises(UserError, match="^jobs_per_gpu=2 means nothing on device=cpu, which has no CUDA GPU"):
-        queue.places(0, "cpu", 2)
+        queue.find_slots(0, "cpu", 2)
 
 
 @pytest.mark.parametrize("asked, threads", [("1", [1, 1]), ("3,2", [3, 2]), ("64", [8, 2]), ("", [8, 2]),
@@ -200,7 +200,7 @@ def test_gpus_that_are_not_there_cannot_be_shared(monkeypatch):
 def test_a_run_has_no_more_threads_than_were_asked_for(asked, threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(8)})
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert [queue.places(jobs, "cpu").threads for jobs in (1, 3)] == threads
+    assert [queue.find_slots(jobs, "cpu").threads for jobs in (1, 3)] == threads
 
 
 class Pretended:
@@ -216,12 +216,12 @@ def test_the_next_run_gets_the_gpu_with_the_fewest(bytes_data, monkeypatch):
     gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setattr(subprocess, "Popen", Pretended)
-    here, waiting, running = queue.places(4, "cuda"), [run_of(bytes_data, seed) for seed in range(6)], {}
-    queue.fill(here, waiting, running, {})
+    here, waiting, running = queue.find_slots(4, "cuda"), [run_of(bytes_data, seed) for seed in range(6)], {}
+    queue.fill_slots(here, waiting, running, {})
     assert [each.env["CUDA_VISIBLE_DEVICES"] for each in running] == ["4", "6", "4", "6"]
-    assert {each.env[trial.RUNS_ON_GPU] for each in running} == {"2"} and len(waiting) == 2
+    assert {each.env[trial.RUNS_PER_GPU] for each in running} == {"2"} and len(waiting) == 2
     del running[Pretended.every[1]]
-    queue.fill(here, waiting, running, {})
+    queue.fill_slots(here, waiting, running, {})
     assert Pretended.every[-1].env["CUDA_VISIBLE_DEVICES"] == "6" and len(waiting) == 1
 
 
@@ -247,7 +247,7 @@ def clock(monkeypatch):
     """The time in seconds, as a list of one number that may be changed."""
     now = [1000.0]
     monkeypatch.setattr(queue.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(queue.Progress, "printed", None)
+    monkeypatch.setattr(queue.Progress, "last_print", None)
     return now
 
 

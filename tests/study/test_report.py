@@ -11,7 +11,7 @@ from helpers import ROOT
 from study import docs_tables, notices, pictures, records, report, tables, words
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
 from study.scores import from_csv
-from study.verdicts import beyond_target, verdicts
+from study.verdicts import compare_with_target, comparisons_of
 
 SEEDS = range(1, 9)
 NOISE = [0.001 * each for each in (0, 3, -2, 1, -3, 2, -1, 0)]  # over seeds, the same for all
@@ -72,10 +72,10 @@ def unfinished(study):
 
 def everything(study):
     """{where: text} of all that is shown of a study."""
-    found, beyond = verdicts(study), beyond_target(study)
+    found, beyond = comparisons_of(study), compare_with_target(study)
     return {"terminal": " ".join(report.in_text(study, found, beyond).split()),
             "markdown": " ".join(unescaped(report.in_markdown(study, found, beyond)).split()),
-            "program": json.dumps(report.for_a_program(study, found, beyond), ensure_ascii=False),
+            "program": json.dumps(report.json_report(study, found, beyond), ensure_ascii=False),
             "page": " ".join(Page(report.page(study, found, beyond)).text.replace("−", "-").split())}
 
 
@@ -122,7 +122,7 @@ def test_verdicts_are_said(study, said):
     found = everything(study)
     for text in said:
         assert text in found["terminal"].replace("-0.", "−0."), text
-    words_of = {"better", "worse", "same", "undecided"} & {c.verdict for c in verdicts(study)}
+    words_of = {"better", "worse", "same", "undecided"} & {c.verdict for c in comparisons_of(study)}
     for where, text in found.items():
         assert all(word in text for word in words_of), where
 
@@ -138,9 +138,9 @@ def test_what_did_nothing_is_identical():
 def test_each_text_is_judged_alone_too():
     mixed = study_of({PLAIN: {"prose": 2.0, "code": 3.0}, "good": {"prose": 1.9, "code": 3.1}},
                      ("prose", "code"))
-    (pooled,) = verdicts(mixed)
+    (pooled,) = comparisons_of(mixed)
     assert pooled.verdict not in ("better", "worse")
-    found = report.for_a_program(mixed, verdicts(mixed))["on_each_text"]
+    found = report.json_report(mixed, comparisons_of(mixed))["on_each_text"]
     assert {text: rows[0]["verdict"] for text, rows in found.items()} == {"prose": "better", "code": "worse"}
     head, rows, _ = tables.alone_table(mixed)
     assert (head, rows) == (("variant", "on prose alone", "on code alone"), [("good", "better", "worse")])
@@ -148,7 +148,7 @@ def test_each_text_is_judged_alone_too():
 
 def test_the_plain_gpt_has_an_interval_on_each_text():
     uneven = failed(TWO, PLAIN, 4)  # of the last text alone
-    head, (plain, _), _ = tables.texts_table(uneven, verdicts(uneven))
+    head, (plain, _), _ = tables.texts_table(uneven, comparisons_of(uneven))
     prose, code = plain[head.index("on prose")], plain[head.index("on code")]
     assert prose.startswith("its mean ±") and code.startswith("its mean ±") and prose != code
 
@@ -162,19 +162,19 @@ def test_better_is_not_better_at_any_cost():
     plain, good = dear.variants
     good = replace(good, flops=4.5e9, time=(1.9, 1.8, 1.95), params=1500)
     study = replace(more, variants=(plain, good, *variants), pairs=dear.pairs)
-    (c,) = verdicts(study)
+    (c,) = comparisons_of(study)
     assert c.verdict == "better" and c.equal_flops.low > 0 and c.equal_time.low > 0
-    assert words.not_shown_at(study, [c], c) == ["FLOPs", "time"]
+    assert words.limits_at_equal(study, [c], c) == ["FLOPs", "time"]
     for where, text in everything(study).items():
         assert "but not at equal FLOPs or time" in text, where
-    found = report.for_a_program(study, [c])["comparisons"][0]
+    found = report.json_report(study, [c])["comparisons"][0]
     assert found["but_not_at"] == ["FLOPs", "time"]
     assert found["worth"]["mean"] == pytest.approx(c.worth.mean)
 
 
 def at(cost, low, high):
     """What is left of a difference at an equal cost."""
-    return records.AtCost(cost, (low + high) / 2, low, high, 0.01)
+    return records.DifferenceAtCost(cost, (low + high) / 2, low, high, 0.01)
 
 
 @pytest.mark.parametrize("params, wider, flops, time, lost", [
@@ -182,18 +182,18 @@ def at(cost, low, high):
     (1500, ("better", -0.1), at(1.5, -0.2, -0.1), at(1.5, -0.2, -0.1), []),
     (1500, ("undecided", -0.1), at(1.5, -0.2, 0.1), at(1.5, -0.2, -0.1), ["FLOPs", "parameters"]),
     (1500, ("worse", 0.2), at(1.5, -0.2, -0.1), at(1.5, 0.1, 0.2), ["parameters", "time"]),
-    (1500, None, at(1.5, -0.2, -0.1), records.AtCost(3.0), []),  # not measured is not lost
+    (1500, None, at(1.5, -0.2, -0.1), records.DifferenceAtCost(3.0), []),  # not measured is not lost
 ])
 def test_where_better_is_shown_too(params, wider, flops, time, lost):
     study = study_of({PLAIN: 2.0, "good": 1.9})
     plain, good = study.variants
     study = replace(study, variants=(plain, replace(good, params=params)))
-    (c,) = verdicts(study)
+    (c,) = comparisons_of(study)
     c = replace(c, equal_flops=flops, equal_time=time)
     found = [c]
     if wider:
         found.append(replace(c, baseline="plain, MLP 9", equal="parameters", verdict=wider[0], high=wider[1]))
-    assert sorted(words.not_shown_at(study, found, c)) == lost
+    assert sorted(words.limits_at_equal(study, found, c)) == lost
 
 
 # ---- what stands beside them ----
@@ -203,21 +203,21 @@ def test_failed_runs_withhold_a_verdict_and_are_named():
     for where, text in everything(study).items():
         assert "not called better, since 2 runs failed" in text, where
         assert "Failed: good, seed 8: loss is not a finite number" in text, where
-    row = report.for_a_program(study, verdicts(study))["comparisons"][0]
+    row = report.json_report(study, comparisons_of(study))["comparisons"][0]
     assert (row["variant"], row["verdict"], row["failed"]) == ("good", "undecided", 2)
     assert row["withheld"] == "better"
-    assert next(c for c in verdicts(failed(ONE, "bad")) if c.variant == "bad").verdict == "worse"
+    assert next(c for c in comparisons_of(failed(ONE, "bad")) if c.variant == "bad").verdict == "worse"
 
 
 def test_an_unfinished_study_says_so_and_gives_a_program_no_verdict():
     study = unfinished(ONE)
     for text in everything(study).values():
         assert "UNFINISHED, 31 of 32 runs" in text
-    found = report.for_a_program(study, verdicts(study))
+    found = report.json_report(study, comparisons_of(study))
     assert not found["finished"] and (found["planned"], found["done"]) == (32, 31)
     assert {row["verdict"] for row in found["comparisons"]} == {"unfinished"}
     assert found["comparisons"][0]["interim_verdict"] == "better"
-    assert "interim: better" in report.in_text(study, verdicts(study))
+    assert "interim: better" in report.in_text(study, comparisons_of(study))
     assert found["follow_up"] is None
 
 
@@ -265,16 +265,16 @@ def test_leaks_that_were_looked_for_are_named():
 
 
 def test_a_new_study_is_proposed_with_fresh_seeds():
-    following = notices.next_study(OPEN, verdicts(OPEN))
+    following = notices.next_study(OPEN, comparisons_of(OPEN))
     assert following["variants"] == ["open"] and following["seeds"] > 8
     assert following["command"].startswith("python compare.py --mechanisms=good,bad,even,open")
     seeds = re.search(r"--seeds=([\d,]+)", following["command"])[1].split(",")
     assert len(seeds) == following["seeds"] and min(map(int, seeds)) == 9
     assert following["command"].count("--seeds=") == 1
-    assert notices.next_study(ONE, verdicts(ONE)) is None
+    assert notices.next_study(ONE, comparisons_of(ONE)) is None
     more = replace(OPEN, left_out={"open": [9, 10]})
-    assert "--seeds=11," in notices.next_study(more, verdicts(more))["command"]
-    assert notices.next_study(replace(OPEN, command="make it"), verdicts(OPEN))["command"] is None
+    assert "--seeds=11," in notices.next_study(more, comparisons_of(more))["command"]
+    assert notices.next_study(replace(OPEN, command="make it"), comparisons_of(OPEN))["command"] is None
 
 
 def test_every_key_in_which_a_variant_differs_is_shown():
@@ -310,14 +310,14 @@ def test_screening_and_rates_that_were_tried_are_shown():
 # ---- tasks, and scores of another program ----
 
 def test_tasks_say_how_many_learn_them_and_from_which_step():
-    found = report.for_a_program(TASKS, verdicts(TASKS))
+    found = report.json_report(TASKS, comparisons_of(TASKS))
     row = next(row for row in found["comparisons"] if (row["variant"], row["task"]) == ("good", "copy"))
     assert (row["learned"], row["learned_plain"], row["step"], row["step_plain"]) == (8, 0, 10, None)
     assert row["acc"] == pytest.approx(0.95) and row["acc_plain"] == pytest.approx(0.4)
     text = everything(TASKS)
     for where in ("terminal", "page", "program"):
         assert "runs that learn it: 8 of 8 from step 10 on, of plain GPT 0 of 8" in text[where], where
-    assert tables.tasks_table(TASKS, verdicts(TASKS)).rows[-1] == ("guessing", "0.25", "0.50")
+    assert tables.tasks_table(TASKS, comparisons_of(TASKS)).rows[-1] == ("guessing", "0.25", "0.50")
 
 
 def test_a_run_that_ends_early_stays_at_its_last_score():
@@ -332,7 +332,7 @@ def test_scores_of_another_program_keep_its_names(tmp_path):
         assert "mine against base: better by 0.0300" in text[where] and "plain GPT" not in text[where], where
         assert "Better and dearer: mine" in text[where] and "2.00 times base's tokens" in text[where]
         assert "Shown to be below the target of 3.26: mine, 1 of 2" in text[where]
-    found = report.for_a_program(study, verdicts(study), beyond_target(study))
+    found = report.json_report(study, comparisons_of(study), compare_with_target(study))
     assert (found["baseline"], found["target"], set(found["scores"])) == ("base", 3.26, {"base", "mine"})
     assert [(row["variant"], row["verdict"]) for row in found["targets"]] == [("base", "not shown"),
                                                                             ("mine", "below")]
@@ -349,7 +349,8 @@ def test_what_another_program_leaves_undecided_has_seeds_and_no_command(tmp_path
     """Its seeds are names, and compare.py cannot train them."""
     near = ["near,1,3.279,1e9,1", "near,2,3.2805,1e9,1", "near,3,3.278,1e9,1"]
     study = replace(csv_study(tmp_path, near, margin=0.001), command="python compare.py scores scores.csv")
-    text, found = everything(study)["terminal"], report.for_a_program(study, verdicts(study))["follow_up"]
+    text = everything(study)["terminal"]
+    found = report.json_report(study, comparisons_of(study))["follow_up"]
     assert found["undecided"][0].keys() == {"variant", "baseline", "seeds"}
     assert (found["undecided"][0]["variant"], found["undecided"][0]["baseline"]) == ("near", "base")
     assert found["command"] is None and found["words"].split()[0] in text
@@ -358,8 +359,8 @@ def test_what_another_program_leaves_undecided_has_seeds_and_no_command(tmp_path
 # ---- one figure, one place ----
 
 def test_figures_are_the_same_everywhere():
-    found = {c.variant: c for c in verdicts(ONE)}
-    rows = {row["variant"]: row for row in report.for_a_program(ONE, verdicts(ONE))["comparisons"]}
+    found = {c.variant: c for c in comparisons_of(ONE)}
+    rows = {row["variant"]: row for row in report.json_report(ONE, comparisons_of(ONE))["comparisons"]}
     text = everything(ONE)
     for name, c in found.items():
         assert (rows[name]["mean"], rows[name]["p_corrected"]) == (c.mean, c.p_corrected)
@@ -369,7 +370,7 @@ def test_figures_are_the_same_everywhere():
 
 @pytest.mark.parametrize("study", [ONE, TWO, TASKS, failed(ONE, "good"), unfinished(TWO)])
 def test_a_report_survives_the_results_file(study, tmp_path):
-    records.write(tmp_path / "results.json.gz", study, verdicts(study))
+    records.write(tmp_path / "results.json.gz", study, comparisons_of(study))
     again, _ = records.read(tmp_path / "results.json.gz")
     assert everything(again) == everything(study)
 
@@ -383,7 +384,7 @@ def test_markdown_tables_can_be_read_again():
 
 
 def test_a_program_finds_the_fields_that_the_docs_name():
-    found = report.for_a_program(OPEN, verdicts(OPEN))
+    found = report.json_report(OPEN, comparisons_of(OPEN))
     text = (ROOT / "docs/compare.md").read_text()
     example = text[text.index('{"finished"'):]
     example = example[:example.index("```")]
@@ -402,7 +403,7 @@ NASTY = "</td><script>alert(1)</script> <img src=http://evil.example/x.png> {{ 1
 
 @pytest.mark.parametrize("study", [ONE, TWO, TASKS, OPEN, failed(TASKS, "good"), unfinished(ONE)])
 def test_the_page_is_whole_and_loads_nothing(study, tmp_path):
-    paths = report.write(study, verdicts(study), tmp_path / "out")
+    paths = report.write(study, comparisons_of(study), tmp_path / "out")
     assert {path.name for path in paths} == {"report.html", "report.md", "forest.svg", "forest.png"}
     text = (tmp_path / "out/report.html").read_text()
     page = Page(text)
@@ -418,8 +419,8 @@ def test_the_page_is_whole_and_loads_nothing(study, tmp_path):
 
 
 def test_only_tables_scroll_sideways():
-    page = Page(report.page(TWO, verdicts(TWO)))
-    inside = re.findall(r"<div class=\"scroll\"[^>]*><table>", report.page(TWO, verdicts(TWO)))
+    page = Page(report.page(TWO, comparisons_of(TWO)))
+    inside = re.findall(r"<div class=\"scroll\"[^>]*><table>", report.page(TWO, comparisons_of(TWO)))
     assert len(inside) == sum(tag == "table" for tag, _ in page.tags) > 3
     assert "pre-wrap" in page.styles and "max-width: 100%" in page.styles
 
@@ -427,18 +428,18 @@ def test_only_tables_scroll_sideways():
 def test_what_names_hold_is_text():
     study = study_of({PLAIN: 2.0, NASTY: 1.9}, question=NASTY, notes=(NASTY,), command=NASTY)
     study = failed(study, NASTY, why=NASTY)
-    page = Page(report.page(study, verdicts(study)))
+    page = Page(report.page(study, comparisons_of(study)))
     assert not [tag for tag, _ in page.tags if tag in ("script", "img")]
     assert "alert(1)" in page.text and "\x1b" not in page.text
-    assert "\x1b" not in report.in_text(study, verdicts(study))
-    assert "<script>" not in report.in_markdown(study, verdicts(study))
+    assert "\x1b" not in report.in_text(study, comparisons_of(study))
+    assert "<script>" not in report.in_markdown(study, comparisons_of(study))
 
 
 # ---- several files, and the docs ----
 
 def test_one_table_of_several_studies():
     larger = study_of({PLAIN: 1.8, "good": 1.75})
-    head, rows, _ = tables.across_table({size: (study, verdicts(study)) for size, study in
+    head, rows, _ = tables.sizes_table({size: (study, comparisons_of(study)) for size, study in
                                          (("0.1M", ONE), ("1M", larger))})
     assert head[:3] == ("variant", "size", "verdict")
     assert [row[:3] for row in rows] == [
@@ -451,7 +452,7 @@ def test_tables_of_the_docs_come_from_results(tmp_path):
     (tmp_path / "docs").mkdir()
     drawn = {"docs/one.png": ["one.json.gz"], "docs/two.png": ["one.json.gz", "two.json.gz"]}
     for name, study in (("one", ONE), ("two", TWO), ("tasks", TASKS)):
-        records.write(tmp_path / f"results/{name}.json.gz", study, verdicts(study))
+        records.write(tmp_path / f"results/{name}.json.gz", study, comparisons_of(study))
     marks = ["short one.json.gz good", "verdicts one.json.gz", "ladder one.json.gz two.json.gz",
              "each_text two.json.gz", "learned tasks.json.gz", "counted one.json.gz"]
     page = "# A page\n" + "".join(f"<!-- table: {mark} -->\nold\n<!-- end -->\n\n" for mark in marks)
@@ -466,5 +467,5 @@ def test_tables_of_the_docs_come_from_results(tmp_path):
 
 
 def test_json_of_a_comparison_has_every_field_of_it():
-    row = report.for_a_program(ONE, verdicts(ONE))["comparisons"][0]
-    assert {*asdict(verdicts(ONE)[0])} - {"seeds"} <= {*row}
+    row = report.json_report(ONE, comparisons_of(ONE))["comparisons"][0]
+    assert {*asdict(comparisons_of(ONE)[0])} - {"seeds"} <= {*row}

@@ -8,7 +8,7 @@ from scipy.stats import permutation_test, ttest_1samp, ttest_ind
 
 from study import stats
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
-from study.verdicts import beyond_target, on_each_text, verdicts
+from study.verdicts import compare_with_target, comparisons_by_text, comparisons_of
 
 SIZES = [(2, 2), (3, 16), (5, 5), (8, 32), (15, 15), (2, 40)]
 
@@ -70,7 +70,7 @@ def test_without_a_spread_there_is_no_test(own, baseline):
 def test_a_mean_beyond_a_target_is_a_one_sided_t_test():
     (own,) = scores(5, 7)
     for above, side in ((False, "less"), (True, "greater")):
-        assert stats.p_beyond(own, 2.0, above) == pytest.approx(
+        assert stats.p_beyond_target(own, 2.0, above) == pytest.approx(
             ttest_1samp(own, 2.0, alternative=side).pvalue)
 
 
@@ -156,7 +156,7 @@ def study_of(by_variant, **keys):
 
 def test_the_words_of_verdicts():
     clear, close = np.linspace(-0.004, 0.004, 8), np.linspace(-0.001, 0.001, 8)
-    found = {c.variant: c for c in verdicts(study_of({
+    found = {c.variant: c for c in comparisons_of(study_of({
         PLAIN: 2 + close, "better": 1.9 + clear, "worse": 2.1 + clear, "same": 2.0001 + close[::-1],
         "identical": 2 + close, "undecided": [1.9, 2.1]}))}
     assert {name: c.verdict for name, c in found.items()} == {name: name for name in found}
@@ -166,11 +166,11 @@ def test_the_words_of_verdicts():
 def test_a_failed_run_withholds_the_verdict_that_it_might_change():
     rows = {PLAIN: [2.0, 2.001, 2.002, 1.999], "gains": [1.9, 1.901, 1.902, None],
             "loses": [2.1, 2.101, 2.099, None]}
-    found = {c.variant: c for c in verdicts(study_of(rows))}
+    found = {c.variant: c for c in comparisons_of(study_of(rows))}
     assert (found["gains"].verdict, found["gains"].withheld) == ("undecided", "better")
     assert (found["loses"].verdict, found["loses"].withheld) == ("worse", "")
     rows[PLAIN].append(None)
-    found = {c.variant: c for c in verdicts(study_of(rows))}
+    found = {c.variant: c for c in comparisons_of(study_of(rows))}
     assert found["loses"].withheld == "worse"
 
 
@@ -179,7 +179,7 @@ def test_texts_are_pooled_and_each_judged_alone():
     of_text = {"a": 0.0, "b": 1.0}
     study = study_of({name: {text: mean + at + 0.005 * rng.standard_normal(8) for text, at in of_text.items()}
                       for name, mean in ((PLAIN, 2.0), ("mine", 1.99))})
-    (pooled,), alone = verdicts(study), on_each_text(study)
+    (pooled,), alone = comparisons_of(study), comparisons_by_text(study)
     assert pooled.texts == ("a", "b") and [*alone] == ["a", "b"]
     assert pooled.mean == pytest.approx(np.mean([rows[0].mean for rows in alone.values()]))
 
@@ -187,7 +187,7 @@ def test_texts_are_pooled_and_each_judged_alone():
 def test_right_answers_are_judged_by_permutation_and_never_identical():
     study = study_of({PLAIN: [0.1] * 10, "learns": [1.0] * 8, "guesses": [0.1] * 8}, margin=0.05)
     study = Study(**{**study.__dict__, "measure": "right answers"})
-    found = {c.variant: c.verdict for c in verdicts(study)}
+    found = {c.variant: c.verdict for c in comparisons_of(study)}
     assert found == {"learns": "better", "guesses": "same"}
 
 
@@ -196,7 +196,8 @@ def test_targets_are_corrected_together():
     rows = {name: 3.27 + shift + 0.002 * rng.standard_normal(6)
             for name, shift in ((PLAIN, 0.02), ("near", 0.009), ("below", -0.01))}
     study = study_of({**rows, "failed": [*rows["below"], None]}, target=3.28)
-    found = {each.variant: each for each in beyond_target(Study(**{**study.__dict__, "measure": "score"}))}
+    study = Study(**{**study.__dict__, "measure": "score"})
+    found = {each.variant: each for each in compare_with_target(study)}
     p = {name: ttest_1samp(own, 3.28, alternative="less").pvalue
          for name, own in {**rows, "failed": rows["below"]}.items()}
     held = dict(zip(p, slow_holm([*p.values()], len(p))))
@@ -211,7 +212,7 @@ def wrong_in(rng, differences, n, m, margin):
     for i, (difference, spread) in enumerate(zip(differences, spreads[1:])):
         rows[f"v{i}"] = 2 + difference + spread * rng.standard_normal(n)
     true = {f"v{i}": difference for i, difference in enumerate(differences)}
-    for c in verdicts(study_of(rows, margin=margin)):
+    for c in comparisons_of(study_of(rows, margin=margin)):
         difference = true[c.variant]
         if c.verdict == "better" and difference >= 0 or c.verdict == "worse" and difference <= 0:
             return True

@@ -18,7 +18,7 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.log import read_rows
 from study import trial
-from study.digest import surroundings
+from study.digest import dependencies
 from study.records import Failure, Result, Run
 
 LEAKS = ROOT / "tests" / "leaks.py"
@@ -53,7 +53,7 @@ def finished(trained):
 
 def perform(run, *options):
     """Train a Run in this process; its outcome."""
-    trial.main([str(trial.make(run)), *options], train.train)
+    trial.main([str(trial.make_folder(run)), *options], train.train)
     return trial.outcome(run)
 
 
@@ -92,7 +92,7 @@ def test_a_run_on_a_task_has_the_share_of_right_answers():
     del training["device"]
     model = {**TINY_MODEL, "block_size": 12, "vocab_size": None, "seed": 1}
     spec = dict(model=model, train=training, score=dict(split="test", rows=8), device="cpu",
-                **surroundings(TrainConfig(**training), GPTConfig(**model)))
+                **dependencies(TrainConfig(**training), GPTConfig(**model)))
     run = Run("judge", "plain", "recall", 1, spec)
     result = perform(run)
     assert result.levels.keys() == {"1", "3"} and result.bytes is None
@@ -117,7 +117,7 @@ def uninterrupted(long_run, tmp_path_factory):
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("uninterrupted"))
     try:
-        trial.make(long_run)
+        trial.make_folder(long_run)
         assert by_hand(long_run).wait(300) == 0
         return trial.outcome(long_run), read_rows(trial.folder_of(long_run) / "log.jsonl")
     finally:
@@ -127,7 +127,7 @@ def uninterrupted(long_run, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before its first save", "between two saves", "after its last step"])
 def test_killed_at_any_instant_it_ends_in_the_same_digits(when, long_run, uninterrupted):
-    folder = trial.make(long_run)
+    folder = trial.make_folder(long_run)
     job = by_hand(long_run)
     step = {"before its first save": 5, "between two saves": 130, "after its last step": 240}[when]
     assert wait_until(lambda: last_step(folder) >= step)
@@ -165,7 +165,7 @@ def test_a_result_that_was_copied_from_another_run_is_not_believed(finished, byt
 
 def test_a_full_disk_is_one_line_and_no_result(bytes_data, monkeypatch):
     run = run_of(bytes_data)
-    folder = trial.make(run)
+    folder = trial.make_folder(run)
 
     def full(number):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -206,7 +206,7 @@ def test_data_that_changes_while_a_run_is_trained_gives_no_score(tmp_path):
         last = train.train(model_config, config)
         prepare(**{**splits, "test": text[:2000]})
         return last
-    folder = trial.make(run)
+    folder = trial.make_folder(run)
     with pytest.raises(SystemExit, match=r"^trial: the data \(meta, test\) changed after this run was p"):
         trial.main([str(folder)], and_meanwhile)
     assert isinstance(trial.outcome(run), Failure)
@@ -226,7 +226,7 @@ def test_other_code_or_libraries_than_planned_are_refused(key, value, words, byt
 
 def test_a_spec_that_was_edited_is_refused(bytes_data):
     run = run_of(bytes_data)
-    path = trial.make(run) / "spec.json"
+    path = trial.make_folder(run) / "spec.json"
     path.write_text(json.dumps({**run.spec, "score": dict(split="val", tokens=0)}))
     with pytest.raises(SystemExit, match="^trial: the spec.json of this folder changed after"):
         trial.main([str(path.parent)], train.train)
@@ -305,11 +305,11 @@ def test_a_run_takes_its_part_of_a_gpu_that_it_shares(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", parts.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=size))
     trial.limit_memory()
-    assert parts == [] and trial.what_to_lower().startswith("lower batch_size")
-    monkeypatch.setenv(trial.RUNS_ON_GPU, "4")
+    assert parts == [] and trial.memory_advice().startswith("lower batch_size")
+    monkeypatch.setenv(trial.RUNS_PER_GPU, "4")
     trial.limit_memory()
     assert parts == [pytest.approx(0.95 / 4 - 0.75 / 80)]
-    assert trial.what_to_lower().startswith("lower jobs_per_gpu, or jobs, of which 4 share this GPU; or low")
+    assert trial.memory_advice().startswith("lower jobs_per_gpu, or jobs, of which 4 share this GPU; or low")
     size = 2 * 2**30
     with pytest.raises(UserError, match="^4 runs on a GPU of 2.0 GiB have no memory: lower jobs_per_gpu$"):
         trial.limit_memory()

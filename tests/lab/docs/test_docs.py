@@ -161,7 +161,7 @@ def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
 
 
 def test_the_table_of_the_front_page_is_the_explained_one_with_fewer_columns():
-    found = docs_tables.judged(ROOT / "results" / "all-tiny.json.gz")
+    found = docs_tables.read_and_judge(ROOT / "results" / "all-tiny.json.gz")
     short, whole = ([line.strip("|").split("|")
                      for line in docs_tables.TABLES[kind](*found, ["diff"]).splitlines()]
                     for kind in ("front", "explained"))
