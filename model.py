@@ -4,19 +4,23 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
 
     x       = mix(x, skips)       # between blocks: before_block (U-Net skips)
     q, k, v = project(x)          # before_projection, after_projection (short convolutions)
-                                  # before_attention (A2C and roles change q, k; constraint heads are added)
+                                  # before_attention (A2C changes q; constraint heads are added)
     y       = attend(q, k, v)     # causal and fused, no T x T matrix is stored; CausalMask says who sees whom
-                                  # score_mod (FoX, ALiBi, a cap), after_kernel (a second attention map),
+                                  # score_mod (roles, FoX, a cap), after_kernel (a second attention map),
                                   # after_attention (ACAG, head norm)
     y       = y * gates           # factors for each head and token, which hooks have put into heads.gates
     x       = x + merge(y)        # the heads side by side, projected out
 
-score_mod returns a function of one score at a time, which the kernel applies to each before the softmax. No
-hook sees the weights of attention, which fused kernels do not store: after_kernel acts on y, right after the
-kernel. A gate is a factor on the heads' outputs, which broadcasts over [B, H, T, D]. Any hook may put one
-into heads.gates, under its mechanism's name: one that depends on no text in before_projection (sentinel,
-agency), one that needs the layer's input alone in before_attention (routing, output gate), and one that needs
-y or statistics of the attention rows in after_attention (ACAG, sink). A gate set by hand is one more.
+score_mod returns a function (score, b, h, t, s) -> score, which the kernel applies to each score before the
+softmax: that of query t for key s in row b and head h. t and s are columns, so t - s is a distance, while a
+position is forward_pass.positions, for a class with needs_positions. No hook sees the weights of attention,
+which fused kernels do not store: after_kernel acts on y, right after the kernel.
+
+A gate is a factor on the heads' outputs, which broadcasts over [B, H, T, D]. Any hook may put one into
+heads.gates, under its mechanism's name, as soon as it knows it: before_projection where it depends on no text
+(sentinel, agency), before_attention where it needs the layer's input alone (routing, output gate), and
+after_attention where it needs y or statistics of the attention rows (ACAG, sink). What is set by hand is one
+more.
 
 A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
 its class: flags (Options), modes, formula, checks. What a class inherits, and what each attribute such as
@@ -172,14 +176,14 @@ def make_norm(config):
 class ForwardPass:
     """What is asked of one forward pass and what is known of its text: the same in all layers.
 
-    Other programs call it a context, which here is a length of text. GPT.make_forward_pass() makes one for
-    the layers that share a mask; what no mechanism needs is None.
+    GPT.make_forward_pass() makes one for the layers that share a mask.
     """
 
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
     cache: Optional["KVCache"] = None
     mask: object = None                       # who sees whom, as for attend(); None: causal
-    positions: Optional[torch.Tensor] = None  # tokens of its text before each token, [T] or [B, T]
+    # these two for mechanisms with needs_positions; None: there is none
+    positions: Optional[torch.Tensor] = None  # of each token in its own text, from 0, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
     begins: Optional[torch.Tensor] = None     # column where its document begins, [B, T]; None: a row is one
@@ -213,7 +217,7 @@ class Heads:
     row_stats: Optional[RowStats] = None      # of the attention rows, where needed
     open: Optional[torch.Tensor] = None       # in evaluation, the heads to compute, bool [B, H]; None: all
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
-    notes: dict = field(default_factory=dict)        # name -> what a mechanism leaves for a later hook of its
+    notes: dict = field(default_factory=dict)        # name -> what one hook leaves for another of its class
     for_later: dict = field(default_factory=dict)    # name -> what later layers find in forward_pass.shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
     predictions: dict = field(default_factory=dict)  # name -> what model_losses() compares with a target
@@ -2017,7 +2021,8 @@ class Window(CausalMask, Mechanism):
 # The mechanisms of a layer, in the order in which they act; those between blocks; those that are masks, of
 # which the first that is on is the model's; and all of them. To delete a mechanism, delete its class and its
 # name here: nothing in Block, GPT and CausalSelfAttention knows it. ConstraintHeads alone needs another
-# class, Sentinel, for its noisy gates. A new class is tried before it is trained, see TRIED in causality.py.
+# class, Sentinel, for its noisy gates. A new class is tried before it is trained, see TRIED in
+# nanoheads/causality.py.
 HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, SSMax, KeyOffset, XSA, HeadNorm,
                    HeadMix, Routing, Sentinel, Agency, ScoreCap, A2C, Roles, Alibi, RelativeBias, FoX,
                    PairedHeads, Diff, DiffV1, OutputGate, ConstraintHeads, ACAG, Sink]

@@ -375,7 +375,7 @@ def naming_advice(state, flags, path):
             return (f"{message}, and {file_copy} is another text (sha256 {file_copy.digest}...): "
                     "name the right file, --mechanism=FILE")
     names = " and ".join(record["file"] for record in missing)
-    return (f"{path} was made with the mechanism in {names}, and what is only read is not run: "
+    return (f"{path} was made with the mechanism in {names}, whose code runs only where it is named: "
             f"{command_with([folder / record['file'] for record in missing])}")
 
 

@@ -116,7 +116,7 @@ def padding(model, plain):
     want = model.hidden(idx[:, 4:])
     got = model.hidden(idx, pad=torch.tensor([4]))[:, 4:]
     if (off := far(got, want)) > 1e-9:
-        return f"after 4 tokens of padding the hidden states are off by {off:.1e}"
+        return f"after 4 tokens of padding the hidden states are off by {off:.1e}{POSITIONS}"
 
 
 @torch.no_grad()
@@ -133,6 +133,8 @@ def documents(model, plain):
         return f"behind another document in its row the hidden states of one are off by {off:.1e}{BEGINS}"
 
 
+POSITIONS = ("; t and s of a score function are columns, padding included: what depends on more than t - s "
+             "reads heads.forward_pass.positions, in a class with needs_positions = True")
 BEGINS = ("; where a row holds several documents, forward_pass.begins [B, T] is the column at which the "
           "document of each token begins, else None, and forward_pass.positions counts from there")
 
@@ -164,14 +166,31 @@ def with_added_heads(flags, recipe):
 
 
 def declared(model, plain):
-    """Whether each tensor that per_head names has rows for the layer's own heads, or for all heads."""
-    for attn in (block.attn for block in model.transformer.h) if model else ():
+    """Whether each tensor that per_head names has rows for the layer's own heads, or for all heads, and then
+    learns in all.
+    """
+    if model is None:
+        return None
+    try:
+        out = model.train()(tokens(1, 2, T), tokens(2, 2, T))
+    except RuntimeError as e:
+        return (f"beside a constraint head it does not run: {' '.join(str(e).split())[:200]}; a gate, and "
+                "all else that acts on the outputs, is of attn.n_total heads")
+    sum(out.aux.values(), out.loss).backward()
+    for attn in (block.attn for block in model.transformer.h):
         for module, name, axis in head_axes(attn):
             t = getattr(module, name, None)
-            if module in attn.mechanisms() and t is not None and axis.parts == 1 and not axis.shared \
-                    and t.size(axis.dim) not in (attn.n_head * axis.size, attn.n_total * axis.size):
-                return (f"{name} of {type(module).__name__} has {t.size(axis.dim)} rows beside a constraint "
-                        "head, and must have attn.n_head, or attn.n_total, which counts constraint heads")
+            if module is attn or t is None or axis.parts > 1 or axis.shared:
+                continue
+            where = f"{name} of {type(module).__name__}"
+            if t.size(axis.dim) not in (attn.n_head * axis.size, attn.n_total * axis.size):
+                return (f"{where} has {t.size(axis.dim)} rows beside a constraint head, and must have "
+                        "attn.n_head, or attn.n_total, which counts constraint heads")
+            if t.size(axis.dim) == attn.n_total * axis.size and t.grad is not None:
+                of_added = t.grad.narrow(axis.dim, attn.n_head * axis.size, attn.n_extra * axis.size)
+                if not of_added.any() and t.grad.any():
+                    return (f"{where} has rows for constraint heads, which learn nothing: it acts on the "
+                            "layer's own heads alone, so that it needs attn.n_head of them")
 
 
 def learns(model, plain):
@@ -374,7 +393,10 @@ def broken(promise, build, plain=None):
     except UserError as e:
         return str(e)
     except Exception as e:  # a mechanism of one's own may raise anything
-        return fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        wrong = fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        if "NoneType" in wrong:
+            wrong += "; positions and n_keys are None unless the class has needs_positions = True"
+        return wrong
 
 
 def at_size(model_config, config):

@@ -183,7 +183,7 @@ def add_mechanisms(spec, paths):
     """
     planned = spec["train"].get("own_mechanism")
     if planned and not paths:
-        raise UserError(f"this run is of a mechanism in {planned}, and what is only read is not run: "
+        raise UserError(f"this run is of a mechanism in {planned}, whose code runs only where it is named: "
                         f"name it, --mechanism={planned}")
     names = [key.removeprefix("mechanism ") for key in spec["own"] if key.startswith("mechanism ")]
     for path in paths if planned else ():

@@ -258,8 +258,8 @@ def test_a_mechanisms_file_runs_only_where_the_command_line_names_it(bytes_data,
     run = run_of(bytes_data, flags=dict(forget=True), variant="forget", own_mechanism=str(file))
     for cls in list(own_mechanism.FILES):
         own_mechanism.remove([cls])
-    assert refused(run) == (f"this run is of a mechanism in {file}, and what is only read is not run: name "
-                            f"it, --mechanism={file}")
+    assert refused(run) == (f"this run is of a mechanism in {file}, whose code runs only where it is named: "
+                            f"name it, --mechanism={file}")
     ran = tmp_path / "ran"
     file.write_text(f"{CODE}\nopen({str(ran)!r}, 'w').close()\n")
     assert refused(run, f"--mechanism={file}").startswith(f"{file}, the mechanism's file, changed after ")

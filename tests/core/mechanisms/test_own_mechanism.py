@@ -89,8 +89,9 @@ def test_the_line_that_asks_for_a_file_ends_in_a_command_that_runs(args, mine, t
         words[0] = str(ROOT / words[0])
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
         line = done.stderr.splitlines()[-1]
-        assert done.returncode == 1 and "mechanism in mine.py, and what is only read is not run: " in line
-        python, *command = shlex.split(line.partition("is not run: ")[2])
+        assert done.returncode == 1
+        assert "mechanism in mine.py, whose code runs only where it is named: " in line
+        python, *command = shlex.split(line.partition("it is named: ")[2])
         assert python == "python" and command[:-1] == words and command[-1].endswith("=a run/mine.py")
         done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -104,7 +105,7 @@ def test_nothing_beside_a_checkpoint_runs_until_it_is_named(args, mine, tmp_path
     for program, words in ((sample, ["--ckpt", run]), (evaluate, ["--ckpt", run / "best.pt", "--split=val"]),
                            (train, ["--resume", f"--out_dir={run}"]), (train, args("new", init_from=run)),
                            (train, ["--eval_only", f"--out_dir={run}"])):
-        assert "what is only read is not run: " in line_of(program, *words) and not ran.exists()
+        assert "whose code runs only where it is named: " in line_of(program, *words) and not ran.exists()
     evaluate.main(["--ckpt", str(run), "--split=val", "--tokens=32", f"--mechanism={run / 'mine.py'}"])
     assert ran.exists()
 
@@ -140,7 +141,7 @@ def test_of_two_files_the_one_that_was_not_named_is_asked_for(args, mine, projec
     run = tmp_path / "run"
     train.main([*args(max_iters=1), f"--mechanism={mine()},{project('gate')}"])
     said = line_of(sample, "--ckpt", run, f"--mechanism={run / 'gate.py'}")
-    assert "was made with the mechanism in mine.py, and what is only read is not run" in said
+    assert "was made with the mechanism in mine.py, whose code runs only where it is named" in said
     anew(sample, "--ckpt", run, "--start=1", "--max_new_tokens=2",
          f"--mechanism={run / 'gate.py'},{run / 'mine.py'}")
 
@@ -234,7 +235,7 @@ def test_a_run_goes_on_with_its_copy_by_its_folder_alone(name, mine, args, tmp_p
     """Also one that was killed before its first save: config.json says which file it takes."""
     anew(train, *args(max_iters=1), f"--mechanism={mine(name=name)}")
     for resumed in range(2):
-        assert f"was made with the mechanism in {name}, and what is only read is not run" in line_of(
+        assert f"was made with the mechanism in {name}, whose code runs only where it is named" in line_of(
             train, "--resume", f"--out_dir={tmp_path / 'run'}")
         anew(train, "--resume", f"--out_dir={tmp_path / 'run'}", "--max_iters=2",
              f"--mechanism={tmp_path / 'run' / name}")

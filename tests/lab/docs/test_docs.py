@@ -157,7 +157,8 @@ def test_a_mistake_is_answered_as_the_page_shows(capsys):
 
 def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
     """Which tests/lab/mechanisms/test_add_a_mechanism.py holds to every promise."""
-    assert re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S) == EXAMPLES[:1]
+    on_readme = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    assert len(on_readme) == 2 and set(on_readme) < set(EXAMPLES)
 
 
 def test_the_table_of_the_front_page_is_the_explained_one_with_fewer_columns():

@@ -475,7 +475,7 @@ def test_an_export_is_read_as_text_and_runs_where_it_is_named(name, mine, tmp_pa
         hf.export(gpt, None, tmp_path / "hf")
         want = gpt(idx).logits
     state = checkpoint.read(str(tmp_path / "hf"))
-    with pytest.raises(UserError, match="what is only read is not run: ") as e:
+    with pytest.raises(UserError, match="whose code runs only where it is named: ") as e:
         checkpoint.build(state, tmp_path / "hf")
     assert str(e.value).endswith(f"own_mechanism.add('{tmp_path / 'hf' / 'own' / name}')")
     own.add(tmp_path / "hf" / "own" / name)
