@@ -255,7 +255,8 @@ def training_problems(model_config, config):
     found_by = [*(extension.problems for extension in EXTENSIONS), constraint_conflicts, skip_conflicts]
     bad = [problem for problems in found_by for problem in problems(model_config, config)]
     if model_config.agency_learned and not config.acts_between_steps:
-        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
+        bad.append("agency_learned predicts from what is measured of the heads between steps, which is work "
+                   "of lab/heads: see docs/heads.md")
     return bad
 
 

@@ -91,6 +91,9 @@ def controller_conflicts(model, config):
         bad.append(f"prune_floor={config.prune_floor} is above n_head={model.n_head}")
     if config.grow_from is not None and not 1 <= config.grow_from <= model.n_head:
         bad.append(f"grow_from={config.grow_from} must be from 1 to n_head={model.n_head}")
+    if config.grow_from is not None and config.grow_from % model.unit:
+        bad.append(f"grow_from={config.grow_from} must be a multiple of {model.unit}, since so many heads go "
+                   "together")
     if config.grow_from is not None and model.head_ids is not None:
         bad.append("grow_from and head_ids both say which heads there are at the start: set one")
     if config.grow_heads and config.grow_from is None and model.head_ids is None and not config.prune_gate:

@@ -145,7 +145,8 @@ def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, what, command):
 @pytest.mark.parametrize("words, said", [
     (["--controller=rules"], "command line: unknown key controller; --help lists the keys"),
     (["--mechanism=agency_learned"],
-     "agency_learned predicts from what is measured of the heads by lab/heads: set controller_log")])
+     "agency_learned predicts from what is measured of the heads between steps, which is work of lab/heads: "
+     "see docs/heads.md")])
 def test_without_the_lab_its_keys_are_unknown(core, words, said):
     assert core("train.py", *SMALL, *words, "--out_dir=out/other", fails=True) == f"train: {said}\n"
     assert "--controller" not in core("train.py", "--help")
