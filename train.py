@@ -40,9 +40,9 @@ from nanoheads.dataset import Dataset
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
 from nanoheads.memory import advising, memory_lines
-from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, load_moments, lr_multiplier,
-                             make_optimizers, note_on_bfloat16, note_on_compile, precision, rates_at, roles,
-                             seed_step)
+from nanoheads.optim import (CUDA_GRAPHS, carry_moments, compiles, keys_of_rates, load_moments,
+                             lr_multiplier, make_optimizers, note_on_bfloat16, note_on_compile, precision,
+                             rates_at, roles, seed_step)
 from nanoheads.ranks import Process, StopSignal, report_once
 from nanoheads.scoring import bits, critic_metrics, score
 from nanoheads.timing import mfu
@@ -194,7 +194,8 @@ def read_values(run, means, stop_asked):
     for name, value in values.items():
         if not math.isfinite(value) and not (run.scaler.is_enabled() and name == "grad_norm"):
             raise UserError(f"{name} is {value} in step {run.step}: stopped before anything of it is saved; "
-                            f"{last_save(run.out_dir)}, with a lower learning rate, or another dtype")
+                            f"{last_save(run.out_dir)}, with a lower "
+                            f"{' or '.join(keys_of_rates(run.config))}, or another dtype")
     return values, stops > 0
 
 
@@ -408,7 +409,7 @@ def save_checkpoint(run, name, resumable=True):
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
-                        f"{last_save(run.out_dir)}, with a lower learning rate")
+                        f"{last_save(run.out_dir)}, with a lower {' or '.join(keys_of_rates(run.config))}")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in checkpoint.PROGRESS})

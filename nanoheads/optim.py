@@ -370,10 +370,14 @@ def rate_of(role, optimizer):
     return cls.rate if role.kind in cls.kinds else role.rate
 
 
+def keys_of_rates(config):
+    """The keys of a run's peak learning rates: the main one and the optimizer's own."""
+    return [key for key in (MAIN_RATE, OPTIMIZERS[config.optimizer].rate) if key]
+
+
 def rates_at(config, step):
-    """{key: learning rate} in the step of this number: the main rate and the optimizer's own."""
-    keys = [key for key in (MAIN_RATE, OPTIMIZERS[config.optimizer].rate) if key]
-    return {key: getattr(config, key) * lr_multiplier(step, config) for key in keys}
+    """{key: learning rate} in the step of this number, of keys_of_rates()."""
+    return {key: getattr(config, key) * lr_multiplier(step, config) for key in keys_of_rates(config)}
 
 
 def lr_multiplier(step, config):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from model import KVCache
 from nanoheads.common import UserError
-from nanoheads.optim import precision
+from nanoheads.optim import keys_of_rates, precision
 from nanoheads.pruning import constant_gate
 from nanoheads.tasks import TaskData
 
@@ -385,7 +385,7 @@ class Measurements:
         try:
             of_heads = measure(model, *self.text, self.autocast)
         except ValueError as e:
-            raise UserError(f"step {run.step}: {e}; use a lower learning rate") from None
+            raise UserError(f"step {run.step}: {e}; lower {' or '.join(keys_of_rates(run.config))}") from None
         factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.gate().detach()
                    for attn in attentions(model)]
         self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past)
