@@ -244,12 +244,12 @@ def run_study(config, name, command):
 
 def write_report(study, out, config):
     """Judge a study, write its results file, print its report and write it, also for a program."""
-    comparisons, beyond = comparisons_of(study), compare_with_target(study)
+    comparisons, target_tests = comparisons_of(study), compare_with_target(study)
     Path(out).mkdir(parents=True, exist_ok=True)
     records.write(out / RESULTS, study, comparisons)
-    report.write_all(study, comparisons, out, beyond)
+    report.write_all(study, comparisons, out, target_tests)
     if config.json:
-        write_json(config.json, report.json_report(study, comparisons, beyond, out))
+        write_json(config.json, report.json_report(study, comparisons, target_tests, out))
         say(config.json)
 
 
@@ -283,7 +283,7 @@ def show_plan(config):
     from study.plan import Planner
     planner = Planner(config)
     outcomes, _ = outcomes_of(config, planner, train_missing=False)
-    plan = planner.foreseen(outcomes)
+    plan = planner.foresee(outcomes)
     device = pick_device(config.device)
     slots = queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
     rows = []
@@ -338,11 +338,11 @@ def report_file(path, config):
     study, on_file = records.read(path)
     out = Path(config.out_dir or Path("out", name_of_words([f"{path.name.split('.')[0]}-report"])))
     with report_damage(path):
-        comparisons, beyond = comparisons_of(study), compare_with_target(study)
+        comparisons, target_tests = comparisons_of(study), compare_with_target(study)
         problems = problems_of(study, on_file)
-        report.write_all(study, comparisons, out, beyond)
+        report.write_all(study, comparisons, out, target_tests)
     if config.json:
-        write_json(config.json, report.json_report(study, comparisons, beyond, out))
+        write_json(config.json, report.json_report(study, comparisons, target_tests, out))
         say(config.json)
     if problems:
         sys.exit(f"compare: {path} is NOT AS COMPUTED: {problems[0]}"

@@ -20,7 +20,7 @@ from study.config import BOOKKEEPING, SIZES, variants_of
 from study.records import PLAIN
 from study.verdicts import same_size
 
-SMALL = 2_000_000  # numbers in the plain blocks of a model that is built as it is to count things in
+SMALL_MODEL = 2_000_000  # parameters up to which a model is built with memory to count things in it
 
 
 class Counts(NamedTuple):
@@ -67,7 +67,7 @@ class Model:
         another one where nothing is set stays as it was.
         """
         rates = {key: getattr(self.training, key) for keys in TUNED.values() for key in keys}
-        return rates | {key: times(factor, key, rates[key])
+        return rates | {key: scale_rate(factor, key, rates[key])
                         for group, factor in dict(factors).items() for key in TUNED[group]}
 
     def rates_of_its_own(self):
@@ -80,8 +80,8 @@ class Model:
         return same_size(self.params, other.params)
 
 
-def times(factor, key, value):
-    """A rate times a factor; a momentum m at so many times its memory of 1 / (1 - m) steps."""
+def scale_rate(factor, key, value):
+    """A rate times a factor; a momentum m has its memory of 1 / (1 - m) steps multiplied."""
     if factor == 1:
         return value
     return max(0.0, round(1 - (1 - value) / factor, 12)) if key.endswith("_momentum") else value * factor
@@ -91,25 +91,25 @@ class Models:
     """Makes the models of a study, each once. Raises UserError."""
 
     def __init__(self, config):
-        self.config, self.made, self.data = config, {}, {}
-        # {name of a text or a task: what its flag is set to}
+        self.config, self.cache, self.data = config, {}, {}
+        # {name of a text or a task: the value of its flag}
         self.texts = {text if config.task else Path(text).name: text for text in texts_of(config)}
 
     # ---- settings of the plain GPT ----
 
     @cached_property
     def settings(self):
-        """What both sides are set to on the first text, or task."""
+        """The settings of both sides on the first text or task."""
         c = self.config
-        of_text = {"task" if c.task else "dataset": next(iter(self.texts.values()))}
-        settings = {**SIZES.get(c.size, {}), **c.settings, **of_text}
+        text_flag = {"task" if c.task else "dataset": next(iter(self.texts.values()))}
+        settings = {**SIZES.get(c.size, {}), **c.settings, **text_flag}
         model, training = self.load(settings)
         if training.task and not c.task:
             raise UserError(f"{c.file} trains on the task {training.task}: add --task={training.task}, or "
                             "other ones, or all")
         if c.tokens_per_param:
             settings |= budget_of(model, training, c.tokens_per_param)
-        if model.weight_dropout and any(self.needs_no_dropout(settings, flags)
+        if model.weight_dropout and any(self.conflicts_with_dropout(settings, flags)
                                         for flags in variants_of(c).values()):
             settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
         return settings
@@ -129,7 +129,7 @@ class Models:
             steps = round(steps * size_of_blocks(self.load(self.settings)[0]) / size_of_blocks(model))
         return steps, steps * tokens_a_step(model, training)
 
-    def needs_no_dropout(self, settings, flags):
+    def conflicts_with_dropout(self, settings, flags):
         """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
         def accepted(flags):
             try:
@@ -152,33 +152,33 @@ class Models:
     def make(self, text, name, kind, flags):
         """The Model of these flags on a text, or a task."""
         key = text, name, repr(flags)
-        if key not in self.made:
-            self.made[key] = self.new(text, name, kind, flags)
-        return self.made[key]
+        if key not in self.cache:
+            self.cache[key] = self.build(text, name, kind, flags)
+        return self.cache[key]
 
-    def new(self, text, name, kind, flags):
-        """make(), without a look at what was made."""
+    def build(self, text, name, kind, flags):
+        """Make the Model; make() keeps it."""
         first = next(iter(self.texts))
         if text != first:
-            return self.moved_to(text, self.make(first, name, kind, flags))
+            return self.move_to(text, self.make(first, name, kind, flags))
         plain = self.plain(text) if flags else None
         try:
             model, training = self.load(self.settings, flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}") from None
-        if bad := training_problems(model, training):
-            raise UserError(f"{name}: {'; '.join(bad)}")
+        if problems := training_problems(model, training):
+            raise UserError(f"{name}: {'; '.join(problems)}")
         if training.patience:
             raise UserError(f"{name}: patience={training.patience} would end runs at different steps, and a "
                             "study compares runs of equal length: leave it out")
         vocab_size = model.vocab_size or self.data_on(text, training, model.block_size).vocab_size
-        files = ",".join(str(file.path) for file in own_mechanism.files_for(model))
+        own_files = ",".join(str(own_file.path) for own_file in own_mechanism.files_for(model))
         model = replace(model, vocab_size=vocab_size)
-        training = replace(training, own_mechanism=files or None).for_recipe(model.recipe)
-        flags = as_run(flags, model, training, plain) if plain else flags
+        training = replace(training, own_mechanism=own_files or None).for_recipe(model.recipe)
+        flags = flags_of_run(flags, model, training, plain) if plain else flags
         return Model(name, kind, text, flags, model, training)
 
-    def moved_to(self, text, model):
+    def move_to(self, text, model):
         """A Model of the first text, on another one: nothing but the text and its vocabulary differ."""
         key = "task" if self.config.task else "dataset"
         training, vocab_size = replace(model.training, **{key: self.texts[text]}), model.config.vocab_size
@@ -188,24 +188,24 @@ class Models:
         return replace(model, text=text, training=training,
                        config=replace(model.config, vocab_size=vocab_size))
 
-    def at(self, model, rates, plain=None):
+    def with_rates(self, model, rates, plain=None):
         """A Model at other rates; its flags name those that differ from the plain GPT's, a Model; None: no
         new flags.
         """
         key = model, repr(rates), plain
-        if key not in self.made:
+        if key not in self.cache:
             flags = {flag: rate for flag, rate in rates.items() if plain and (
                 flag in model.flags or rate != getattr(plain.training, flag))}
-            self.made[key] = replace(model, training=replace(model.training, **rates),
-                                     flags={**model.flags, **flags})
-        return self.made[key]
+            self.cache[key] = replace(model, training=replace(model.training, **rates),
+                                      flags={**model.flags, **flags})
+        return self.cache[key]
 
     def plain(self, text):
         """The plain GPT."""
         return self.make(text, PLAIN, "plain", {})
 
     def variant(self, text, name, flags):
-        """A variant of it; of PLAIN the plain GPT itself."""
+        """A variant of the plain GPT; of PLAIN the plain GPT itself."""
         return self.plain(text) if name == PLAIN else self.make(text, name, "variant", flags)
 
     def at_budget(self, text, multiple):
@@ -221,15 +221,15 @@ class Models:
         """The MLP width of the plain GPT of a model's parameters; None: without its MLP it has more."""
         width = 64  # of two sizes any width follows
         plain = self.plain(model.text).config
-        params, more = (counts_of(replace(plain, n_inner=n)).params for n in (width, width + 1))
-        width += round((model.params - params) / (more - params))
+        params, params_of_next = (counts_of(replace(plain, n_inner=n)).params for n in (width, width + 1))
+        width += round((model.params - params) / (params_of_next - params))
         return width if width > 0 else None
 
 
 # ---- flags ----
 
 def texts_of(config):
-    """What a study is judged on, as its flag has it: its tasks, its texts, or the text of its scale."""
+    """The tasks or the texts of a study, or the text of its scale, as its flags name them."""
     if config.task:
         return [name for name in TASKS if name in config.task or "all" in config.task]
     if config.texts:
@@ -239,20 +239,20 @@ def texts_of(config):
     return [training.dataset]
 
 
-def as_run(flags, model, training, plain):
-    """Flags by the names and values that a run has them under: nanoGPT's names become what they changed,
-    and a warm-up may have been shortened.
+def flags_of_run(flags, model, training, plain):
+    """Flags by the names and values that they have in a run: nanoGPT's names become the flags that they
+    changed, and a warm-up may have been shortened.
     """
-    known, of_plain = all_flags(model, training), all_flags(plain.config, plain.training)
-    own = {key: known[key] if key == "warmup_iters" else value
-           for key, value in flags.items() if key in known}
-    if len(own) < len(flags):
-        own.update({key: value for key, value in known.items() if value != of_plain.get(key)})
-    return own
+    all_own, all_of_plain = all_flags(model, training), all_flags(plain.config, plain.training)
+    run_flags = {key: all_own[key] if key == "warmup_iters" else value
+                 for key, value in flags.items() if key in all_own}
+    if len(run_flags) < len(flags):
+        run_flags.update({key: value for key, value in all_own.items() if value != all_of_plain.get(key)})
+    return run_flags
 
 
 def all_flags(model, training):
-    """Every flag of a model and of its training but those that change no number."""
+    """Every flag of a model and of its training, except those that change no number."""
     flags = {**{name: getattr(model, name) for name in GPTConfig.defaults()}, **asdict(training)}
     return {key: value for key, value in flags.items() if key not in BOOKKEEPING}
 
@@ -265,7 +265,7 @@ def budget_of(model, training, tokens_per_param):
 
 def size_of_blocks(model):
     """The parameters of a plain GPT's blocks."""
-    return sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
+    return sum(p.numel() for p in build_to_count(replace(model, vocab_size=1)).transformer.h.parameters())
 
 
 def tokens_a_step(model, training):
@@ -275,7 +275,7 @@ def tokens_a_step(model, training):
 
 # ---- counting ----
 
-def built(config):
+def build_to_count(config):
     """A GPT to count things in, without memory where it is large."""
     # a window's FLOPs need its table of how many keys each token sees
     with torch.device("cpu" if is_small(config) or config.window else "meta"):
@@ -286,13 +286,13 @@ def is_small(config):
     """Whether counting in a model takes less time than torch needs to import its compiler, 2 s, as it does
     for the first tensor without memory.
     """
-    return 12 * config.n_layer * config.n_embd ** 2 + config.vocab_size * config.n_embd < SMALL
+    return 12 * config.n_layer * config.n_embd ** 2 + config.vocab_size * config.n_embd < SMALL_MODEL
 
 
-COUNTED = {}  # {a GPTConfig as text: its Counts}: building takes longer than all else that is planned
+COUNTS = {}  # {a GPTConfig as text: its Counts}: building takes longer than all else that is planned
 
 
-def rate_tuned(role, optimizer):
+def tuned_key_of(role, optimizer):
     """The key of TUNED that the rate of a Role goes with; one that is not tuned follows mechanism_lr."""
     rate = rate_of(role, optimizer)
     return rate if rate in TUNED else "mechanism_lr"
@@ -300,13 +300,13 @@ def rate_tuned(role, optimizer):
 
 def counts_of(config):
     """The Counts of a GPTConfig."""
-    if (key := repr(config)) not in COUNTED:
-        gpt = built(config)
-        groups, of_added = {}, {}
+    if (key := repr(config)) not in COUNTS:
+        gpt = build_to_count(config)
+        groups, added = {}, {}
         for name, optimizer in OPTIMIZERS.items():
-            rates = {role: rate_tuned(role, name) for role in roles(gpt).values()}
-            own = optimizer.tuned if optimizer.rate in rates.values() else ()
-            groups[name] = tuple(group for group in TUNED if group in {*rates.values(), *own})
-            of_added[name] = tuple(dict.fromkeys(rate for role, rate in rates.items() if role.added))
-        COUNTED[key] = Counts(gpt.num_params(), gpt.flops_per_token(), groups, of_added)
-    return COUNTED[key]
+            rates = {role: tuned_key_of(role, name) for role in roles(gpt).values()}
+            own_keys = optimizer.tuned if optimizer.rate in rates.values() else ()
+            groups[name] = tuple(group for group in TUNED if group in {*rates.values(), *own_keys})
+            added[name] = tuple(dict.fromkeys(rate for role, rate in rates.items() if role.added))
+        COUNTS[key] = Counts(gpt.num_params(), gpt.flops_per_token(), groups, added)
+    return COUNTS[key]

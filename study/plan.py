@@ -1,9 +1,9 @@
 """
-plan(): from what was asked, and what has ended so far, to the runs that a study needs.
+The plan of a study: from its keys, and the outcomes of runs so far, to the runs that it needs.
 
-It is a function, and is asked again whenever the runs that it named have ended: what follows from scores
-(which variants are judged, at which rates, which of them meet a wider plain GPT) is then among what it names.
-A study is at its end when nothing of its plan is missing. So a study that is started again goes on by itself.
+plan() is called again whenever the runs that it named have ended. It then names the runs that follow from
+scores: of the variants that are judged, at their rates, and of wider plain GPTs. A study is finished when its
+plan has no run without an outcome, so a study that is started again goes on by itself.
 """
 
 import itertools
@@ -58,44 +58,44 @@ class Planner:
         self.measure = "right answers" if config.task else "bits/byte"
         self.device = pick_device(config.device).split(":")[0]  # GPUs are handed out by number
         self.defaults = asdict(TrainConfig())
-        # what was made once: Runs, specs, digests, and whether a variant seems better
-        self.runs, self.specs, self.surroundings, self.seen = {}, {}, {}, {}
+        # each is computed once: Runs, specs, dependencies, and whether a variant seems better
+        self.runs, self.specs, self.dependencies_by_files, self.is_better = {}, {}, {}, {}
 
     def plan(self, outcomes):
         """The Plan of the study, as far as these outcomes decide it."""
         variants, runs = variants_of(self.config), []
-        if self.screens(variants):
-            runs += self.screening(variants)
-            if not ended(runs, outcomes):
-                return Plan(tuple(runs), self.on_first(variants))
-            chosen = self.chosen(scores_in(runs, outcomes_of(runs, outcomes), "screen"))
-            variants = {name: flags for name, flags in variants.items() if name in chosen}
+        if self.has_screening(variants):
+            runs += self.screening_runs(variants)
+            if not have_ended(runs, outcomes):
+                return Plan(tuple(runs), self.models_on_first_text(variants))
+            names = self.variants_to_judge(scores_in(runs, results_of(runs, outcomes), "screen"))
+            variants = {name: flags for name, flags in variants.items() if name in names}
         rates = {}
         if self.config.tune_lr:
             search = self.search_on_task if self.config.task else self.search
             for text in self.texts if self.config.task else self.texts[:1]:
-                more, rates[text] = search(text, variants, outcomes)
-                runs += more
+                runs_of_search, rates[text] = search(text, variants, outcomes)
+                runs += runs_of_search
             if None in rates.values():
-                return Plan(tuple(runs), self.on_first(variants))
+                return Plan(tuple(runs), self.models_on_first_text(variants))
             rates = {text: rates.get(text, rates[self.texts[0]]) for text in self.texts}
-        return self.judged(variants, rates, runs, outcomes)
+        return self.plan_of_judging(variants, rates, runs, outcomes)
 
-    def foreseen(self, outcomes):
-        """The Plan that follows if all that is missing gives the same score: no fewer runs than there will
-        be, but for rates whose best is the last one tried, and wider plain GPTs.
+    def foresee(self, outcomes):
+        """The Plan that follows if all missing runs give the same score. It has all runs that there will be,
+        except those of rates beyond the last one tried, and of wider plain GPTs.
         """
-        while not ended((plan := self.plan(outcomes)).runs, outcomes):
+        while not have_ended((plan := self.plan(outcomes)).runs, outcomes):
             outcomes = {run.name: Result(0.0) for run in plan.runs} | outcomes
         return plan
 
-    def on_first(self, variants):
+    def models_on_first_text(self, variants):
         """{name: Model on the first text} of the plain GPT, its budgets and some variants."""
         first = self.texts[0]
-        every = [self.models.plain(first), *(self.models.at_budget(first, each)
-                                             for each in self.config.budgets),
-                 *(self.models.variant(first, *each) for each in variants.items())]
-        return {model.name: model for model in every}
+        models = [self.models.plain(first), *(self.models.at_budget(first, multiple)
+                                              for multiple in self.config.budgets),
+                  *(self.models.variant(first, name, flags) for name, flags in variants.items())]
+        return {model.name: model for model in models}
 
     # ---- runs ----
 
@@ -111,94 +111,100 @@ class Planner:
     def spec(self, model, split):
         """All that the numbers of a Model's runs depend on, but for their seed."""
         if (model, split) not in self.specs:
-            training, task = asdict(model.training), model.training.task
+            task = model.training.task
             unused = {key for each in EXTENSIONS if not each.is_on(model.training)
                       for key in each.keys.__dataclass_fields__}
             keep = ("max_iters",) if task else ("max_iters", "dataset")
-            train = not_default({key: value for key, value in training.items()
-                                 if key not in FIXED_KEYS and key not in unused}, self.defaults, keep)
-            flags = not_default(model.config.flags(), model.config.defaults())
+            training = {key: value for key, value in asdict(model.training).items()
+                        if key not in FIXED_KEYS and key not in unused}
+            training = non_default_flags(training, self.defaults, keep)
+            flags = non_default_flags(model.config.flags(), model.config.defaults())
             amount = dict(rows=ROWS_OF_TASK) if task else dict(tokens=self.config.test_tokens)
             self.specs[model, split] = dict(
-                model=flags, train=train, score=dict(split=split, **amount), device=self.device,
-                **self.surroundings_of(model))
+                model=flags, train=training, score=dict(split=split, **amount), device=self.device,
+                **self.dependencies_of(model))
         return self.specs[model, split]
 
-    def surroundings_of(self, model):
-        """dependencies() of a Model's runs, read once for all that read the same."""
+    def dependencies_of(self, model):
+        """dependencies() of a Model's runs, read once for all models that depend on the same files."""
         c = model.training
         files = [getattr(c, key) for each in EXTENSIONS for key in each.files]
         key = (model.text, c.own_mechanism, c.teacher, c.labels, *files, model.config.block_size)
-        if key not in self.surroundings:
+        if key not in self.dependencies_by_files:
             try:
-                self.surroundings[key] = dependencies(c, model.config, self.config.first.get(c.teacher))
+                command = self.config.first.get(c.teacher)
+                self.dependencies_by_files[key] = dependencies(c, model.config, command)
             except UserError as e:
                 raise type(e)(f"{model.name}: {e}") from None
-        return self.surroundings[key]
+        return self.dependencies_by_files[key]
 
-    # ---- the first stage ----
+    # ---- screening ----
 
-    def screens(self, variants):
-        """Whether a first stage is asked for and can leave a variant out."""
+    def has_screening(self, variants):
+        """Whether the study has a screening, and one that can leave a variant out."""
         c = self.config
-        return c.screen and len(variants.keys() - self.named()) > c.best + c.worst
+        return c.screen and len(variants.keys() - self.always_judged()) > c.best + c.worst
 
-    def screening(self, variants):
+    def screening_runs(self, variants):
         """The Runs of all variants on validation."""
-        first, models = self.texts[0], {PLAIN: {}, **variants}
+        first, flags_of = self.texts[0], {PLAIN: {}, **variants}
         return [self.run("screen", self.models.variant(first, name, flags), seed, "val")
-                for seed in self.config.screen_seeds for name, flags in models.items()]
+                for seed in self.config.screen_seeds for name, flags in flags_of.items()]
 
-    def named(self):
-        """The variants that are judged wherever they stand on validation."""
+    def always_judged(self):
+        """The variants that are judged whatever their score on validation."""
         return {*self.config.always, *itertools.chain(*self.config.contrasts)} - {PLAIN}
 
-    def chosen(self, scores):
+    def variants_to_judge(self, scores):
         """The variants to judge: the best and the worst on validation, and those named."""
         c, first = self.config, self.texts[0]
-        means = {name: np.mean([*own[first].values()]) for name, own in scores.items() if name != PLAIN}
-        others = [name for name in sorted(means, key=means.get) if name not in self.named()]
-        return {*self.named(), *others[:c.best], *others[max(c.best, len(others) - c.worst):]}
+        means = {name: np.mean([*by_text[first].values()])
+                 for name, by_text in scores.items() if name != PLAIN}
+        others = [name for name in sorted(means, key=means.get) if name not in self.always_judged()]
+        return {*self.always_judged(), *others[:c.best], *others[max(c.best, len(others) - c.worst):]}
 
     # ---- learning rates ----
 
     def search(self, text, variants, outcomes):
-        """(runs, {variant: {flag: rate}}, None before they have ended) of a search on a text's validation.
+        """(runs, {variant: {flag: rate}}) of a search on a text's validation; None: the runs have not ended.
 
-        Each group of rates is moved by itself, with one seed, by FACTORS; where the best is the last one
-        tried, the next beyond it is tried too. What is tried for a variant is tried for the plain GPT. Then
-        runs with all seeds decide between the rates as they are, each group's best alone, and all of them:
-        one seed's best is luck in part, and what is good by itself may be bad together.
+        Each group of rates is changed alone, with one seed, by FACTORS. Where the best factor is the last one
+        tried, the next one is tried too. All that is tried for a variant is tried for the plain GPT too. Then
+        runs with all seeds decide between the rates as they are, each group's best alone, and all of them
+        together: one seed's best is partly luck, and rates that are good alone may be bad together.
         """
         seeds = self.config.screen_seeds
         models = {name: self.models.variant(text, name, flags)
                   for name, flags in {PLAIN: {}, **variants}.items()}
-        tried = {name: {group: {*FACTORS} for group in model.groups()} for name, model in models.items()}
+        factors_tried = {name: {group: {*FACTORS} for group in model.groups()}
+                         for name, model in models.items()}
         for _ in range(ROUNDS):
-            at = {(name, group, factor): self.at_rates(models[name], {group: factor}, seeds[0])
-                  for name, own in tried.items() for group, factors in own.items()
-                  for factor in sorted(factors)}
-            if not ended(at.values(), outcomes):
-                return [*at.values()], None
-            best = best_factors(at, outcomes)
-            for name, own in best.items():
-                for group, factor in own.items():
-                    tried[name][group] |= beyond(factor, tried[name][group])
-            for group, factors in tried[PLAIN].items():
-                factors.update(*(own[group] for own in tried.values() if group in own))
+            run_at = {(name, group, factor): self.run_at_rates(models[name], {group: factor}, seeds[0])
+                      for name, by_group in factors_tried.items() for group, factors in by_group.items()
+                      for factor in sorted(factors)}
+            if not have_ended(run_at.values(), outcomes):
+                return [*run_at.values()], None
+            best = best_factors(run_at, outcomes)
+            for name, by_group in best.items():
+                for group, factor in by_group.items():
+                    factors_tried[name][group] |= next_factors(factor, factors_tried[name][group])
+            for group, factors in factors_tried[PLAIN].items():
+                factors.update(*(by_group[group] for by_group in factors_tried.values() if group in by_group))
         candidates = {}
         for name in models:
-            moved = {group: factor for group, factor in best.get(name, {}).items() if factor != 1}
-            candidates[name] = [{}, *({group: factor} for group, factor in moved.items())]
-            candidates[name] += [moved] if len(moved) > 1 else []
-        runs = {name: [[self.at_rates(models[name], factors, seed) for seed in seeds] for factors in own]
-                for name, own in candidates.items()}
-        every = [*at.values(), *(run for own in runs.values() for each in own for run in each)]
-        if not ended(every, outcomes):
-            return every, None
-        taken = best_candidates({name: [scores_of_done(each, outcomes) for each in own]
-                                 for name, own in runs.items()})
-        return every, {name: model.rates(candidates[name][taken[name]]) for name, model in models.items()}
+            best_of_groups = {group: factor for group, factor in best.get(name, {}).items() if factor != 1}
+            candidates[name] = [{}, *({group: factor} for group, factor in best_of_groups.items())]
+            candidates[name] += [best_of_groups] if len(best_of_groups) > 1 else []
+        runs = {name: [[self.run_at_rates(models[name], factors, seed) for seed in seeds]
+                       for factors in candidates[name]] for name in models}
+        all_runs = [*run_at.values(), *itertools.chain(*itertools.chain(*runs.values()))]
+        if not have_ended(all_runs, outcomes):
+            return all_runs, None
+        index_of_best = best_candidates({
+            name: [scores_of_results(runs_of_candidate, outcomes) for runs_of_candidate in by_candidate]
+            for name, by_candidate in runs.items()})
+        return all_runs, {name: model.rates(candidates[name][index_of_best[name]])
+                          for name, model in models.items()}
 
     def search_on_task(self, text, variants, outcomes):
         """The same on validation rows of a task, with all seeds: a small grid over the optimizer's own rate,
@@ -211,90 +217,96 @@ class Planner:
         for name, flags in {PLAIN: {}, **variants}.items():
             model = self.models.variant(text, name, flags)
             own_rate = OPTIMIZERS[model.training.optimizer].rate
-            grids[name] = {factors: model.rates(of_groups(factors, model.groups(), own_rate))
+            grids[name] = {factors: model.rates(factors_by_group(factors, model.groups(), own_rate))
                            for factors in itertools.product(FACTORS, FACTORS)
                            if factors[0] == 1 or own_rate in model.groups()}
             runs[name] = {}
             for (own, rest), rates in grids[name].items():
                 words = f"{name}, matrices x {own:g}, rest x {rest:g}"
                 runs[name][own, rest] = [
-                    self.run("tune", self.models.at(model, rates), seed, "val", words) for seed in seeds]
-        every = [run for own in runs.values() for each in own.values() for run in each]
-        if not ended(every, outcomes):
-            return every, None
-        return every, {name: grids[name][best_pair(own, outcomes)] for name, own in runs.items()}
+                    self.run("tune", self.models.with_rates(model, rates), seed, "val", words)
+                    for seed in seeds]
+        all_runs = [run for by_factors in runs.values() for seed_runs in by_factors.values()
+                    for run in seed_runs]
+        if not have_ended(all_runs, outcomes):
+            return all_runs, None
+        return all_runs, {name: grids[name][best_pair(by_factors, outcomes)]
+                          for name, by_factors in runs.items()}
 
-    def at_rates(self, model, factors, seed):
+    def run_at_rates(self, model, factors, seed):
         """The Run of a Model at some rates times a factor, on validation."""
-        moved = {group: factor for group, factor in factors.items() if factor != 1}
-        words = ", ".join(f"{group} x {factor:g}" for group, factor in moved.items()) or "rates as they are"
-        model = self.models.at(model, model.rates(moved)) if moved else model
+        changed = {group: factor for group, factor in factors.items() if factor != 1}
+        words = ", ".join(f"{group} x {factor:g}" for group, factor in changed.items()) or "rates as they are"
+        model = self.models.with_rates(model, model.rates(changed)) if changed else model
         return self.run("tune", model, seed, "val", f"{model.name}, {words}")
 
     # ---- what is judged ----
 
-    def judged(self, variants, rates, runs, outcomes):
-        """The Plan whose runs are judged: variants, budgets, a wider plain GPT for what seems better."""
+    def plan_of_judging(self, variants, rates, runs, outcomes):
+        """The Plan with the judged runs: variants, budgets, wider plain GPTs where one seems better."""
         c, seeds, notes = self.config, self.plain_seeds(len(variants)), []
-        on = {text: self.judged_on(text, variants, rates.get(text)) for text in self.texts}
-        first = on[self.texts[0]]
-        # of a task, to train for longer is one more variant
+        models_on = {text: self.models_to_judge(text, variants, rates.get(text)) for text in self.texts}
+        first = models_on[self.texts[0]]
+        # in a study of tasks a longer training is one more variant
         names = [name for name, model in first.items()
                  if model.kind == "variant" or c.task and model.kind == "budget"]
-        pairs = [Pair(name, PLAIN, texts) for texts in self.pools() for name in names]
-        pairs += [Pair(*pair, texts) for texts in self.pools() for pair in c.contrasts if PLAIN not in pair]
-        judged = [self.run("judge", model, seed, c.split)  # seed by seed: what is stopped has all variants
-                  for seed in seeds for text in self.texts for model in on[text].values()
-                  if seed in c.seeds or model.name == PLAIN]
-        runs = [*runs, *judged]
-        if c.match_parameters and ended(judged, outcomes):
-            for pair in self.better(pairs, judged, outcomes):
-                model, made = on[pair.texts[0]][pair.variant], on[pair.texts[0]]
-                if model.same_size(made[PLAIN]):
+        pairs = [Pair(name, PLAIN, texts) for texts in self.text_groups() for name in names]
+        pairs += [Pair(*pair, texts) for texts in self.text_groups()
+                  for pair in c.contrasts if PLAIN not in pair]
+        # seed by seed: a study that is stopped has all variants
+        judged_runs = [self.run("judge", model, seed, c.split)
+                       for seed in seeds for text in self.texts for model in models_on[text].values()
+                       if seed in c.seeds or model.name == PLAIN]
+        runs = [*runs, *judged_runs]
+        if c.match_parameters and have_ended(judged_runs, outcomes):
+            for pair in self.better_pairs(pairs, judged_runs, outcomes):
+                model, models_here = models_on[pair.texts[0]][pair.variant], models_on[pair.texts[0]]
+                if model.same_size(models_here[PLAIN]):
                     continue
-                fit = [each for each in made.values() if each.kind == "wider" and model.same_size(each)]
-                if not (width := fit[0].config.n_inner if fit else self.models.width_for(model)):
+                equal = [other for other in models_here.values()
+                         if other.kind == "wider" and model.same_size(other)]
+                if not (width := equal[0].config.n_inner if equal else self.models.width_for(model)):
                     notes.append(f"{pair.variant} has fewer parameters than any plain GPT of this size")
                     continue
                 for text in pair.texts:
-                    wide = self.with_rates(self.models.wider(text, width), rates.get(text))
-                    on[text][wide.name] = wide
-                    # of a task with all of the plain GPT's: with fewer nothing could be shown
-                    runs += [self.run("judge", wide, seed, c.split)
+                    wider = self.at_plain_rates(self.models.wider(text, width), rates.get(text))
+                    models_on[text][wider.name] = wider
+                    # on a task with all seeds of the plain GPT: fewer could not show anything
+                    runs += [self.run("judge", wider, seed, c.split)
                              for seed in (seeds if c.task else c.seeds)]
-                pairs.append(Pair(pair.variant, wide.name, pair.texts, "parameters"))
-        models = {name: model for text in self.texts[::-1] for name, model in on[text].items()}
+                pairs.append(Pair(pair.variant, wider.name, pair.texts, "parameters"))
+        models = {name: model for text in self.texts[::-1] for name, model in models_on[text].items()}
         models = {**first, **{name: model for name, model in models.items() if name not in first}}
-        once = {(run.stage, run.variant, run.text, run.name): run for run in runs}
-        return Plan(tuple(once.values()), models, tuple(pairs), self.rates_found(variants, rates),
+        unique_runs = {(run.stage, run.variant, run.text, run.name): run for run in runs}
+        return Plan(tuple(unique_runs.values()), models, tuple(pairs), self.tuned_rates(variants, rates),
                     tuple(notes))
 
-    def judged_on(self, text, variants, rates):
-        """{name: Model} of what is judged on a text, at its own rates where those are known."""
-        plain = self.with_rates(self.models.plain(text), rates)
-        every = [plain, *(self.with_rates(self.models.at_budget(text, each), rates)
-                          for each in self.config.budgets)]
+    def models_to_judge(self, text, variants, rates):
+        """{name: Model} of all that is judged on a text, at their own rates where those are known."""
+        plain = self.at_plain_rates(self.models.plain(text), rates)
+        models = [plain, *(self.at_plain_rates(self.models.at_budget(text, multiple), rates)
+                           for multiple in self.config.budgets)]
         for name, flags in variants.items():
             model = self.models.variant(text, name, flags)
-            every.append(self.models.at(model, rates[name], plain) if rates else model)
-        return {model.name: model for model in every}
+            models.append(self.models.with_rates(model, rates[name], plain) if rates else model)
+        return {model.name: model for model in models}
 
-    def with_rates(self, model, rates):
+    def at_plain_rates(self, model, rates):
         """A plain GPT of any budget or width, at the plain GPT's own rates where those are known."""
-        return self.models.at(model, rates[PLAIN]) if rates else model
+        return self.models.with_rates(model, rates[PLAIN]) if rates else model
 
-    def rates_found(self, variants, rates):
-        """What Plan.rates says of {text: {variant: {flag: rate}}}."""
-        found = {}
+    def tuned_rates(self, variants, rates):
+        """Plan.rates from {text: {variant: {flag: rate}}}: only the rates that the tuning changed."""
+        changed = {}
         for text in rates if self.config.task else [*rates][:1]:
             for name, flags in {PLAIN: {}, **variants}.items():
-                before = self.models.variant(text, name, flags).rates()
-                found[f"{name} on {text}" if self.config.task else name] = {
-                    flag: rate for flag, rate in rates[text][name].items() if rate != before[flag]}
-        return found
+                untuned = self.models.variant(text, name, flags).rates()
+                changed[f"{name} on {text}" if self.config.task else name] = {
+                    flag: rate for flag, rate in rates[text][name].items() if rate != untuned[flag]}
+        return changed
 
-    def pools(self):
-        """The texts of each comparison: all of them together, or each task by itself."""
+    def text_groups(self):
+        """The texts of each comparison: all texts together, or each task by itself."""
         return [(task,) for task in self.texts] if self.config.task else [self.texts]
 
     def plain_seeds(self, n_variants):
@@ -311,111 +323,113 @@ class Planner:
         more = (seed for seed in itertools.count(max(c.seeds) + 1) if seed not in c.screen_seeds)
         return [*c.seeds, *itertools.islice(more, count - n)]
 
-    def better(self, pairs, runs, outcomes):
-        """The pairs of variants with the plain GPT that are on the better side before any correction, on the
-        first of their texts or over all of them.
+    def better_pairs(self, pairs, runs, outcomes):
+        """The pairs of a variant and the plain GPT where the variant seems better before any correction, on
+        the first of their texts or over all of them.
         """
-        variants, scores = variants_of(self.config), scores_in(runs, outcomes_of(runs, outcomes))
-        found = []
+        variants, scores = variants_of(self.config), scores_in(runs, results_of(runs, outcomes))
+        better_pairs = []
         for pair in pairs:
             if pair.variant in variants and pair.baseline == PLAIN:
                 first = Pair(pair.variant, PLAIN, pair.texts[:1])
                 if any(self.seems_better(each, scores) for each in dict.fromkeys((first, pair))):
-                    found.append(pair)
-        return found
+                    better_pairs.append(pair)
+        return better_pairs
 
     def seems_better(self, pair, scores):
-        """Whether a pair is on the better side; the same scores are judged once."""
+        """Whether a pair's variant is on the better side; computed once for the same scores."""
         c, measure = self.config, MEASURES[self.measure]
         key = repr([scores.get(name, {}).get(text) for name in (pair.variant, pair.baseline)
                     for text in pair.texts])
-        if key not in self.seen:
-            self.seen[key] = seems_better(difference(scores, pair, measure, c.alpha, c.margin), c.alpha,
-                                          measure.higher_is_better)
-        return self.seen[key]
+        if key not in self.is_better:
+            self.is_better[key] = seems_better(difference(scores, pair, measure, c.alpha, c.margin), c.alpha,
+                                               measure.higher_is_better)
+        return self.is_better[key]
 
 
 # ---- outcomes ----
 
-def is_done(run, outcomes):
+def has_result(run, outcomes):
     """Whether a run has a score."""
     return isinstance(outcomes.get(run.name), Result)
 
 
-def ended(runs, outcomes):
+def have_ended(runs, outcomes):
     """Whether all of these runs are done or have failed."""
     return all(run.name in outcomes for run in runs)
 
 
-def outcomes_of(runs, outcomes):
+def results_of(runs, outcomes):
     """{name of a run: Result} of those of these runs that are done."""
-    return {run.name: outcomes[run.name] for run in runs if is_done(run, outcomes)}
+    return {run.name: outcomes[run.name] for run in runs if has_result(run, outcomes)}
 
 
-def scores_of_done(runs, outcomes):
+def scores_of_results(runs, outcomes):
     """The scores of those of these runs that are done."""
-    return [outcomes[run.name].score for run in runs if is_done(run, outcomes)]
+    return [outcomes[run.name].score for run in runs if has_result(run, outcomes)]
 
 
 # ---- which rates are best ----
 
-def best_factors(at, outcomes):
-    """{variant: {group: the factor with the lowest score}}; at: {(variant, group, factor): Run}."""
+def best_factors(runs, outcomes):
+    """{variant: {group: the factor with the lowest score}}; runs: {(variant, group, factor): Run}."""
     scores = {}
-    for (name, group, factor), run in at.items():
-        if is_done(run, outcomes):
+    for (name, group, factor), run in runs.items():
+        if has_result(run, outcomes):
             scores.setdefault(name, {}).setdefault(group, {})[factor] = outcomes[run.name].score
-    return {name: {group: min(each, key=lambda factor: (each[factor], abs(math.log2(factor))))
-                   for group, each in own.items()} for name, own in scores.items()}
+    return {name: {group: min(score_of, key=lambda factor: (score_of[factor], abs(math.log2(factor))))
+                   for group, score_of in by_group.items()} for name, by_group in scores.items()}
 
 
-def beyond(best, tried):
-    """The factor beyond the best of those tried, where that is at their end."""
+def next_factors(best, tried):
+    """{the factor beyond the best}, where the best is the smallest or the largest of those tried, else {}."""
     return {best / 2} if best == min(tried) else {best * 2} if best == max(tried) else set()
 
 
 def best_candidates(scores):
-    """{variant: the index of the candidate to take}; scores: {variant: [scores over seeds of each]}.
+    """{variant: the index of the candidate to take}; scores: {variant: [each candidate's scores over seeds]}.
 
-    The first is the variant as it is, which stays unless the best is better by more than a standard error of
-    such a difference, from the median spread over seeds of all candidates (the one-standard-error rule,
-    Breiman et al. 1984). One with a run that failed is none, unless all have.
+    The first candidate has the rates as they are. It stays unless the best one is better by more than a
+    standard error of such a difference, from the median spread over seeds of all candidates (the
+    one-standard-error rule, Breiman et al. 1984). A candidate with a failed run does not count, unless all
+    have one.
     """
-    sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
-    taken = {}
-    for name, own in scores.items():
-        n = max(map(len, own))
-        means = [float(np.mean(each)) if len(each) == n > 0 else math.inf for each in own]
+    sds = [np.std(by_seed, ddof=1) for by_candidate in scores.values() for by_seed in by_candidate
+           if len(by_seed) > 1]
+    chosen = {}
+    for name, by_candidate in scores.items():
+        n = max(map(len, by_candidate))
+        means = [float(np.mean(by_seed)) if len(by_seed) == n > 0 else math.inf for by_seed in by_candidate]
         error = float(np.median(sds or [0.0])) * (2 / max(1, n)) ** 0.5
         best = int(np.argmin(means))
-        taken[name] = best if means[0] - means[best] > error else 0
-    return taken
+        chosen[name] = best if means[0] - means[best] > error else 0
+    return chosen
 
 
-def of_groups(factors, groups, own_rate):
+def factors_by_group(factors, groups, own_rate):
     """{group: factor} of a pair of factors: of the optimizer's own rate, and of all other learning rates."""
     own, rest = factors
     return {group: own if group == own_rate else rest for group in groups if group in PEAK_RATES}
 
 
 def best_pair(runs, outcomes):
-    """The pair of factors whose runs are best: the most answers right on average, to 0.01; then learned
-    first; then as near to the rates as they are as can be. runs: {pair: [Run]}; one with a run that failed is
-    none.
+    """The pair of factors whose runs are best: most right answers on average, to 0.01; then the task learned
+    first; then factors nearest to 1. runs: {pair: [Run]}; a pair with a failed run does not count.
     """
     def rank(pair):
         results = [outcomes[run.name] for run in runs[pair]]
-        steps = [first_learned_step(each.curve["steps"], each.curve["scores"]) if each.curve else None
-                 for each in results]
-        step = statistics.median(math.inf if each is None else each for each in steps)
-        return (-round(statistics.mean(each.score for each in results), 2), step,
+        steps = [first_learned_step(result.curve["steps"], result.curve["scores"]) if result.curve else None
+                 for result in results]
+        step = statistics.median(math.inf if step is None else step for step in steps)
+        return (-round(statistics.mean(result.score for result in results), 2), step,
                 sum(abs(math.log2(factor)) for factor in pair))
-    whole = [pair for pair, own in runs.items() if all(is_done(run, outcomes) for run in own)]
-    return min(whole, key=rank, default=(1.0, 1.0))
+    finished_pairs = [pair for pair, runs_of_pair in runs.items()
+                      if all(has_result(run, outcomes) for run in runs_of_pair)]
+    return min(finished_pairs, key=rank, default=(1.0, 1.0))
 
 
 # ---- flags ----
 
-def not_default(flags, defaults, keep=()):
+def non_default_flags(flags, defaults, keep=()):
     """The flags whose value is not the default, and those to keep."""
     return {key: value for key, value in flags.items() if key in keep or value != defaults.get(key, ...)}

@@ -22,7 +22,7 @@ from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from study.config import StudyConfig, variants_of
 from study.digest import digest_of_code, hash_without_code
-from study.plan import Planner, ended
+from study.plan import Planner, have_ended
 from study.records import PLAIN, Failure, Pair, Result
 
 STUDIES = sorted((ROOT / "config" / "studies").glob("*.py"))
@@ -54,7 +54,7 @@ def finished(planner, outcome):
     """(the last Plan of a study, all outcomes), where each run ends as outcome(run) says: a score or why not.
     """
     outcomes = {}
-    while not ended((plan := planner.plan(outcomes)).runs, outcomes):
+    while not have_ended((plan := planner.plan(outcomes)).runs, outcomes):
         for run in plan.runs:
             if run.name not in outcomes:
                 found = outcome(run)
@@ -329,7 +329,7 @@ def test_the_same_outcomes_give_the_same_plan_in_whatever_order_they_come(texts,
         plan = planner.plan(some)
         assert {run.name for run in plan.runs} <= {*known}
         assert planner.plan(some) == plan and Planner(study(**keys)).plan(some).runs == plan.runs
-        while not ended(plan.runs, some):
+        while not have_ended(plan.runs, some):
             missing = [run.name for run in plan.runs if run.name not in some]
             some.update((name, outcomes[name]) for name in rng.sample(missing, 1 + len(missing) // 2))
             plan = planner.plan(some)
@@ -338,7 +338,7 @@ def test_the_same_outcomes_give_the_same_plan_in_whatever_order_they_come(texts,
 
 def test_what_is_foreseen_is_what_follows_if_no_score_differs(texts):
     planner = Planner(study(mechanisms=GATES, screen=True, best=1, worst=1, tune_lr=True, seeds=[1, 2]))
-    before = planner.foreseen({})
+    before = planner.foresee({})
     after, _ = finished(planner, lambda run: 2.0)
     assert before.runs == after.runs and len(before.pairs) == 2
 
@@ -456,7 +456,7 @@ def test_every_study_on_file_is_planned(texts, path):
                 planner.plan({})
             Path("out/constraint_teacher").mkdir(parents=True)
             Path("out/constraint_teacher/best.pt").write_bytes(b"weights")
-        plan = planner.foreseen({})
+        plan = planner.foresee({})
         c = planner.config
         judged = {pair.variant for pair in plan.pairs}
         assert judged <= {*variants_of(c)} | {f"plain x {each:g}" for each in c.budgets}
