@@ -42,6 +42,9 @@ FAULTS = (
     Fault("a window one token too wide", "model.py",
           "query - key < self.window)", "query - key <= self.window)",
           ("test_mechanisms.py::test_values_and_gradients_equal_the_written_out_formula[window]",)),
+    Fault("a gate set by hand is forgotten", "model.py",
+          'heads.gates["by_hand"] = self.gate_by_hand[:, None, None]', "pass",
+          ("test_mechanisms.py::test_a_gate_set_by_hand_is_one_more_factor_on_that_head_alone",)),
     Fault("the value's error sends a gradient", "model.py",
           "float32_linear(self, x.detach())", "float32_linear(self, x)",
           ("test_mechanisms.py::"
@@ -78,7 +81,7 @@ FAULTS = (
           ("test_mechanisms.py::test_other_mixtures_equal_the_written_out_formula[multi-query]",
            "test_mechanisms.py::test_other_mixtures_equal_the_written_out_formula[grouped]")),
     # ---- training and scoring ----
-    Fault("Muon's step by the other side's length", "optim.py",
+    Fault("Muon's step by the other side's length", "nanoheads/optim.py",
           "math.sqrt(max(1.0, rows / cols))", "math.sqrt(max(1.0, cols / rows))",
           ("test_optim.py::test_even_rows_equal_the_written_normuon",)),
     Fault("bits of tokens called bits of bytes", "scoring.py",
@@ -143,8 +146,8 @@ FAULTS = (
     Fault("importance of each entry, not of a sequence", "measuring.py",
           "(y * g).sum((1, 3)).abs().mean(0)", "(y * g).abs().sum((1, 3)).mean(0)",
           ("test_heads.py::test_metrics_are_those_of_a_head_at_a_time",)),
-    Fault("a folded gate not over the head's own", "surgery.py",
-          "(hand == own), 1.0, hand / own)", "(hand == own), 1.0, hand)",
+    Fault("gates set by hand are not folded into weights", "surgery.py",
+          "scale_heads(attn, attn.gate_by_hand)", "pass",
           ("test_controller.py::"
            "test_gates_by_hand_go_into_the_projections_of_every_mechanism[sentinel]",)),
     # ---- studies ----
@@ -152,14 +155,15 @@ FAULTS = (
           "float(2 * stdtr(df, -abs(mean) / se))", "float(stdtr(df, -abs(mean) / se))",
           ("test_stats.py::test_a_difference_is_welchs",)),
     Fault("verdicts by uncorrected p", "verdicts.py",
-          "zip(pairs, seen, stats.corrected(seen))", "zip(pairs, seen, seen)",
+          "zip(pairs, differences, stats.holm_correct(differences))",
+          "zip(pairs, differences, differences)",
           ("test_golden.py::test_every_figure_follows_from_the_scores_as_it_did",)),
     Fault("the curve's nearer budget has the smaller weight", "verdicts.py",
-          "share = math.log(multiple / below)", "share = math.log(above / multiple)",
+          "share = math.log(multiple / lower)", "share = math.log(upper / multiple)",
           ("test_golden.py::test_every_figure_follows_from_the_scores_as_it_did",)),
     # ---- probes ----
     Fault("one token ahead is not looked at", "causality.py",
-          "self.changed(ids, place < at)", "self.changed(ids, place < at - 1)",
+          "self.changed(ids, place < changed)", "self.changed(ids, place < changed - 1)",
           ("test_leak.py::test_a_leak_is_found_at_its_place",)),
 )
 

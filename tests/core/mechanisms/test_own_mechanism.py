@@ -275,8 +275,8 @@ def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine):
     ("import torch\n", "def f(:\n", "mine.py, line 2: SyntaxError"),
     ("import torch\n", "import nowhere\n", "mine.py, line 2: ModuleNotFoundError: No module named 'nowhere'"),
     ("        super().__init__()\n", "", "mine.py, line 23: AttributeError: cannot assign parameters before"),
-    (HOOK, f"{HOOK}\n        boom  #", "mine.py, line 33: NameError: name 'boom' is not defined"),
-    ("config.forget_init\n", "config.forget_in\n", "mine.py, line 23: AttributeError: a GPTConfig has no"),
+    (HOOK, f"{HOOK}\n        boom  #", "mine.py, line 27: NameError: name 'boom' is not defined"),
+    ("config.forget_init)", "config.forget_in)", "mine.py, line 24: AttributeError: a GPTConfig has no"),
 ])
 def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, args):
     assert words in line_of(train, *args(), f"--mechanism={mine(before, after)}")

@@ -284,7 +284,7 @@ def test_future_tokens_do_not_leak(cases):
 def test_traces_that_are_looked_at_are_all_there():
     found = {name.split(".", 2)[-1] for name in seen(tiny(ALL_ON), tokens(2, T), "maps")}
     assert found >= {"advantage", "routing_weights", "routing_logits", "router_gates", "head_scores",
-                     "entropy", "concentration", "gates.acag", "gates.sentinel", "map",
+                     "entropy", "concentration", "gates.acag", "map",
                      *(f"constraint.{name}" for name in CONSTRAINTS)}
 
 
