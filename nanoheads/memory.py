@@ -74,12 +74,13 @@ def stored_for_backward(model, rows, autocast):
 
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, autocast:
         # a kernel saves a weight itself or what stands for it here: no activation either way
-        weights = [t for own in (*model.parameters(), *model.buffers()) for t in (own, fake.from_tensor(own))]
-        own = {t.untyped_storage()._cdata for t in weights}
+        tensors = [*model.parameters(), *model.buffers()]
+        weights = [*tensors, *(fake.from_tensor(t) for t in tensors)]
+        of_weights = {t.untyped_storage()._cdata for t in weights}
         ids = torch.zeros(rows, model.config.block_size, dtype=torch.long, device=model.lm_head.weight.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             model(ids, ids)
-    return sum(size for key, (size, _) in stored.items() if key not in own)
+    return sum(size for key, (size, _) in stored.items() if key not in of_weights)
 
 
 # ---- what a run says before it starts, and when memory ran out ----
