@@ -137,7 +137,7 @@ class Linear(torch.nn.Linear):
 
     stacked: the number of a block's matrices that the weight holds, one above the other: 1, or 3 for queries,
     keys and values. Their heights in proportion where they differ: (4, 1, 1) where four heads share a key.
-    None: the weight is no matrix of a block. An optimizer such as Muon treats each matrix by itself.
+    None: the weight is no matrix of a block. An optimizer may treat each matrix by itself.
     """
 
     def __init__(self, in_features, out_features, bias=True, stacked=None):

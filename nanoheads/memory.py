@@ -25,7 +25,7 @@ class StepMemory(NamedTuple):
     """Bytes of a training step of one rank."""
     weights: int
     gradients: int
-    optimizers: int   # moments, such as two of each parameter of AdamW's
+    optimizers: int   # what they keep of each parameter, such as moments
     activations: int  # of one portion, logits and cast weights included
     backward: int     # what the backward pass needs at its start, while all of those are there
 

@@ -208,7 +208,7 @@ class Planner:
 
     def search_on_task(self, text, variants, outcomes):
         """The same on validation rows of a task, with all seeds: a small grid over the optimizer's own rate,
-        as Muon has one for matrices, and the rates of all other parameters.
+        if it has one, and the rates of all other parameters.
 
         Scores that are nearly all or nothing mislead a search with one seed: its best pair may be a lucky
         one.

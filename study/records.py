@@ -51,7 +51,7 @@ class Run:
     """One training that a study needs.
 
     stage: screen, tune or judge. variant: its name, and in the stage tune the rates that are tried behind it:
-    "xsa, adamw_lr x 2" or "xsa, rates as they are". text: a dataset or a task. spec: all that its numbers
+    "xsa, embed_lr x 2" or "xsa, rates as they are". text: a dataset or a task. spec: all that its numbers
     depend on: flags, seed, checksums of the data and of the sources. The runs of another program have a line
     of its file for a spec, and names for seeds.
     """
