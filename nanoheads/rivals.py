@@ -570,7 +570,8 @@ class KeyOffset(Mechanism):
     def problems(config):
         smallest = min(config.head_size_in(layer) for layer in range(config.n_layer))
         if 0 < smallest < 4:  # then no part of a key is moved
-            yield f"key_offset needs a head size of at least 4: it is {smallest}"
+            which = "constraint_variant='B' leaves" if smallest < config.head_size else "it is"
+            yield f"key_offset needs a head size of at least 4: {which} {smallest}"
 
     def before_attention(self, attn, heads):
         cache = heads.forward_pass.cache

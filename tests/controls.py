@@ -31,7 +31,7 @@ class Control(Mechanism):
         super().__init__()
         self.kind, self.noise = config.control, config.control_noise
         if self.kind == "dead":
-            self.unused = nn.Parameter(torch.empty(config.n_embd, config.n_embd))
+            self.unused = nn.Parameter(torch.zeros(config.n_embd, config.n_embd))
 
     def before_projection(self, attn, heads):
         if self.kind == "leak":  # half of the next token's input

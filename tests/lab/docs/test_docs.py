@@ -276,7 +276,7 @@ def read_arguments(words, monkeypatch):
         return stop
     if words[0] == "-m":
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
-    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "checked"),
+    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "validate"),
                         (start, "check_configs")):
         monkeypatch.setattr(place, name, until_read(getattr(place, name)))
     with pytest.raises(Read):

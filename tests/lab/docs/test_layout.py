@@ -143,6 +143,8 @@ LOADED = {  # by `import train` -> why every run needs it
     "train": "the run itself",
     "model": "the GPT and its mechanisms",
     "nanoheads.mechanism": "what a mechanism is, which model.py extends",
+    "nanoheads.pruning": "in which rows of a tensor a head is, and which gates depend on no text",
+    "nanoheads.by_hand": "gates and states set by hand, which are methods of a GPT",
     "nanoheads.rivals": "the literature's mechanisms, whose flags are among GPTConfig's",
     "nanoheads.attention": "attention, by whichever kernel",
     "nanoheads.kernels": "norms, heads, linear maps and the loss",
