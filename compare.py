@@ -253,7 +253,7 @@ def write_report(study, out, config):
         say(config.json)
 
 
-def report_so_far(config, name, command):
+def report_finished_runs(config, name, command):
     """The report of a study from the runs that are done."""
     from study.plan import Planner
     check_writable(config)
@@ -296,7 +296,7 @@ def show_plan(config):
     missing = [run for name, run in runs.items() if name not in outcomes]
     plain = plan.models[PLAIN]
     data = planner.models.data_on(planner.texts[0], plain.training, plain.config.block_size)
-    scored_tokens, val_tokens = tokens_scored(config, data)
+    scored_tokens, val_tokens = token_counts(config, data)
     seconds_per_run = costs.seconds_of_run(plain, device, slots.threads, train, scored_tokens, val_tokens)
     steps = sum(queue.steps_of(run) for run in missing) / plain.training.max_iters
     say(f"{plural(len(runs), 'run')}, {len(missing):,} of them to do, in {trial.TRIALS}",
@@ -309,7 +309,7 @@ def show_plan(config):
         say(line)
 
 
-def tokens_scored(config, data):
+def token_counts(config, data):
     """(tokens of the split that a run is scored on, tokens of validation) of a Dataset; (0, 0): of a task."""
     if config.task:
         return 0, 0
@@ -491,7 +491,8 @@ def run(argv):
         except NotPrepared as e:
             return say(plan_without_data(config, e))
     words = shlex.join(["python", "compare.py", *command_line.words()])
-    (report_so_far if command == "report" else run_study)(config, name_of(config, command_line.files), words)
+    act = report_finished_runs if command == "report" else run_study
+    act(config, name_of(config, command_line.files), words)
 
 
 @as_program("compare")

@@ -131,12 +131,12 @@ class Models:
 
     def conflicts_with_dropout(self, settings, flags):
         """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
-        def accepted(flags):
+        def is_accepted(flags):
             try:
                 return bool(self.load(settings, flags))
             except UserError:
                 return False
-        return not accepted(flags) and accepted({**flags, "attn_dropout": 0.0})
+        return not is_accepted(flags) and is_accepted({**flags, "attn_dropout": 0.0})
 
     def data_on(self, text, training, block_size):
         """The Dataset of a text or the TaskData of a task, opened once; a text's checksums are taken anew."""

@@ -51,8 +51,8 @@ class Planner:
     """
 
     def __init__(self, config):
-        if bad := [*config.problems(), *config.problems_of_runs()]:
-            raise UserError("\n".join(bad))
+        if problems := [*config.problems(), *config.problems_of_runs()]:
+            raise UserError("\n".join(problems))
         self.config, self.models = config, Models(config)
         self.texts = (*self.models.texts,)
         self.measure = "right answers" if config.task else "bits/byte"
@@ -112,8 +112,8 @@ class Planner:
         """All that the numbers of a Model's runs depend on, but for their seed."""
         if (model, split) not in self.specs:
             task = model.training.task
-            unused = {key for each in EXTENSIONS if not each.is_on(model.training)
-                      for key in each.keys.__dataclass_fields__}
+            unused = {key for extension in EXTENSIONS if not extension.is_on(model.training)
+                      for key in extension.keys.__dataclass_fields__}
             keep = ("max_iters",) if task else ("max_iters", "dataset")
             training = {key: value for key, value in asdict(model.training).items()
                         if key not in FIXED_KEYS and key not in unused}
@@ -128,7 +128,7 @@ class Planner:
     def dependencies_of(self, model):
         """dependencies() of a Model's runs, read once for all models that depend on the same files."""
         c = model.training
-        files = [getattr(c, key) for each in EXTENSIONS for key in each.files]
+        files = [getattr(c, key) for extension in EXTENSIONS for key in extension.files]
         key = (model.text, c.own_mechanism, c.teacher, c.labels, *files, model.config.block_size)
         if key not in self.dependencies_by_files:
             try:

@@ -79,7 +79,7 @@ def find_slots(jobs=0, device="auto", jobs_per_gpu=1):
 
 # ---- the queue ----
 
-def execute(runs, jobs=0, device="auto", jobs_per_gpu=1, what="runs"):
+def execute(runs, jobs=0, device="auto", jobs_per_gpu=1, label="runs"):
     """Train these Runs where they have no Result yet, and return {name: Result or Failure} of all.
 
     A run that fails does not stop the others, and one that failed before is tried again. A run that another
@@ -91,7 +91,7 @@ def execute(runs, jobs=0, device="auto", jobs_per_gpu=1, what="runs"):
     outcomes = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Result)}
     waiting = [run for name, run in run_of.items() if name not in outcomes]
     running, last_fill = {}, 0.0  # {process: (its Run, its GPU)}
-    progress = Progress(what, waiting, len(run_of))
+    progress = Progress(label, waiting, len(run_of))
     with progress.bar, signals_raise():
         try:
             while waiting or running:
@@ -262,12 +262,12 @@ class Progress:
     """
     last_print = None  # when the last line was printed, of any queue
 
-    def __init__(self, what, todo, total):
-        self.what, self.total, self.started = what, total, time.monotonic()
+    def __init__(self, label, todo, total):
+        self.label, self.total, self.started = label, total, time.monotonic()
         Progress.last_print = Progress.last_print or self.started
         self.steps = {run.name: steps_of(run) for run in todo}
         self.first_steps = {}  # {run: its step when it was first seen}: it may go on from an earlier start
-        self.bar = tqdm(total=total, initial=total - len(todo), desc=what, dynamic_ncols=True,
+        self.bar = tqdm(total=total, initial=total - len(todo), desc=label, dynamic_ncols=True,
                         bar_format="{desc}: {percentage:3.0f}% |{bar}| {n:.1f} of {total} runs, "
                                    "{elapsed}{postfix}", disable=not sys.stderr.isatty())
 
@@ -294,5 +294,5 @@ class Progress:
         self.bar.refresh()
         if self.bar.disable and time.monotonic() - Progress.last_print > 60:
             Progress.last_print = time.monotonic()
-            print(f"{self.what}: {ended} of {plural(self.total, 'run')} done, "
+            print(f"{self.label}: {ended} of {plural(self.total, 'run')} done, "
                   f"{len(waiting) + len(running)} to do, {', '.join(words)}", flush=True)

@@ -69,7 +69,7 @@ def terminal_tables(study, comparisons, target_tests):
     if by_text.rows:
         measure = MEASURES[study.measure].name
         shown += [tables.drop_columns(by_text, "corrected p", "worth × compute", "verdict", measure),
-                  tables.alone_table(study)]
+                  tables.single_texts_table(study)]
     return [*shown, *([tables.target_table(study, target_tests)] if target_tests else [])]
 
 
@@ -175,8 +175,8 @@ PAGES.globals.update(MEANING=MEANING, BUT=BUT, INTERIM=INTERIM,
                      BADGES=(*MEANING, "failed", "no runs yet", *(INTERIM + word for word in MEANING)))
 
 
-def page(study, comparisons, target_tests=(), drawn=None):
-    """report.html; drawn: {name of a picture: its SVG as bytes, or None}."""
+def page(study, comparisons, target_tests=(), images=None):
+    """report.html; images: {name of a picture: its SVG as bytes, or None}."""
     rows = [*against_plain(study, comparisons), *other_comparisons(comparisons)]
 
     def verdict(study, c):
@@ -192,8 +192,8 @@ def page(study, comparisons, target_tests=(), drawn=None):
         cards=cards, remarks=" ".join(remarks(study, comparisons, target_tests)),
         following=next_study(study, comparisons), baseline=baseline_label(study),
         level=confidence_level(study),
-        drawn={**dict.fromkeys(("forest", "forest_narrow", "learning", "learning_narrow")), **(drawn or {})},
-        texts=tables.texts_table(study, comparisons, verdict=verdict), alone=tables.alone_table(study),
+        images=dict.fromkeys(("forest", "forest_narrow", "learning", "learning_narrow")) | (images or {}),
+        texts=tables.texts_table(study, comparisons, verdict=verdict), alone=tables.single_texts_table(study),
         others=tables.others_table(study, comparisons), screened=tables.screened_table(study),
         target=tables.target_table(study, target_tests), rates=tables.rates_table(study),
         costs=tables.costs_table(study) if trained_here(study) else tables.Table((), []),
@@ -214,12 +214,12 @@ def write(study, comparisons, folder, target_tests=()):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     study_and_comparisons = study, comparisons
-    drawn = {draw.__name__: drawing.picture_bytes(draw, study_and_comparisons)
-             for draw in (pictures.forest, pictures.forest_narrow, pictures.learning,
-                          pictures.learning_narrow)}
-    files = {"report.html": page(study, comparisons, target_tests, drawn).encode("utf-8", "replace"),
+    images = {draw.__name__: drawing.picture_bytes(draw, study_and_comparisons)
+              for draw in (pictures.forest, pictures.forest_narrow, pictures.learning,
+                           pictures.learning_narrow)}
+    files = {"report.html": page(study, comparisons, target_tests, images).encode("utf-8", "replace"),
              "report.md": in_markdown(study, comparisons, target_tests).encode("utf-8", "replace"),
-             "forest.svg": drawn["forest"], "forest.png": drawn["forest"] and drawing.picture_bytes(
+             "forest.svg": images["forest"], "forest.png": images["forest"] and drawing.picture_bytes(
                  pictures.forest, study_and_comparisons, "png")}
     paths = []
     for name, data in files.items():

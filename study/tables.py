@@ -158,7 +158,7 @@ def texts_table(study, comparisons, only=None, verdict=verdict_of):
     return Table(head, rows if by_text else [], (0, 1))
 
 
-def alone_table(study):
+def single_texts_table(study):
     """The verdict on each text by itself, corrected for that text alone."""
     by_text = comparisons_by_text(study)
     names = [c.variant for c in against_plain(study, next(iter(by_text.values()), ()))]

@@ -107,10 +107,11 @@ def difference(scores, pair, measure, alpha, margin):
                         [[*by_seed.values()] for by_seed in baseline], alpha, margin)
 
 
-def identical(scores, others):
+def identical(scores, other_scores):
     """Whether two {seed: score} agree at each seed of the one with fewer, at two at least."""
-    shared = scores.keys() & others.keys()
-    return len(shared) == min(len(scores), len(others)) > 1 and all(scores[s] == others[s] for s in shared)
+    shared = scores.keys() & other_scores.keys()
+    return (len(shared) == min(len(scores), len(other_scores)) > 1
+            and all(scores[seed] == other_scores[seed] for seed in shared))
 
 
 def verdict_on(corrected, alpha, higher_is_better):
@@ -194,9 +195,9 @@ def on_validation(study):
     return dict(sorted(rows.items(), key=lambda row: sign * row[1][0]))
 
 
-def same_size(params, others):
+def same_size(params, other_params):
     """Whether two numbers of parameters count as equal."""
-    return None not in (params, others) and abs(others - params) <= SAME_SIZE * params
+    return None not in (params, other_params) and abs(other_params - params) <= SAME_SIZE * params
 
 
 def better_at_equal(study, comparisons, c):
@@ -233,9 +234,9 @@ def is_better_at_cost(result, ratio):
     return True if (result.ratio if result else ratio) <= 1 else None
 
 
-def quotient(one, other):
+def quotient(numerator, denominator):
     """A ratio; nan: one of both is not known."""
-    return one / other if one and other else math.nan
+    return numerator / denominator if numerator and denominator else math.nan
 
 
 # ---- at equal cost ----
@@ -252,8 +253,8 @@ def figures_at_equal_cost(study, scores, pair, observed):
     equal_time = None
     if variant.time:  # from the low end at its least to the high end at its most
         ratios = [time * variant.tokens / plain.tokens for time in variant.time]
-        middle, least, most = (difference_at_cost(curve, parts, ratio, study.alpha) for ratio in ratios)
-        equal_time = replace(middle, low=least.low, high=most.high)
+        middle, shortest, longest = (difference_at_cost(curve, parts, ratio, study.alpha) for ratio in ratios)
+        equal_time = replace(middle, low=shortest.low, high=longest.high)
     flops = variant.flops / plain.flops if variant.flops and plain.flops else math.nan
     return dict(worth=worth_of_variant(curve, parts, study.alpha),
                 equal_flops=difference_at_cost(curve, parts, flops, study.alpha), equal_time=equal_time)

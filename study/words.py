@@ -257,8 +257,7 @@ def learning_counts(study, name, task):
     runs = [study.results[run.name] for run in study.runs if run.stage == "judge" and run.variant == name
             and run.text == task and run.name in study.results]
     steps = [first_learned_step(result.curve["steps"], result.curve["scores"], LEARNED_SHARE)
-                 for result in runs
-             if result.curve]
+             for result in runs if result.curve]
     steps = sorted(math.inf if step is None else step for step in steps)
     median = statistics.median(steps) if steps else math.inf
     return (sum(result.score >= LEARNED_SHARE for result in runs), len(runs),
@@ -425,7 +424,7 @@ def is_cut(cut, key):
     return number(cut[key]) < number(cut[f"of_{key}"])
 
 
-def share_scored(cut):
+def share_of_split(cut):
     """The share of the split that was scored."""
     return f"{100 * cut['bytes'] / cut['of_bytes']:.2g} % of the {cut['split'] or 'scored'} split"
 
@@ -438,7 +437,7 @@ def cut_in_short(study):
         parts.append(f"short runs, {show(cut['steps'])} of the {scale} scale's {show(cut['of_steps'])} steps "
                      f"({si_number(cut['tokens'])} of {si_number(cut['of_tokens'])} tokens)")
     if cut and is_cut(cut, "bytes"):
-        parts.append(f"scored on {share_scored(cut)}")
+        parts.append(f"scored on {share_of_split(cut)}")
     words = ", ".join(parts)
     return words and f"{words[0].upper()}{words[1:]}."
 
@@ -452,7 +451,8 @@ def cut_in_words(study):
         parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {scale} scale has "
                      f"{show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
     if cut and is_cut(cut, "bytes"):
-        parts.append(f"scored on {share_scored(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} bytes)")
+        parts.append(f"scored on {share_of_split(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} "
+                     "bytes)")
     consequence = " After all steps the variants may rank otherwise" * short_runs
     remedy = ": a study without max_iters trains them all" * ("max_iters" in study.config.get("settings", {}))
     consequence += (remedy + ".") * short_runs

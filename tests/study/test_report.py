@@ -142,7 +142,7 @@ def test_each_text_is_judged_alone_too():
     assert pooled.verdict not in ("better", "worse")
     found = report.json_report(mixed, comparisons_of(mixed))["on_each_text"]
     assert {text: rows[0]["verdict"] for text, rows in found.items()} == {"prose": "better", "code": "worse"}
-    head, rows, _ = tables.alone_table(mixed)
+    head, rows, _ = tables.single_texts_table(mixed)
     assert (head, rows) == (("variant", "on prose alone", "on code alone"), [("good", "better", "worse")])
 
 
