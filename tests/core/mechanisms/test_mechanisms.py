@@ -571,21 +571,22 @@ LEARNED = MECHANISMS["agency_learned"]
 
 
 def slopes_of_states(model, idx, targets, layer, eps=1e-5):
-    """Gradients of learned agency's weight and bias, from nothing but losses with gates set by hand.
+    """Gradients of learned agency's weight and bias, from nothing but losses with other gates of agency.
 
     d loss / d factor by a difference of two; the chain rule of a softmax's mean written out.
     """
-    attn, agency = model.transformer.h[layer].attn, model.transformer.h[layer].attn.agency
-    attn.gate_by_hand = torch.ones(6, dtype=torch.float64)
+    agency = model.transformer.h[layer].attn.agency
+    gates = agency.gate().detach()
     weight, bias = torch.zeros_like(agency.weight), torch.zeros_like(agency.bias)
     for head in range(6):
         if not agency.consent[head]:
             continue
-        gate, losses = agency.gate()[head].item(), []
+        losses = []
         for change in (eps, -eps):
-            model.set_gate(layer, head, (gate + change) / gate)
+            moved = gates + change * (torch.arange(6) == head)
+            agency.gate = lambda noisy=False: moved
             losses.append(F.cross_entropy(model.lm_head(model.hidden(idx)).flatten(0, 1), targets.flatten()))
-            model.set_gate(layer, head, 1.0)
+            del agency.gate
         slope = (losses[0] - losses[1]) / (2 * eps)
         chances = softmax(agency.weight @ agency.metrics[head] + agency.bias)
         mean = sum(p * f for p, f in zip(chances, STATES.values()))

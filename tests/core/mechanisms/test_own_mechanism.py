@@ -114,7 +114,7 @@ def test_a_teacher_needs_its_file_too(args, mine, tmp_path):
     heads = dict(max_iters=1, constraint_names="['a']", constraint_layers="[0]", recipe="gpt2")
     train.main([*args("teacher", **heads), f"--mechanism={mine()}"])
     keys = args("pupil", **heads, constraint_match="kl", teacher=tmp_path / "teacher")
-    assert "teacher was made with the mechanism in mine.py, and what is only read" in line_of(train, *keys)
+    assert "teacher was made with the mechanism in mine.py, whose code runs only" in line_of(train, *keys)
     anew(train, *keys, f"--own_mechanism={tmp_path / 'teacher' / 'mine.py'}")
     assert (tmp_path / "pupil" / "best.pt").is_file()
 

@@ -302,7 +302,7 @@ def test_a_state_of_a_head_that_there_is_not_is_one_line(state):
     weights = GPT(config).state_dict()
     weights["transformer.h.1.attn.agency.state"][1] = state
     said = line(checkpoint.build, dict(model=weights, config=config.flags(), meta=None), "x.pt")
-    assert said.endswith(f"transformer.h.1.attn.agency.state=[0, {state}] must be from 0 to 3")
+    assert said.endswith(f"agency.state=[0, {state}] must be from 0 to 3")
 
 
 # ---- nanoGPT's ----

@@ -206,7 +206,7 @@ def test_json_has_the_mean_of_each_series_and_the_picture(make, tmp_path, capsys
                 assert means[key][str(head)] == pytest.approx(np.mean(sum(values, [])), abs=1e-5)
         scores = [each for line in lines for each in line["blocks"]["0"]["probabilities"]["fair"]]
         assert means["blocks.0.constraint.fair"] == pytest.approx(np.mean(scores), abs=1e-5)
-    assert "blocks.0.gate" in found["runs"][1]["means"]
+    assert "blocks.0.gates.sentinel" in found["runs"][1]["means"]
 
 
 def test_json_of_one_token_has_no_mean_of_what_no_token_has(make, tmp_path, capsys):
@@ -648,7 +648,7 @@ def test_the_picture_is_the_attention_maps_and_gates(name):
             cut = grid[11 * block + 2:11 * block + 11, 11 * i:11 * i + 9]
             for t in range(9):
                 assert np.allclose(cut[t, :t + 1], p[t, :t + 1] / p.max()) and np.isnan(cut[t, t + 1:]).all()
-            label, gate = next(labels), traces.get(f"blocks.{block}.gate")
+            label, gate = next(labels), traces.get(f"blocks.{block}.gates.sentinel")
             assert label.split(" x ")[0] == f"{block}.{attn.all_head_ids()[i]}"
             if name == "sentinel":
                 assert label.endswith(f" x {gate[i].item():.2f}")

@@ -19,7 +19,7 @@ import model
 from helpers import ROOT, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
 from nanoheads import checkpoint, own_mechanism as own, promises
-from nanoheads.class_checks import problems_of_models, small_models
+from nanoheads.class_checks import problems_of_values, small_models
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, build_configs, keys_of, parse_command
@@ -338,7 +338,8 @@ def test_what_start_at_declares_is_what_a_layer_starts_with(mine):
 
 def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
     assert sum(1 for cls in model.MECHANISM_CLASSES for _ in small_models(cls)) > 40
-    assert [problem for cls in model.MECHANISM_CLASSES for problem in problems_of_models(cls)] == []
+    assert [problem for cls in model.MECHANISM_CLASSES for mode, _, mechanism in small_models(cls)
+            for problem in problems_of_values(mode, mechanism)] == []
 
 
 def test_flags_of_the_repository_are_not_taken_over(mine):
