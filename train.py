@@ -32,11 +32,12 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
-from nanoheads import checkpoint, configurator, extensions, start, tasks
+from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.batches import Batches, DocumentBatches, PackedBatches
 from nanoheads.common import UserError, as_program, from_lab, plural, say, write_json
 from nanoheads.config import TrainConfig, flags_by_name
 from nanoheads.dataset import Dataset
+from nanoheads.extensions import EXTENSIONS
 from nanoheads.kernels import allow_graphs
 from nanoheads.log import Log, last_save, read_rows, write_config
 from nanoheads.memory import advising, memory_lines
@@ -153,7 +154,7 @@ def loop(run):
         # extension (such as dynamic heads, docs/heads.md); only here do we wait for a GPU. All ranks must
         # read in the same step, so with several of them a signal to stop waits for the next such step
         logging, saving = run.is_due(config.log_interval), run.is_due(config.save_interval)
-        acting = any(run.is_due(each.interval) for each in run.acting.values())
+        acting = any(run.is_due(actor.interval) for actor in run.acting.values())
         stop_asked = stop.name is not None
         stopping = False
         if (logging or saving or acting or run.is_due(config.eval_interval)
@@ -420,7 +421,7 @@ def save_checkpoint(run, name, resumable=True):
     if resumable:
         content["optimizers"] = [optimizer.state_dict() for optimizer in run.optimizers]
         content["scaler"] = run.scaler.state_dict()
-        content.update({name: each.state() for name, each in run.acting.items()})
+        content.update({name: actor.state() for name, actor in run.acting.items()})
     else:
         content["model"] = run.scored_model().state_dict()
     checkpoint.save(run.out_dir / name, content)
@@ -456,7 +457,7 @@ class Run:
     scaler: Optional[torch.amp.GradScaler] = None  # scales the loss in float16; else it changes nothing
     portions: int = 1                # forward passes of this rank in a step
     # of this launch
-    acting: dict = field(default_factory=dict)  # {name: what acts between steps}, see extensions.start()
+    acting: dict = field(default_factory=dict)  # {name of an Extension: what acts between steps}
     profile: Optional[Any] = None    # a Profile, on the first rank, until its steps are recorded
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
@@ -477,13 +478,13 @@ class Run:
 
     def between_steps(self):
         """Let extensions act after a step; whether parameters of the model came or went."""
-        return any([each.step(self) for each in self.acting.values()])
+        return any([actor.step(self) for actor in self.acting.values()])
 
     def scored_model(self):
         """The model as it is scored, with what extensions have set beside its weights worked into them."""
         model = self.model
-        for each in self.acting.values():
-            model = each.as_scored(model)
+        for actor in self.acting.values():
+            model = actor.as_scored(model)
         return model
 
     @property
@@ -573,7 +574,8 @@ def make_ready(run, state):
         from nanoheads.teacher import teacher_of  # only here: most runs have none
         run.teacher = teacher_of(config, model, run.process.device)
     set_up(run)
-    run.acting = extensions.start(run, state)
+    run.acting = {extension.name: extension.start(run, state) for extension in EXTENSIONS
+                  if extension.is_on(config)}
     if state:
         load_moments(run.optimizers, state["optimizers"], run.out_dir / "ckpt.pt")
         if state["scaler"]:  # empty when dtype was another one

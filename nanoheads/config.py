@@ -184,13 +184,13 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
 
 
 @dataclass
-class TrainConfig(*(each.keys for each in EXTENSIONS), CoreTrainConfig):
+class TrainConfig(*(extension.keys for extension in EXTENSIONS), CoreTrainConfig):
     """All keys of training. Those of an extension, see extensions.py, are the last in --help."""
 
     @property
     def acts_between_steps(self):
         """Whether an extension measures or changes the model between steps."""
-        return any(each.is_on(self) for each in EXTENSIONS)
+        return any(extension.is_on(self) for extension in EXTENSIONS)
 
 
 def trained_with(flags, path):
@@ -252,8 +252,8 @@ def refuse(problems):
 
 def training_problems(model_config, config):
     """What is wrong with a GPTConfig beside a TrainConfig, as sentences; also what extensions find."""
-    found_by = [*(extension.problems for extension in EXTENSIONS), constraint_conflicts, skip_conflicts]
-    bad = [problem for problems in found_by for problem in problems(model_config, config)]
+    checks = [*(extension.problems for extension in EXTENSIONS), constraint_conflicts, skip_conflicts]
+    bad = [problem for check in checks for problem in check(model_config, config)]
     if model_config.agency_learned and not config.acts_between_steps:
         bad.append("agency_learned predicts from what is measured of the heads between steps, which is work "
                    "of lab/heads: see docs/heads.md")
@@ -303,7 +303,7 @@ def check_model(model, config):
     if config.freeze_trunk and not trained_alone(model):
         bad.append("freeze_trunk=True leaves nothing to train: no mechanism of the model has a parameter "
                    "that acts")
-    bad += [problem for each in EXTENSIONS for problem in each.problems_of_model(model, config)]
+
     if config.documents:
         if 2 * config.documents > c.block_size and config.documents_packed != "cut":
             bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
@@ -341,12 +341,13 @@ def flags_by_name():
 
 
 def with_extensions(flags):
-    """A variant's flags, and the keys of extensions that these flags have set with them."""
-    keys = {}
-    for each in EXTENSIONS:
-        for flag_of_model, more in each.set_with.items():
-            keys.update(more if flag_of_model in flags else {})
-    return {**flags, **keys}
+    """A variant's flags, and the keys that extensions set with them."""
+    flags = dict(flags)
+    for extension in EXTENSIONS:
+        for model_flag, keys in extension.set_with.items():
+            if model_flag in flags:
+                flags.update(keys)
+    return flags
 
 
 def note_on_warmup(config):

@@ -194,6 +194,8 @@ def begin(model_config, config, set_flags, process):
     """
     check_folder(config)
     settings = settings_of(model_config, config)
+    for extension in EXTENSIONS:
+        model_config = extension.new_model(model_config, config)
     path, goes_on = checkpoint_of(config)
     state, new_mechanisms = checkpoint.read(path, process.device) if path else {}, {}
     if goes_on:
@@ -206,7 +208,7 @@ def begin(model_config, config, set_flags, process):
         checkpoint.check_vocabulary(state, dataset, path)
     else:
         check_data(model_config, config, dataset)
-        model_config = new_model_config(model_config, config, dataset)
+        model_config = replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)
     config = config.for_recipe(model_config.recipe)
     if goes_on:
         check_same_run(state, path, config, dataset)
@@ -252,7 +254,7 @@ def checkpoint_of(config):
 
 def check_extensions(state, path):
     """UserError where a read checkpoint goes on with the state of an extension that is not here."""
-    missing = state.keys() - checkpoint.CORE_KEYS - {each.name for each in EXTENSIONS}
+    missing = state.keys() - checkpoint.CORE_KEYS - {extension.name for extension in EXTENSIONS}
     if missing:
         raise UserError(f"{path} holds the state of {', '.join(sorted(missing))}, which belongs to a folder "
                         "that is not there beside nanoheads/: bring it back, or begin a new run with its "
@@ -260,12 +262,6 @@ def check_extensions(state, path):
 
 
 # ---- its model ----
-
-def new_model_config(model_config, config, dataset):
-    """The GPTConfig of a new model: as extensions have it begin, as large as the data's vocabulary."""
-    for each in EXTENSIONS:
-        model_config = each.new_model(model_config, config)
-    return replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)
 
 
 def adapt_config(old, path, model_config, config, set_flags, goes_on):
@@ -287,7 +283,7 @@ def adapt_config(old, path, model_config, config, set_flags, goes_on):
 
     # what must not: any flag of a run that goes on; of another checkpoint what is set, since it says the rest
     must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(set_flags)
-    if goes_on and any(each.chooses_heads(config) for each in EXTENSIONS):
+    if goes_on and config.acts_between_steps:  # heads may have come and gone
         must_agree.discard("head_ids")
     must_agree -= may_change | {key for cls in new_mechanisms for key in flags_of(cls)}
     check_same_model(old, path, model_config, must_agree)

@@ -1,6 +1,6 @@
-"""Dynamic heads, registered as what they add to training: see nanoheads/extensions.py."""
+"""Dynamic heads, as what they add to training: see nanoheads/extensions.py."""
 
-from nanoheads.extensions import Extension, register
+from nanoheads.extensions import EXTENSIONS, Extension
 from lab.heads import config
 
 
@@ -10,9 +10,8 @@ def start(run, state):
     return controller.start(run, state)
 
 
-register(Extension(
+EXTENSIONS.append(Extension(
     name="controller", keys=config.ControllerConfig, is_on=lambda training: training.dynamic_heads,
-    problems=config.controller_conflicts, problems_of_model=config.problems_of_model,
-    chooses_heads=config.chooses_heads, new_model=config.new_model, start=start, files=("policy_rules",),
-    # the name of learned agency has the heads measured, from which its states are predicted
+    problems=config.controller_conflicts, new_model=config.new_model, start=start, files=("policy_rules",),
+    # learned states are predicted from what is measured of the heads
     set_with={"agency_learned": dict(controller_log=True)}))

@@ -1,4 +1,4 @@
-"""The keys of dynamic heads, and what does not go with them; controller.py does what they say."""
+"""The keys of training for dynamic heads, and their checks. What the keys turn on is in controller.py."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
@@ -70,7 +70,7 @@ class ControllerConfig:
 # ---- what does not go together ----
 
 def controller_conflicts(model, config):
-    """What is wrong with the controller's keys beside a GPTConfig, as sentences."""
+    """What is wrong with these keys of a TrainConfig for a model of this GPTConfig, as sentences."""
     bad = []
     defaults = {name: f.default for name, f in ControllerConfig.__dataclass_fields__.items()}
     for what, on in (("controller", config.dynamic_heads), ("prune", config.prune_gate),
@@ -114,7 +114,7 @@ def controller_conflicts(model, config):
 
 
 def consent_conflicts(model, config):
-    """The heads of policy_no_consent that there are not."""
+    """What is wrong with policy_no_consent: heads that the model does not have."""
     bad = []
     for place in config.policy_no_consent:
         layer, _, head = place.partition(".")
@@ -126,20 +126,7 @@ def consent_conflicts(model, config):
     return bad
 
 
-def problems_of_model(model, config):
-    """What is wrong with pruning or growing the heads of a model, as sentences."""
-    if model.config.unit > 1 and (config.prune_gate or config.grow_heads):
-        return ["prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, where "
-                f"{model.config.unit} go together"]
-    return []
-
-
 # ---- which heads there are ----
-
-def chooses_heads(config):
-    """Whether a run's heads are other ones than its head_ids say: they come and go, or it begins with few."""
-    return config.dynamic_heads or config.grow_from is not None
-
 
 def new_model(model_config, config):
     """The GPTConfig of a new model, which begins with grow_from heads in each layer."""

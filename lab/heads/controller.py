@@ -145,7 +145,11 @@ def rounded(values):
 # ---- what a run begins with ----
 
 def start(run, state):
-    """The Controller of a run, from a checkpoint's state where there is one."""
+    """The Controller of a run, from the state in a checkpoint if there is one. UserError: it cannot act."""
+    unit = run.model.config.unit
+    if unit > 1 and (run.config.prune_gate or run.config.grow_heads):
+        raise UserError("prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, "
+                        f"where {unit} go together")
     controller = Controller(run)
     set_sparsity(run)
     path = run.out_dir / "ckpt.pt"
