@@ -12,15 +12,15 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
     x       = x + merge(y)        # the heads side by side, projected out
 
 score_mod returns a function (score, b, h, t, s) -> score, which the kernel applies to each score before the
-softmax: that of query t for key s in row b and head h. t and s are columns, so t - s is a distance, while a
-position is forward_pass.positions, for a class with needs_positions. No hook sees the weights of attention,
-which fused kernels do not store: after_kernel acts on y, right after the kernel.
+softmax: that of query t for key s in row b and head h. t and s count columns, so t - s is a distance; where a
+token stands in its text says forward_pass.positions, in a class with needs_positions. No hook sees the
+weights of attention, which fused kernels do not store: after_kernel acts on y, right after the kernel.
 
 A gate is a factor on the heads' outputs, which broadcasts over [B, H, T, D]. Any hook may put one into
 heads.gates, under its mechanism's name, as soon as it knows it: before_projection where it depends on no text
 (sentinel, agency), before_attention where it needs the layer's input alone (routing, output gate), and
-after_attention where it needs y or statistics of the attention rows (ACAG, sink). What is set by hand is one
-more.
+after_attention where it needs y or statistics of the attention rows (ACAG, sink). A number that a caller sets
+for a head, by GPT.set_gate(), is one more gate.
 
 A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
 its class: flags (Options), modes, formula, checks. What a class inherits, and what each attribute such as
@@ -30,12 +30,11 @@ lists of mechanisms, GPTConfig and MECHANISMS are put together.
 Three objects are passed around. `config` is the GPTConfig. `attn` is the attention of one layer, with its
 mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs and gates of one layer, which
 hooks read and rewrite. What is the same in all layers is in `heads.forward_pass`, a ForwardPass: the tokens
-and their positions, the mask, the cache and what is asked for.
+and their positions, the mask, the cache, and what the caller wants beside the logits.
 
 docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
 a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
-nanoheads/attention.py, other kernels in nanoheads/kernels.py, and by which library a CPU multiplies in
-nanoheads/cpu.py.
+nanoheads/attention.py, and other kernels are in nanoheads/kernels.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,
 arXiv 2010.04245 (QK-norm); Zhang & Sennrich 2019, arXiv 1910.07467 (RMSNorm); So et al. 2021,
@@ -174,24 +173,24 @@ def make_norm(config):
 
 @dataclass
 class ForwardPass:
-    """What is asked of one forward pass and what is known of its text: the same in all layers.
+    """The text of one forward pass, and what the caller wants of it: the same in all layers with this mask.
 
-    GPT.make_forward_pass() makes one for the layers that share a mask.
+    GPT.make_forward_pass() makes it.
     """
 
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
     cache: Optional["KVCache"] = None
     mask: object = None                       # who sees whom, as for attend(); None: causal
-    # these two for mechanisms with needs_positions; None: there is none
+    # the next two are for mechanisms with needs_positions or needs_row_stats; without any they may be None
     positions: Optional[torch.Tensor] = None  # of each token in its own text, from 0, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
-    valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
-    begins: Optional[torch.Tensor] = None     # column where its document begins, [B, T]; None: a row is one
-    tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
+    valid: Optional[torch.Tensor] = None      # False at padding, [B, T, 1]; None: there is none
+    begins: Optional[torch.Tensor] = None     # column where its document begins, [B, T]; None: one per row
+    tokens: Optional[torch.Tensor] = None     # the ids that are read, [B, T]
     inputs: dict = field(default_factory=dict)  # name -> what GPT.forward() was given for a mechanism
     shared: dict = field(default_factory=dict)  # name -> what earlier layers have left for later ones
     wants_losses: bool = False                # auxiliary losses
-    wants_predictions: bool = False           # also those that nothing here is compared with
+    wants_predictions: bool = False           # scores of constraint heads, also where they have no target
     wants_traces: object = False              # "maps": attention maps too
 
     @property
@@ -202,10 +201,7 @@ class ForwardPass:
 
 @dataclass
 class Heads:
-    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
-
-    results() is what the layer returns of it beside its output.
-    """
+    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite."""
 
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
     x: Optional[torch.Tensor] = None          # the layer's normed input, [B, T, C]
@@ -224,18 +220,21 @@ class Heads:
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
     def results(self):
-        """What a layer gives beside its output."""
+        """What the layer returns beside its output."""
         return dict(losses=self.losses, predictions=self.predictions, traces=self.traces,
                     for_later=self.for_later)
 
     def close_all_but(self, open):
-        """In evaluation, have only heads computed that are open, bool [B, H]: the others' gates are 0 at all
-        tokens of a row.
+        """In evaluation, compute only the heads that are open, bool [B, H]. The gates of the others have to
+        be 0 at all tokens of a row.
         """
         self.open = open if self.open is None else self.open & open
 
     def constant_gate(self):
-        """The product of the gates so far that depend on no text, [H, 1, 1]; None: there is none."""
+        """The product of the gates so far that depend on no text, [H, 1, 1]; None: there is none.
+
+        Outside of a forward pass constant_gate() of nanoheads/pruning.py gives it, [H].
+        """
         gates = [gate for gate in self.gates.values() if gate.dim() == 3]
         return math.prod(gates) if gates else None
 
@@ -382,8 +381,7 @@ class CausalSelfAttention(nn.Module):
         return qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
 
     def own_heads(self, qkv, heads):
-        """The layer's own q, k and v, each [B, H, T, D], of what project() gave; q and k normed and rotated.
-        """
+        """The layer's own q, k and v, each [B, H, T, D], out of qkv; q and k are normed and rotated."""
         if not self.queries_are_keys:
             return self.split(qkv, heads, self.n_head, self.n_kv_head)
         rope = heads.forward_pass.rope[self.head_size] if self.rope else None
@@ -401,12 +399,12 @@ class CausalSelfAttention(nn.Module):
         return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope, self.norm_eps, self.qk_scale)
 
     def attend(self, heads):
-        """(y [B, H, T, D], RowStats where a mechanism reads them, else None), of heads.q, k and v.
+        """(y [B, H, T, D], RowStats where a mechanism reads them, else None), from heads.q, k and v.
 
-        Keys and values of earlier tokens join those of heads, where there is a cache.
+        With a cache, heads.k and heads.v then have the earlier tokens too.
         """
         forward_pass = heads.forward_pass
-        # kernels want one dtype; under autocast a norm may have made q and k float32
+        # kernels take one dtype; under autocast a norm may have made q and k float32
         dtype = product_dtype(heads.v)
         if not heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype:
             heads.q, heads.k, heads.v = heads.q.to(dtype), heads.k.to(dtype), heads.v.to(dtype)
@@ -426,16 +424,15 @@ class CausalSelfAttention(nn.Module):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
         if self.n_extra:
             y, added = y.split((self.n_head, self.n_extra), 1)
-            out = self.c_proj(y.transpose(1, 2).flatten(2))
+        out = self.c_proj(y.transpose(1, 2).flatten(2))
+        if self.n_extra:
             for m in self.mechanisms():
                 if isinstance(m, AddedHeads):
                     out = m.merge_added(out, added)
-            return self.resid_dropout(out)
-        out = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(out) if self.training else out
 
     def trace(self, heads):
-        """Add what every model's traces hold: all gates, row statistics, and attention maps where wanted."""
+        """Add to heads.traces the gates, row statistics and, where wanted, the attention maps."""
         heads.traces.update({f"gates.{name}": gate for name, gate in heads.gates.items()})
         heads.traces.update(entropy=heads.row_stats.entropy, concentration=heads.row_stats.log_p2.exp())
         if heads.forward_pass.wants_traces == "maps":
@@ -454,8 +451,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers, n_inner (usually 4 C) wide inside, [B, T, C] -> [B, T, C].
 
-    swiglu: silu(a) * b, where a and b are the halves of what c_fc gives, each 8/3 C wide, for as many
-    parameters.
+    swiglu: silu(a) * b, where a and b are the halves of c_fc's output, each 8/3 C wide, so that there are as
+    many parameters.
     """
 
     def __init__(self, config):
@@ -493,7 +490,7 @@ class Block(nn.Module):
 
     def forward(self, x, forward_pass):
         """(what the block sends on, Heads.results())."""
-        # a mechanism between blocks may give queries, keys and values an input each
+        # a mechanism between blocks may give queries, keys and values an input each (MUDD)
         inputs = forward_pass.shared.get(("inputs", self.attn.layer))
         y, results = self.attn(self.ln_1(x), forward_pass, inputs and [self.ln_1(part) for part in inputs])
         after = x + y
@@ -548,17 +545,18 @@ class GPT(HeadControl, nn.Module):
         self.changes_scores = any(attn.changes_scores for attn in layers)
         self.needs_positions = any(m.needs_positions for attn in layers for m in attn.mechanisms())
         self.needs_nats = any(m.needs_nats for attn in layers for m in attn.mechanisms())
-        self.takes = {name for cls in MECHANISM_CLASSES for name in cls.takes}  # those that are off, too
+        # a mechanism that is off takes its arguments too, and does nothing with them
+        self.takes = {name for cls in MECHANISM_CLASSES for name in cls.takes}
 
     @torch.no_grad()
     def init_weights(self):
-        """Set the initial values that follow from the seed, and those of plain layers.
+        """Set the initial values that depend on the seed, and those of plain layers.
 
             what start_at() declared                   that value; a random one is drawn here
             weights of plain layers (PLAIN_LAYERS)     N(0, 0.02), as in GPT-2; scales 1, biases 0
                 c_proj, into the residual stream       N(0, 0.02 / sqrt(2 n_layer)); with zero_init 0
                 lm_head                                as the others; with zero_init 0
-            all else                                   what its constructor has put there
+            all else                                   what its constructor has filled in
 
         Each parameter has a generator of its own, keyed by the seed and its name. So two models start
         bit-identical in every parameter that they share, whatever else they have.
@@ -576,7 +574,7 @@ class GPT(HeadControl, nn.Module):
             set_to(p, start, generator)
 
     def plain_start(self, name, p):
-        """What a parameter of a plain layer starts at: a number or a Normal."""
+        """The initial value of a parameter of a plain layer, a number or a Normal: see init_weights()."""
         if p.dim() < 2:
             return 0.0 if name.endswith("bias") else 1.0
         into_stream = name.endswith("c_proj.weight")
@@ -592,7 +590,7 @@ class GPT(HeadControl, nn.Module):
         logits: return them together with a loss, too; without targets they are always returned. traces: True,
         or "maps" for attention maps too. positions [B, T]: tokens of its document before each token, where
         rows hold several documents, of which none sees another; None: a row is one text. inputs: what a
-        mechanism takes by name, see `takes` of its class; None: not given.
+        mechanism takes by name, see `takes` of its class; None is the same as leaving it out.
         """
         x, results = self.run_blocks(idx, inputs=inputs, wants_losses=targets is not None,
                                      wants_traces=traces, positions=positions)
@@ -612,8 +610,8 @@ class GPT(HeadControl, nn.Module):
 
         Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
         cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
-        inputs: {name: value} for mechanisms; None: not given. TypeError: no mechanism takes one of the name.
-        positions: see forward(). ValueError: they do not go with what else is asked.
+        inputs: {name: value} for mechanisms. TypeError: no mechanism takes an argument of that name.
+        positions: see forward(). ValueError: they do not go with the other arguments.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
@@ -668,7 +666,7 @@ class GPT(HeadControl, nn.Module):
         return self.transformer.ln_f(x), dict(losses=losses, predictions=predictions, traces=traces)
 
     def check_documents(self, idx, positions, cache, pad):
-        """ValueError where rows of several documents do not go with what else is asked."""
+        """ValueError where positions are wrong, or do not go with a cache, padding or dropout."""
         if positions.shape != idx.shape:
             raise ValueError(f"positions are {[*positions.shape]}; there must be one for each token of "
                              f"{[*idx.shape]}")
@@ -683,7 +681,7 @@ class GPT(HeadControl, nn.Module):
             raise ValueError(problem)
 
     def before_block(self, x, layer, outputs, shared):
-        """What block `layer` reads, or, at n_layer, the last norm; x is the last of the outputs so far."""
+        """The input of block `layer`, or of the last norm at n_layer; x is the last of the outputs so far."""
         for name in self.between:
             x = getattr(self, name).before_block(x, layer, outputs, shared)
         return x
@@ -694,21 +692,22 @@ class GPT(HeadControl, nn.Module):
         positions: a slice, or [B, T] where rows are padded or hold several documents. common: its fields that
         no mask changes. A field that no mechanism needs is None.
         """
-        # by_flex: on a GPU FlexAttention is needed, for statistics of the rows or for a score function
         traces = common.get("wants_traces", False)
-        counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
-        by_flex = counted or self.changes_scores
+        row_stats = self.needs_row_stats or bool(traces)
+        # statistics of the rows and score functions take FlexAttention on a GPU
+        by_flex = row_stats or self.changes_scores
         seen = mask.make(past, T, pad, device, cache is not None, by_flex, traces == "maps",
                          common.get("begins"))
+        rope = n_keys = valid = None
         if self.config.pos == "rope":
             rope = {size: tuple(getattr(self, f"{name}{size}")[positions] for name in ("cos", "sin"))
                     for size in self.head_sizes}
+        are_read = row_stats or self.needs_positions
         if isinstance(positions, slice):
-            are_read = counted or self.needs_positions
             positions = torch.arange(past, past + T, device=device) if are_read else None
         elif self.needs_positions and pad is not None:
             valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
-        if counted or self.needs_positions:
+        if are_read:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
             n_keys = mask.n_keys(positions if positions.dim() == 1 else positions[:, None]).to(dtype)
         return ForwardPass(rope, cache, seen, positions, n_keys, valid, **common)
@@ -729,7 +728,7 @@ class GPT(HeadControl, nn.Module):
     def predictions(self, idx):
         """{"blocks.<i>.<name>": tensor}: what constraint heads and A2C predict for idx [B, T].
 
-        Of a teacher it is what the constraint heads of a student are trained to match.
+        Constraint heads of a student are trained to match those of its teacher.
         """
         return self.run_blocks(idx, wants_predictions=True)[1]["predictions"]
 
@@ -747,8 +746,8 @@ class GPT(HeadControl, nn.Module):
     def cross_entropy(self, x, targets, logits=None, per_token=False):
         """(mean nats of the scored tokens, the nats of each token [B, T] or None).
 
-        logits: head(x), where it was computed already. per_token: the nats of each token are needed; in
-        portions they come anyway.
+        logits: head(x), if it was computed already. per_token: whether the nats of each token are needed; a
+        loss that is computed in portions has them anyway.
         """
         chunks, flat_targets = 1, targets.flatten()
         if logits is None:
@@ -772,10 +771,11 @@ class GPT(HeadControl, nn.Module):
                stop_token=None, lengths=None, generator=None, **inputs):
         """Yield the next token of every row, [B], up to max_new_tokens times.
 
-        idx [B, T] holds the prompts, flush right where `lengths` [B] are unequal (left padding, never seen).
-        A row reads at most block_size tokens; when it would read more it keeps the last half and goes on
-        from there. A row that ended with stop_token repeats it; when all have, the stream ends. generator: of
-        all rows, or a list with one for each. inputs: those of forward().
+        idx [B, T] holds the prompts. Where they are unequal, `lengths` [B] says how long each is, and those
+        that are shorter have padding on the left, which is never read. A row reads at most block_size tokens;
+        when it would read more it keeps the last half and goes on from there. A row that ended with
+        stop_token repeats it; when all have, the stream ends. generator: one for all rows, or a list with one
+        for each. inputs: those of forward().
         """
         check_sampling(temperature, top_k, top_p, repetition_penalty)
         B, T, block_size = *idx.shape, self.config.block_size
@@ -844,7 +844,8 @@ class GPT(HeadControl, nn.Module):
         return int(6 * self.num_params(non_embedding=True) + 12 * attention)
 
     def crop_block_size(self, block_size):
-        """Shorten the context in place, to fine-tune a long-context checkpoint on short texts, say."""
+        """Shorten the context in place, for instance to fine-tune a long-context checkpoint on short texts.
+        """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"block_size={block_size} must be from 1 to {self.config.block_size}")
         self.config = replace(self.config, block_size=block_size)  # the caller's config stays as it is
@@ -869,10 +870,10 @@ class GPT(HeadControl, nn.Module):
 
 
 def attention_cost(mechanism):
-    """FLOPs of a mechanism beyond those of plain attention, as a share of them.
+    """FLOPs of a mechanism beyond those of plain attention, as a share of these.
 
-    One that acts right after the kernel has a second attention map. Statistics of the rows beyond their
-    log-sum-exp take products T x T, of which plain attention has six.
+    A mechanism that acts right after the kernel computes a second attention map. Statistics of the rows
+    beyond their log-sum-exp take products of size T x T, of which plain attention has six.
     """
     second_map = type(mechanism).after_kernel is not Mechanism.after_kernel
     values = gradients = 0
@@ -956,16 +957,16 @@ class CausalMask(nn.Module):
         return self.block_size
 
     def make(self, past, T, pad, device, cached, by_flex, maps, begins=None):
-        """What attend() needs for T tokens after `past` others.
+        """The mask for T tokens after `past` others, as attend() takes it: a BlockMask, a bool tensor
+        [1 or B, 1, T, past + T], Documents, or None, which means causal.
 
-        That is a BlockMask, a bool tensor [1 or B, 1, T, past + T], None, which means causal, or Documents.
-        cached: is there a KVCache? by_flex: does a GPU need FlexAttention for another reason than a window?
-        maps: are attention maps traced? begins: see ForwardPass.
+        cached: whether there is a KVCache. by_flex: whether a GPU needs FlexAttention for another reason than
+        a window. maps: whether attention maps are traced. begins: see ForwardPass.
         """
         if begins is not None and maps:
             return self.dense(0, T, begins, device)
         if begins is not None:
-            # how many documents there are depends on the data, which a compiled graph cannot
+            # Documents are as many as the data has, and a compiled graph cannot depend on that
             if has_flex_attention(device) or torch.compiler.is_compiling():
                 return self.block_mask(T, device, begins)
             return Documents(begins, lambda length: self.make(0, length, None, device, False, False, False))
@@ -979,7 +980,7 @@ class CausalMask(nn.Module):
         return None
 
     def dense(self, past, T, pad, device):
-        """Who sees whom, True for yes, [1 or B, 1, T, past + T]; no row sees its padding.
+        """The mask as booleans, True where a query sees a key, [1 or B, 1, T, past + T]; padding is not seen.
 
         pad: the column at which the text of each row [B], or of each token [B, T], begins; None: the first.
         """
@@ -989,11 +990,11 @@ class CausalMask(nn.Module):
             return self.mask_mod(query, key)[None, None]
         first = pad[:, None, None] if pad.dim() == 1 else pad[..., None]
         query, key = query - first, key - first
-        # a query that is padding sees itself, since a softmax needs something
+        # a query that is padding sees itself, since a softmax needs at least one key
         return (self.mask_mod(query, key) & (key >= 0) | (key == query))[:, None]
 
     def block_mask(self, T, device, begins=None):
-        """The same for FlexAttention, by blocks of tokens: nothing is T x T. begins: see ForwardPass."""
+        """The mask as a BlockMask, for FlexAttention, without a T x T tensor. begins: see ForwardPass."""
         return block_mask(T, device, self.mask_mod, begins=begins)
 
 
@@ -1063,7 +1064,7 @@ class Routing(Mechanism):
         # paired heads read each other's attention maps, so there none can be skipped
         self.skip = config.routing_skip and not config.in_pairs
         self.n_shared = config.routing_shared
-        self.k = self.top_k(config) - self.n_shared
+        self.k = self.top_k(config) - self.n_shared  # routed heads that a token uses
         self.fc = nn.Linear(C, hidden) if hidden else None
         self.out = nn.Linear(hidden or C, config.n_head - self.n_shared, bias=hidden > 0)
         if self.n_shared > 1:  # one alone has nothing to share
@@ -1080,7 +1081,7 @@ class Routing(Mechanism):
 
     @staticmethod
     def zero_mask(config):
-        """Are unselected logits multiplied by 0 (else they go to -inf)?"""
+        """Whether unselected logits are multiplied by 0; else they become -inf."""
         return config.routing == "published" if config.routing_mask is None else config.routing_mask == "zero"
 
     @staticmethod
@@ -1099,7 +1100,9 @@ class Routing(Mechanism):
             yield f"routing_mask='zero' needs routing='published', not {c.routing!r}"
 
     def forward(self, x):
-        """(weights, which heads are selected, each [B, T, H], shared heads first; logits of the routed)."""
+        """(weights, whether each head is selected, both [B, T, H] with the shared heads first; the logits
+        [B, T, R] of the R routed heads).
+        """
         logits = float32_linear(self.out, F.gelu(self.fc(x)) if self.fc else x)
         top = logits.topk(self.k, -1).indices
         selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, top, True)
@@ -1120,7 +1123,7 @@ class Routing(Mechanism):
         if not (self.training or self.in_eval):
             return
         weights, selected, logits = self(heads.x)
-        # the router knows of no pruning
+        # the router weighs all heads of before pruning
         kept = weights if attn.n_head == weights.size(-1) else weights[..., attn.head_ids]
         gate = F.pad(kept, (0, attn.n_extra), value=1.0).transpose(1, 2)  # constraint heads are always on
         heads.gates[self.name] = gate[..., None]
@@ -1140,12 +1143,14 @@ class Routing(Mechanism):
         return keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled())
 
     def penalty(self, weights, selected, logits):
-        """{name: weighted loss}: token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
+        """{name: weighted loss}: published the entropy of a token's weights in nats, else the load balance
+        R sum_i P_i f_i of the R routed heads (MoH, eq. 9).
+        """
         if self.mode == "published":
             return {"routing_entropy": self.coef * -(weights * (weights + 1e-8).log()).sum(-1).mean()}
         share = logits.softmax(-1).flatten(0, -2).mean(0)
         load = selected[..., self.n_shared:].flatten(0, -2).to(logits.dtype).mean(0)
-        # each rank has the product of its means, not its part of the product of all ranks' means
+        # the loss is a product of means, so the means are taken over all ranks before they are multiplied
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(load)
             load = load / dist.get_world_size()
@@ -1177,8 +1182,8 @@ class Sentinel(Mechanism):
         self.coef = config.sentinel_coef
         self.logit = nn.Parameter(torch.full((attn.n_total,), config.sentinel_init))
 
-    def gate(self, noisy):
-        """[H]; noisy: with the noise of training, where hard_concrete has it."""
+    def gate(self, noisy=False):
+        """The gates, [H]; noisy: with the noise that hard_concrete has in training."""
         if not self.hard:
             return self.logit.sigmoid()
         # one draw for the whole batch: the gates are weights
@@ -1186,7 +1191,7 @@ class Sentinel(Mechanism):
 
     @classmethod
     def hard_concrete(cls, s, u=None):
-        """Gates in [0, 1] of logits s, with real zeros; u: uniform noise, which training takes."""
+        """Gates in [0, 1] of logits s, with real zeros; u: uniform noise, in training."""
         if u is not None:
             u = u.clamp(1e-6, 1 - 1e-6)
             s = (u.log() - (1 - u).log() + s) / cls.BETA
@@ -1203,7 +1208,7 @@ class Sentinel(Mechanism):
             heads.losses.update(self.penalty())
 
     def set_coef(self, value):
-        """Move the weight of the penalty: a tensor from here on, since a new number compiles a graph anew."""
+        """Set the weight of the penalty, as a tensor, since each new number would compile the model anew."""
         if not torch.is_tensor(self.coef):
             self.coef = torch.zeros((), dtype=self.logit.dtype, device=self.logit.device)
         self.coef.fill_(value)
@@ -1258,14 +1263,15 @@ class Agency(Mechanism):
         self.register_load_state_dict_post_hook(self.check_states)
 
     def logits(self):
-        """Of each head's states, [H, states], where they are learned."""
+        """The logits of each head's states, [H, states], where they are learned."""
         return float32_linear(self, self.metrics)
 
-    def gate(self, noisy=False):
-        """[H]; no consent means withdrawn, unless that is not enforced. There is no noise in it."""
+    def gate(self):
+        """The factors of the heads' states, [H]. A head without consent is withdrawn, where that is enforced.
+        """
         withdrawn = len(self.STATES) - 1
         gate = self.factors[self.state.masked_fill(~self.consent, withdrawn) if self.enforce else self.state]
-        if self.learned:  # adds 0, and the gradient; from a head without consent nothing is learned
+        if self.learned:  # the value stays, and the gradient is the expected factor's, of heads with consent
             expected = (self.logits().softmax(-1) * self.factors).sum(-1)
             gate = gate + torch.where(self.consent, expected - expected.detach(), 0.0)
         return gate
@@ -1273,12 +1279,12 @@ class Agency(Mechanism):
     def before_projection(self, attn, heads):
         heads.gates[self.name] = self.gate()[:, None, None]
         if heads.forward_pass.wants_traces:
-            # what was signalled last: utilisation as measured, the step of the last change
+            # both change between steps, so a trace has copies
             heads.traces.update(agency_utilisation=self.utilisation.clone(),
                                 agency_last_signal=self.last_signal.clone())
 
     def check_states(self, *args):
-        """After states were loaded: ValueError where one is impossible."""
+        """ValueError where a state that was loaded is none of STATES."""
         if not {*self.state.flatten().tolist()} <= {*range(len(self.STATES))}:
             raise ValueError(f"agency.state={self.state.tolist()} must be from 0 to {len(self.STATES) - 1}")
 
@@ -1290,7 +1296,8 @@ class Agency(Mechanism):
                 raise ValueError(f"state {state!r} must be one of {', '.join(names)}")
             old = names[self.state[i]]
             self.state[i] = names.index(state)
-            if consent is None and "withdrawn" in (state, old):  # else consent is another matter
+            # withdrawing takes consent away, and coming back gives it; other moves leave it as it is
+            if consent is None and "withdrawn" in (state, old):
                 consent = state != "withdrawn"
         if consent is not None:
             self.consent[i] = consent
@@ -1317,7 +1324,7 @@ class A2C(Mechanism):
              "a2c_key_bias": dict(a2c="key_bias")}
     neutral = {"a2c_temperature": {}, "a2c_key_bias": {}}  # as they start
     per_head = ("critic.weight", "critic.bias", "mix")
-    MAX = 8.0  # temperature: a is held below it, since exp(a) overflows at 88 in float32 and at 11 in float16
+    MAX = 8.0  # of a in temperature, since exp(a) overflows at 88 in float32 and at 11 in float16
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1381,8 +1388,8 @@ class A2C(Mechanism):
 class A2CValue(nn.Linear):
     """A2C's value of the text so far, [B, T, C] -> [B, T, 1], and the two losses that need the logits.
 
-    The return G_s discounts the log-probabilities of the tokens to come. It is a target and never an input.
-    The value reads the last hidden state, into which its error sends no gradient.
+    The return G_s is the discounted sum of the log-probabilities of the tokens to come. It is a target and
+    never an input. The value reads the last hidden state, and sends no gradient into it.
     """
 
     def __init__(self, config):
@@ -1411,8 +1418,8 @@ class A2CValue(nn.Linear):
 class Roles(Mechanism):
     """A prior over distances for each base head, by its role: logits[t, s] += sign strength_h p(t - s).
 
-    Source: Adaptive Transformer, section 5.4 (specialised heads, without a formula). p(d) is the mean of
-    cos(2 pi (d - offset) / wavelength) over growing wavelengths: 1 at d = offset, and less elsewhere.
+    Source: Adaptive Transformer, section 5.4, which names specialised heads and gives no formula. p(d) is the
+    mean of cos(2 pi (d - offset) / wavelength) over growing wavelengths: 1 at d = offset, and less elsewhere.
     """
 
     class Options:
@@ -1427,7 +1434,7 @@ class Roles(Mechanism):
     per_head = ("strength", "priors")
     # role -> (sign, offset, shortest wavelength), in tokens
     ROLES = {"local": (1, 0, 16), "long": (-1, 0, 16), "previous": (1, 1, 2), "free": (0, 0, 16)}
-    GROWTH = 1.5  # of each wavelength over the one before; with 2 there would be more peaks
+    GROWTH = 1.5  # ratio of one wavelength to the one before; with 2 there would be more peaks
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1465,7 +1472,7 @@ class Roles(Mechanism):
 
 
 class ConstraintHeads(AddedHeads):
-    """Heads of their own for named constraints, with projections, a router over them and a score per token.
+    """Added heads for named constraints, with projections of their own, a router and a score per token.
 
     Source: the constraint write-up. The router reads the running mean of x, or its first token, or a hint
     [B, C]; the write-up's mean over the whole sequence would leak. It gates the heads' outputs, or their
@@ -1514,7 +1521,7 @@ class ConstraintHeads(AddedHeads):
     # {name: [B, T]}, see label_losses(); [B, C], which the router reads instead of the text so far; another
     # model's predictions() on the same tokens, or with constraint_features a tensor [B, T, C] of that width
     takes = ("constraint_targets", "router_hint", "teacher")
-    SMALLEST_GATE = 1e-30  # in its logarithm: below it a gate is as good as 0, and gets no gradient
+    SMALLEST_GATE = 1e-30  # whose logarithm is taken of any smaller one, which then gets no gradient
 
     @classmethod
     def on(cls, config, layer):
@@ -1558,8 +1565,13 @@ class ConstraintHeads(AddedHeads):
         self.b1 = nn.Parameter(torch.zeros(n, D))
         self.w2 = start_at(nn.Parameter(torch.empty(n, D)), Normal(0.02))
         self.b2 = nn.Parameter(torch.zeros(n))
-        # what a teacher's features are compared with, in training alone
+        # maps the outputs to a teacher's features, to compare them in training
         self.features = nn.Linear(n * D, config.constraint_features) if config.constraint_features else None
+
+    @staticmethod
+    def settle(config):
+        if config.constraint_names and config.constraint_gate is None:
+            config.constraint_gate = "value" if config.constraint_mode == "published" else "output"
 
     @staticmethod
     def problems(c):
@@ -1592,11 +1604,6 @@ class ConstraintHeads(AddedHeads):
         if min(c.constraint_name_coef or [0.0]) < 0:
             yield f"constraint_name_coef={c.constraint_name_coef} must not be negative"
 
-    @staticmethod
-    def settle(config):
-        if config.constraint_names and config.constraint_gate is None:
-            config.constraint_gate = "value" if config.constraint_mode == "published" else "output"
-
     @classmethod
     def blocks(cls, config):
         """The blocks that have such heads."""
@@ -1608,13 +1615,13 @@ class ConstraintHeads(AddedHeads):
         logits = self.router_logits(x, heads.forward_pass, attn.layer)
         gates = self.router_gates(logits, heads.forward_pass.begins)
         if heads.forward_pass.wants_losses:
-            self.penalties(heads, logits, gates)
+            heads.losses.update(self.penalty(logits, gates))
         if heads.forward_pass.wants_traces:
             heads.traces["router_gates"] = gates
         factor = gates.transpose(1, 2)[..., None]  # (B, heads, T or 1, 1)
         if self.gate_on == "output":
             heads.gates[self.name] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
-            # scores are wanted of every head, open or not
+            # a closed head is skipped, unless scores are wanted, which every head gives
             if self.skip and not self.training and not self.wants_scores(heads.forward_pass):
                 heads.close_all_but(F.pad((gates > 0).any(1), (attn.n_head, 0), value=True))
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
@@ -1642,14 +1649,16 @@ class ConstraintHeads(AddedHeads):
             return torch.where((h >= n) & (t == s), gated, score)
         return score_mod
 
-    def penalties(self, heads, logits, gates):
-        """Add the router's own losses: few gates shall be open (sparsity), and all near 0 or 1 (entropy)."""
+    def penalty(self, logits, gates):
+        """{name: weighted loss} of the router: sparsity closes gates, entropy drives them to 0 or 1."""
+        losses = {}
         if self.sparsity_coef:
-            few = Sentinel.chance_open(logits) if self.hard else gates
-            heads.losses["constraint_router"] = self.sparsity_coef * few.mean()
+            opened = Sentinel.chance_open(logits) if self.hard else gates
+            losses["constraint_router"] = self.sparsity_coef * opened.mean()
         if self.entropy_coef:
-            coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
-            heads.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
+            entropy = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
+            losses["constraint_entropy"] = self.entropy_coef * entropy.mean()
+        return losses
 
     def merge_added(self, out, y):
         return out + self.c_proj(y.transpose(1, 2).flatten(2))
@@ -1679,7 +1688,7 @@ class ConstraintHeads(AddedHeads):
             heads.traces.update(named, head_scores=scores)
 
     def router_logits(self, x, forward_pass, layer):
-        """[B, T, heads] (T is 1 for a hint)."""
+        """The router's logits, [B, T, heads]; with a hint [B, 1, heads]."""
         if (hint := forward_pass.inputs.get("router_hint")) is not None:
             if forward_pass.begins is not None:
                 raise ValueError("router_hint has one entry for a row, and by positions a row holds several "
@@ -1767,7 +1776,7 @@ class ConstraintHeads(AddedHeads):
 
     def at_step(self, config, step):
         self.stopped = step < config.constraint_stop
-        if self.warmup is not None:  # over when its last step has been made
+        if self.warmup is not None:
             self.warmup.fill_(min(1.0, (step + 1) / config.constraint_warmup))
 
 
@@ -1854,7 +1863,7 @@ def identity_of_x(shape):
 class UNet(BetweenBlocks, nn.ModuleList):
     """U-Net: each decoder block's output is joined by that of its partner among the encoder blocks.
 
-    Source: Adaptive Transformer, section 2.3. It is the list of a UNetSkip for each decoder block.
+    Source: Adaptive Transformer, section 2.3. It is a list of UNetSkips, one for each decoder block.
     """
 
     class Options:
@@ -1897,11 +1906,12 @@ class UNet(BetweenBlocks, nn.ModuleList):
 
     @staticmethod
     def share_at_step(config, step):
-        """The part of the skips that acts in a training step, from 0 to 1."""
+        """The factor on the skips in a training step, from 0 to 1."""
         return min(1.0, max(0.0, (step + 1 - config.unet_from) / max(1, config.unet_ramp)))
 
     def before_block(self, x, layer, outputs, shared):
-        """The output x of decoder block layer - 1 with that of its partner; a middle block has none."""
+        """The output x of decoder block layer - 1, joined by that of its partner; a middle block has none.
+        """
         depth = layer - 1 - (self.n_layer - len(self))
         return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
 
@@ -2018,20 +2028,21 @@ class Window(CausalMask, Mechanism):
 # ---- all of them ----
 
 
-# The mechanisms of a layer, in the order in which they act; those between blocks; those that are masks, of
-# which the first that is on is the model's; and all of them. To delete a mechanism, delete its class and its
-# name here: nothing in Block, GPT and CausalSelfAttention knows it. ConstraintHeads alone needs another
-# class, Sentinel, for its noisy gates. A new class is tried before it is trained, see TRIED in
-# nanoheads/causality.py.
+# To delete a mechanism, delete its class and its name here: nothing in Block, GPT and CausalSelfAttention
+# knows it. ConstraintHeads alone needs another class, Sentinel, for its noisy gates. A new class is tried
+# before it is trained, see TRIED in nanoheads/causality.py.
+
+# those of a layer, in the order in which they act
 HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, SSMax, KeyOffset, XSA, HeadNorm,
                    HeadMix, Routing, Sentinel, Agency, ScoreCap, A2C, Roles, Alibi, RelativeBias, FoX,
                    PairedHeads, Diff, DiffV1, OutputGate, ConstraintHeads, ACAG, Sink]
+# those between blocks, in the same way
 BETWEEN_BLOCKS = [DepthAttention, MUDD, StreamScalars, UNet]
+# those that replace CausalMask: the first that is on is the model's
 MASKS = [Window]
 MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS, *MASKS]
-
-
-OWN = []  # mechanisms from files of one's own: add_mechanism() adds them here and to HEAD_MECHANISMS
+# those from files of one's own, which add_mechanism() adds here and to HEAD_MECHANISMS
+OWN = []
 
 
 def own_defaults():
@@ -2050,8 +2061,9 @@ class NamedFlags(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainCon
 class GPTConfig(NamedFlags):
     """All flags; those of mechanisms in files of one's own, in `own`, are given and read as all others.
 
-    They are no fields, since a dataclass has its fields for good. A class made anew for each such mechanism
-    would not be the GPTConfig that other modules have imported, nor equal to configs that were there before.
+    They are no fields, since a dataclass gets no new fields after it is made. A new class for each such
+    mechanism would not be the GPTConfig that other modules have imported, and its configs would not equal
+    older ones.
     """
 
     def __init__(self, own=(), **flags):
@@ -2139,8 +2151,8 @@ class GPTConfig(NamedFlags):
 def add_mechanism(cls):
     """Add a mechanism of a layer, out of a file of one's own, and the names of its modes.
 
-    It acts before constraint heads join the layer's own, so that queries, keys and values are those that it
-    was built for, and before what reads the rows of the softmax.
+    It acts before constraint heads join the layer's own, so that queries, keys and values are of the layer's
+    own heads, and before the mechanisms that read statistics of the attention rows.
     """
     OWN.append(cls)
     MECHANISM_CLASSES.append(cls)
@@ -2152,7 +2164,7 @@ def add_mechanism(cls):
 
 
 def remove_mechanism(cls):
-    """Take back what add_mechanism() did."""
+    """Undo add_mechanism()."""
     for classes in (OWN, MECHANISM_CLASSES, HEAD_MECHANISMS):
         classes.remove(cls)
     for name in cls.modes:

@@ -1,4 +1,4 @@
-"""What the heads of a trained GPT can be set to by hand: a gate beside their own ones, a state, consent."""
+"""What a caller can set of a GPT's heads by hand: a gate beside those of mechanisms, a state, consent."""
 
 import torch
 
@@ -6,10 +6,10 @@ LARGEST_GATE = torch.finfo(torch.float32).max
 
 
 class HeadControl:
-    """The part of a GPT by which a head is found by its block and its original number, and set by hand."""
+    """The methods of a GPT that find a head, by its block and original number, and set it by hand."""
 
     def find_head(self, layer, head):
-        """(the attention of a block, where a head of this original number is in it).
+        """(the attention of a block, the index there of the head with this original number).
 
         Raises ValueError for a block or a head that there is not.
         """
@@ -22,7 +22,7 @@ class HeadControl:
         return attn, heads.index(head)
 
     def set_gate(self, layer, head, gate):
-        """Multiply a head's output by a number, beside its own gates. 1 leaves it as it is; 0 closes it.
+        """Set one more factor on a head's output, beside the gates of mechanisms: 1 is none, 0 closes it.
 
         Raises ValueError for a head that there is not, or a number that is not finite.
         """

@@ -2,7 +2,7 @@
 Mechanisms turned on over the weights of a checkpoint that was trained without them (--init_from).
 
 Each starts at its neutral setting, where the model computes what the checkpoint does: `neutral` in its class
-says which flags and parameters that takes. A run that turns nothing on does not load this file.
+says which values its flags and parameters have there. A run that turns nothing on does not load this file.
 """
 
 from fnmatch import fnmatch
@@ -15,16 +15,18 @@ from nanoheads.common import UserError
 from nanoheads.pruning import scale_heads
 
 
-# flags of mechanisms that cannot start at their neutral setting, where they have no slope to learn by: they
-# start as in a new model, as constant factors, and the checkpoint's weights make up for these
+# Flags of mechanisms that get no gradient at their neutral setting. They start as in a new model, where they
+# are constant factors on the heads' outputs, and the checkpoint's weights are divided by these.
 ABSORBED = ("sentinel",)
 
 
 def mode_of(cls, config):
-    """The mode of a mechanism that a config's flags are, the most specific one; None: none of them."""
+    """The mode of a mechanism that has the flags of a config, the most specific one; None: no mode has them.
+    """
     def fits(mode):
         for key, value in cls.modes[mode].items():
-            free = key == cls.flag and not isinstance(value, (str, bool))  # names, or a number of tokens
+            # names of constraints, or a number of tokens, may be any
+            free = key == cls.flag and not isinstance(value, (str, bool))
             if getattr(config, key) != value and not free:
                 return False
         return True
@@ -33,7 +35,9 @@ def mode_of(cls, config):
 
 @torch.no_grad()
 def make_neutral(model, names):
-    """Set the parameters of these entries of NEUTRAL: where their flags hold too, the plain GPT's logits."""
+    """Set the parameters that these entries of NEUTRAL name. With the entries' flags too the logits are those
+    of the plain GPT.
+    """
     for pattern, value in (item for name in names for item in NEUTRAL.get(name, {}).items()):
         for name, p in model.named_parameters():
             if fnmatch(name, f"*{pattern}"):
@@ -41,9 +45,9 @@ def make_neutral(model, names):
 
 
 def neutral_flags(cls, config, given):
-    """{flag: value} at which a mechanism of this config equals the plain GPT; flags that were given stay.
+    """{flag: value} at which a mechanism of this config equals the plain GPT.
 
-    Raises UserError, naming the mechanism, where it has no such setting.
+    given: {flag: value} of those that were set, which stay. UserError: they leave it no such setting.
     """
     mode, flags = mode_of(cls, config), {}
     if cls.flag in ABSORBED:
@@ -64,8 +68,9 @@ def neutral_flags(cls, config, given):
 def extended(state, path, device, turned_on, anyway, changes):
     """The GPT of a read checkpoint with mechanisms turned on, each at its neutral setting: the same logits.
 
-    turned_on: {class: {flag: value}} that were given. changes: {flag: value} of other flags. anyway: one
-    without such a setting starts as in a new model. Raises UserError without, naming it.
+    turned_on: {class: {flag: value}} of the flags that were set. changes: {flag: value} of other flags.
+    anyway: a mechanism without a neutral setting starts as in a new model. UserError: there is one, and no
+    anyway.
     """
     classes = list(turned_on)
     given = {key: value for of_class in turned_on.values() for key, value in of_class.items()}
@@ -93,7 +98,7 @@ def extended(state, path, device, turned_on, anyway, changes):
     for block in model.transformer.h:
         for m in block.attn.mechanisms():
             if m.flag in ABSORBED and type(m) in classes:
-                scale_heads(block.attn, 1 / m.gate(noisy=False))
+                scale_heads(block.attn, 1 / m.gate())
     model.to(device).eval()
     if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
         raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "

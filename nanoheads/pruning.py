@@ -1,4 +1,4 @@
-"""Heads removed for good, from parameters, buffers, cache and optimizers.
+"""Heads removed for good: their rows leave parameters, buffers and the moments of optimizers.
 
 Nothing here imports the model: a layer of another library that has `per_head` is pruned in the same way.
 """
@@ -14,23 +14,23 @@ from torch import nn
 from nanoheads.mechanism import whole_groups
 
 
-PAIRED = ("paired_heads", "diff_v1")  # flags that join heads 0 and 1, 2 and 3, ...: these go together
+PAIRED = ("paired_heads", "diff_v1")  # flags that join heads 0 and 1, 2 and 3, ...: a pair is pruned whole
 
 
 class HeadAxis(NamedTuple):
-    """Where a tensor has its heads: in rows of dim 0, one a head, unless these say otherwise.
+    """Where a tensor has its heads; by default along dim 0, one row a head.
 
-    Whether heads that were added behind the layer's own have rows too follows from the tensor's size.
+    Whether added heads have rows too, behind the layer's own, follows from the tensor's size.
     """
 
     dim: int = 0
-    size: int = 1    # entries of one head along dim
+    size: int = 1    # rows of one head along dim
     parts: int = 1   # how often the heads are repeated along dim: 3 where q, k and v are stacked
-    shared: int = 0  # how many of those parts, the last ones, have a row for each group of heads alone
+    shared: int = 0  # of these parts, how many at the end have one head for each group of heads
 
 
 def head_axes(attn):
-    """[(module, name of a tensor there, HeadAxis)] of all tensors of a layer that have rows for each head."""
+    """[(module, name of a tensor of it, HeadAxis)] of all tensors of a layer with rows for each head."""
     axes = []
     for part in (attn, *attn.mechanisms()):
         per_head = part.per_head
@@ -42,17 +42,14 @@ def head_axes(attn):
     return axes
 
 
-# mechanisms whose gate of a head is the same whatever the text; gate() of each gives it, [H]
+# mechanisms with a gate that depends on no text; gate() gives it without the noise of training, [H]
 CONSTANT_GATES = ("sentinel", "agency")
 
 
-def constant_gate(attn, noisy=False):
-    """The product of a layer's gates that depend on no text, [H]; None: it has no such gate.
-
-    noisy: with the noise that a gate may have in training.
-    """
+def constant_gate(attn):
+    """The product of a layer's gates that depend on no text, [H]; None: it has no such gate."""
     modules = [getattr(attn, name, None) for name in CONSTANT_GATES]
-    gates = [attn.gate_by_hand, *(m.gate(noisy) for m in modules if m is not None)]
+    gates = [attn.gate_by_hand, *(m.gate() for m in modules if m is not None)]
     gates = [gate for gate in gates if gate is not None]
     return math.prod(gates) if gates else None
 
@@ -60,39 +57,40 @@ def constant_gate(attn, noisy=False):
 def prune_heads(model, heads, optimizers=()):
     """Remove heads of a GPT for good, {layer: [head, ...]} by their original numbers.
 
-    The logits are those of the model with these heads' gates at 0. Constraint heads stay: their scores are
-    what they are for. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a head
-    that is not there.
+    The logits are those of the model with these heads' gates at 0. Constraint heads cannot be pruned, since
+    they are there for their scores. A compiled or data-parallel wrapper has to be made anew. Raises
+    ValueError for a head that is not there.
     """
     layers = [block.attn for block in model.transformer.h]
-    for layer, gone in heads.items():
+    for layer, removed in heads.items():
         if not 0 <= layer < len(layers):
             raise ValueError(f"cannot prune block {layer}; they go from 0 to {len(layers) - 1}")
-        if set(gone) - set(layers[layer].head_ids):
-            raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
-        if not whole_groups(gone, n := layers[layer].unit):
-            raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: groups of "
+        if set(removed) - set(layers[layer].head_ids):
+            raise ValueError(f"cannot prune {sorted(removed)} from block {layer}: not all of them are there")
+        if not whole_groups(removed, n := layers[layer].unit):
+            raise ValueError(f"cannot prune {sorted(removed)} from block {layer}: groups of "
                              f"{n} heads go together")
-    for layer, gone in heads.items():
-        prune_layer(layers[layer], gone, optimizers)
+    for layer, removed in heads.items():
+        prune_layer(layers[layer], removed, optimizers)
     model.config = replace(model.config, head_ids=[attn.head_ids for attn in layers])
 
 
 def pack(model):
-    """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason."""
+    """A copy of the model for evaluation, with the same logits, without the heads whose gates make 0."""
     return pack_in_place(copy.deepcopy(model).eval())
 
 
 def pack_in_place(model):
-    """What pack() makes, of the model itself; one in which nothing is withdrawn stays as it is."""
+    """The model itself, pruned as pack() prunes its copy; one without closed heads stays as it is."""
     closed = {layer: closed_heads(block.attn) for layer, block in enumerate(model.transformer.h)}
-    if gone := {layer: heads for layer, heads in closed.items() if heads}:
-        prune_heads(model, gone)
+    closed = {layer: heads for layer, heads in closed.items() if heads}
+    if closed:
+        prune_heads(model, closed)
     return model
 
 
 def closed_heads(attn):
-    """The base heads whose gate is exactly 0 when evaluated, of whole groups, by their original numbers."""
+    """The layer's own heads whose gate is exactly 0 when evaluated, in whole groups, by original number."""
     gate = constant_gate(attn)
     if gate is None:
         return []
@@ -102,19 +100,18 @@ def closed_heads(attn):
 
 
 @torch.no_grad()
-def prune_layer(attn, gone, optimizers=()):
-    """Drop base heads, by their original numbers, from every tensor of a layer and from the moments."""
-    stays = torch.tensor([i not in gone for i in attn.head_ids], dtype=torch.bool)
+def prune_layer(attn, removed, optimizers=()):
+    """Remove own heads, by their original numbers, from every tensor of a layer and from the moments."""
+    kept = torch.tensor([i not in removed for i in attn.head_ids], dtype=torch.bool)
     for module, name, axis in head_axes(attn):
         if (tensor := getattr(module, name, None)) is not None:
-            keep_rows(module, name, axis.dim, rows_of(axis, tensor, stays, attn), optimizers)
-    set_heads(attn, [i for i in attn.head_ids if i not in gone])
+            keep_rows(module, name, axis.dim, rows_of(axis, tensor, kept, attn), optimizers)
+    set_heads(attn, [i for i in attn.head_ids if i not in removed])
 
 
 def rows_of(axis, tensor, heads, attn):
-    """The places along a HeadAxis of the own heads that a bool [H] names, and of all added heads.
-
-    tensor: what has the axis, with rows for each of these own heads that the layer has now.
+    """The indices of the rows along a HeadAxis that a layer's own heads have, where `heads`, bool [H], is
+    True, and that all added heads have. tensor: the one with the axis.
     """
     shared = heads[::attn.group] if attn.group > 1 else heads
     parts = [heads] * (axis.parts - axis.shared) + [shared] * axis.shared
@@ -124,13 +121,13 @@ def rows_of(axis, tensor, heads, attn):
 
 
 def has_added_heads(axis, tensor, attn):
-    """Whether a tensor with this HeadAxis has rows for the heads that are added to the layer's own."""
+    """Whether a tensor with this HeadAxis has rows for the layer's added heads, too."""
     own_rows = attn.n_head * (axis.parts - axis.shared) + attn.n_head // attn.group * axis.shared
     return tensor.size(axis.dim) != own_rows * axis.size
 
 
 def keep_rows(module, name, dim, rows, optimizers):
-    """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold."""
+    """Keep only `rows` along `dim` of a module's parameter or buffer, and of its moments in optimizers."""
     def select(t):
         return t.index_select(dim, rows.to(t.device))
     put(module, name, dim, select, select, optimizers)
@@ -139,29 +136,27 @@ def keep_rows(module, name, dim, rows, optimizers):
 def put(module, name, dim, change, change_moments, optimizers):
     """Put change(t) in the place of a module's parameter or buffer t, in optimizers too.
 
-    Its gradient, and what optimizers hold that has t's rows along `dim`, become change_moments(of it).
+    Its gradient, and those of its moments that have its rows along `dim`, are put through change_moments().
     """
-    old = getattr(module, name, None)
-    if old is None:
-        return
+    old = getattr(module, name)
     if not isinstance(old, nn.Parameter):
         return setattr(module, name, change(old))
     new = nn.Parameter(change(old.detach()), old.requires_grad)
     new.grad = None if old.grad is None else change_moments(old.grad)
     setattr(module, name, new)
 
-    def follows(t):  # a moment of each row, [rows, 1], follows the rows alone
+    def has_rows(t):  # as moments have of the parameter's shape, or one number for each row, [rows, 1]
         return torch.is_tensor(t) and t.dim() == old.dim() and t.size(dim) == old.size(dim)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [new if p is old else p for p in group["params"]]
         if old in optimizer.state:
-            optimizer.state[new] = {key: change_moments(t) if follows(t) else t
+            optimizer.state[new] = {key: change_moments(t) if has_rows(t) else t
                                     for key, t in optimizer.state.pop(old).items()}
 
 
 def set_heads(attn, head_ids):
-    """Set what a layer and its linear modules say of their sizes."""
+    """Set a layer's heads, and the sizes that its linear modules state, by their weights."""
     attn.head_ids, attn.n_head = head_ids, len(head_ids)
     for module in attn.modules():
         if isinstance(module, nn.Linear):
@@ -170,7 +165,7 @@ def set_heads(attn, head_ids):
 
 @torch.no_grad()
 def scale_heads(attn, factor):
-    """Multiply what each head of a layer sends out by factor [H], for good."""
+    """Multiply the output of each head of a layer by factor [H], for good."""
     attn.c_proj.weight.mul_(factor[:attn.n_head].repeat_interleave(attn.head_size))
     if attn.n_extra:
         attn.constraint.c_proj.weight.mul_(factor[attn.n_head:].repeat_interleave(attn.head_size))

@@ -624,8 +624,7 @@ def test_learned_states_pass_the_gradient_of_the_expected_factor():
 
 
 def test_states_without_straight_through_learn_nothing(monkeypatch):
-    monkeypatch.setattr(Agency, "gate",
-                        lambda self, noisy=False: self.factors[self.logits().argmax(-1)] * self.consent)
+    monkeypatch.setattr(Agency, "gate", lambda self: self.factors[self.state] * self.consent)
     model = tiny(LEARNED)
     assert not learns_states(model)
     assert all(block.attn.agency.weight.grad is None for block in model.transformer.h)

@@ -922,7 +922,7 @@ def test_learned_agency_withdraws_a_head_that_says_nothing(run):
 
 @pytest.mark.slow
 def test_without_straight_through_no_state_is_learned(run, monkeypatch):
-    monkeypatch.setattr(Agency, "gate", lambda self, noisy=False: self.factors[self.state])
+    monkeypatch.setattr(Agency, "gate", lambda self: self.factors[self.state])
     assert noisy_life(run) == {}
 
 
