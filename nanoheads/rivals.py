@@ -1,6 +1,6 @@
 """
-The rivals: changes with which others report gains, and which a new mechanism has to beat. Each is a class, as
-in model.py, which imports them from here. Hooks and shapes: docs/add-a-mechanism.md.
+The rivals: published changes to a GPT that report gains, which a new mechanism has to beat. Each is a class,
+as in model.py, which imports them from here. Hooks and shapes: docs/add-a-mechanism.md.
 """
 
 import math
@@ -73,7 +73,8 @@ class ShortConv(Mechanism):
         """x [B, T, C] with the channels from `first` convolved."""
         if forward_pass.valid is not None:
             x = x * forward_pass.valid  # padding is no token
-        both, T, reach, cache = x, x.size(1), len(self.weight) - 1, forward_pass.cache
+        both, T, cache = x, x.size(1), forward_pass.cache
+        reach = len(self.weight) - 1  # earlier tokens that an output reads
         if cache is not None:
             before = cache.swap(attn.layer, self.name, None)
             both = x if before is None else torch.cat((before, x), 1)
@@ -86,8 +87,8 @@ class ShortConv(Mechanism):
 class ValueResidual(Mechanism):
     """Values mixed with those of the first layer, (1 - share) v_l + share v_1 (ResFormer, arXiv 2410.17897).
 
-    Each layer learns a share, from 0.5 on. A head of the first layer whose gate is 0 leaves nothing to later
-    layers, just as one that was pruned.
+    Each layer learns a share, which starts at 0.5. A head of the first layer whose gate is 0 counts as one
+    that was pruned: later layers mix with 0.
     """
 
     class Options:
@@ -119,10 +120,10 @@ class ValueResidual(Mechanism):
 
     @staticmethod
     def of_all_heads(attn, heads):
-        """The layer's values; those of heads that are closed or pruned are 0."""
+        """The layer's values as before pruning; those of heads that are closed or pruned are 0."""
         v = heads.v
         gate = heads.constant_gate()
-        if gate is not None:  # of a group any
+        if gate is not None:  # a group's values count while any of its heads is open
             opened = (gate[:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
             v = v * opened.to(v.dtype)
         if attn.n_head == attn.n_base:
@@ -137,10 +138,10 @@ class ValueResidual(Mechanism):
 
 
 class ValueEmbedding(Mechanism):
-    """A table of values for each token of the vocabulary, v_h += 3 sigmoid(W x[:12])_h table[token]_h.
+    """A table of values for the tokens of the vocabulary, v_h += 3 sigmoid(W x[:12])_h table[token]_h.
 
     Source: nanochat (2026), modded-nanogpt. Every second layer has one, the last layer included. The table is
-    called wte, as the embedding is, and so is trained at its rate; W starts at N(0, 0.02), the gate at 1.5.
+    an nn.Embedding, which is trained at the embeddings' rate. W starts at N(0, 0.02), so the gate near 1.5.
     """
 
     class Options:
@@ -149,7 +150,7 @@ class ValueEmbedding(Mechanism):
     name = flag = "value_embedding"
     modes = {"value_embedding": dict(value_embedding=True)}
     neutral = {"value_embedding": {"value_embedding.wte.weight": 0.0}}
-    CHANNELS = 12  # of x, that its gate reads: nanochat's number
+    CHANNELS = 12  # of x that the gate reads, as in nanochat
 
     def __init__(self, config, attn):
         super().__init__()
@@ -196,13 +197,13 @@ class SSMax(Mechanism):
     """Scalable softmax: a query that sees n keys has its logits multiplied by s_h log n (arXiv 2501.19399).
 
     So a row does not flatten as the context grows. s is learned for each head. Here it starts where the mean
-    of s log n over the context is 1, and the model is about as sharp as the plain GPT. The factor is put into
-    the queries, which is the same and costs nothing.
+    of s log n over the context is 1, so that a new model is about as sharp as the plain GPT. The queries are
+    multiplied instead of the logits, which is the same and costs nothing.
     """
 
     class Options:
         ssmax: bool = flag(False, "logits are multiplied by s log n, n the keys that a token sees")
-        ssmax_init: Optional[float] = flag(None, "of s; None: s log n is 1 on average", at_least=0)
+        ssmax_init: Optional[float] = flag(None, "initial s; None: s log n is 1 on average", at_least=0)
 
     name = flag = "ssmax"
     modes = {"ssmax": dict(ssmax=True)}
@@ -250,8 +251,8 @@ class Alibi(Mechanism):
     """ALiBi: a key d tokens back has d times the head's slope taken off its score (arXiv 2108.12409).
 
     The slopes of n heads are 2^(-8 i / n); where n is no power of two, those of the power below it, then
-    every second one of the power above, as in the paper's code. learned: each head learns its own, from
-    there. The paper has no other positions: that is pos=none.
+    every second one of the power above, as in the paper's code. learned: each head learns its slope, which
+    starts there. The paper's models have no other positions, which is pos=none here.
     """
 
     class Options:
@@ -274,7 +275,7 @@ class Alibi(Mechanism):
 
     @staticmethod
     def slopes(n):
-        """Of n heads."""
+        """The slopes of n heads."""
         power = 2 ** int(math.log2(n))
         first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
         finer = [2 ** (-4 * (i + 1) / power) for i in range(2 * power)]
@@ -356,20 +357,20 @@ class FoX(Mechanism):
             heads.traces["log_forget"] = log_f
         if forward_pass.cache is not None:
             log_f = forward_pass.cache.extend(attn.layer, self.name, log_f)
-        # (B, H, S), one for each key. In c_t - c_s nothing is left of documents before the one of both
+        # (B, H, S), one for each key. It runs on over documents: c_t - c_s cancels what both have before them
         c = log_f.cumsum(1).transpose(1, 2)
         minus_c = -c  # FlexAttention has no gradient of a tensor that is indexed twice
         return lambda score, b, h, t, s: score + (c[b, h, t] + minus_c[b, h, s])
 
 
-def own_heads(attn, heads):
+def own_qkv(attn, heads):
     """The queries, keys and values of the layer's own heads, as attention reads them, each [B, H, ...]."""
     k, v = (for_each_head(x[:, :attn.n_head], attn.n_head) for x in (heads.k, heads.v))
     return heads.q[:, :attn.n_head], k, v
 
 
-def with_extra(attn, y_own, y):
-    """y [B, H, ...] of all heads, with y_own in place of what the layer's own heads have there."""
+def replace_own(attn, y_own, y):
+    """y [B, H, ...] of all heads, with that of the layer's own heads replaced by y_own."""
     return torch.cat((y_own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else y_own.to(y.dtype)
 
 
@@ -384,12 +385,12 @@ class Diff(Mechanism):
     """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
 
     Source: microsoft/unilm, Diff-Transformer-V2 (2026). The second map has queries of its own, normed and
-    rotated as those of the first. A mechanism that changes the scores acts on both maps; one that changes or
-    rescales queries acts on the first map alone.
+    rotated like those of the first. A mechanism that changes the scores acts on both maps; one that changes
+    queries acts on the first map alone.
     """
 
     class Options:
-        diff: bool = flag(False, "from each head's output that of a second map is taken")
+        diff: bool = flag(False, "a second map's output is subtracted from each head's")
 
     name = flag = "diff"
     modes = {"diff": dict(diff=True)}
@@ -410,18 +411,18 @@ class Diff(Mechanism):
         return norm_and_rotate(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
 
     def shares(self, heads):
-        """The share of the second map that is taken away, [B, H, T, 1]."""
+        """The share of the second map that is subtracted, [B, H, T, 1]."""
         return self.share(heads.x).sigmoid().transpose(1, 2)[..., None]
 
     def after_kernel(self, attn, heads, y, row_stats):
-        n = attn.n_head  # constraint heads that no gate opens have no keys
+        n = attn.n_head  # added heads have no second map
         second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, :n], heads.v[:, :n])
-        return with_extra(attn, y[:, :attn.n_head] - self.shares(heads).to(y.dtype) * second, y), row_stats
+        return replace_own(attn, y[:, :n] - self.shares(heads).to(y.dtype) * second, y), row_stats
 
     def trace_map(self, attn, weights, heads):
-        second = attn.masked_logits(heads, self.queries(attn, heads), own_heads(attn, heads)[1]).softmax(-1)
+        second = attn.masked_logits(heads, self.queries(attn, heads), own_qkv(attn, heads)[1]).softmax(-1)
         second = self.shares(heads).to(weights.dtype) * second.to(weights.dtype)
-        return with_extra(attn, weights[:, :attn.n_head] - second, weights)
+        return replace_own(attn, weights[:, :attn.n_head] - second, weights)
 
 
 class DiffV1(Mechanism):
@@ -439,7 +440,7 @@ class DiffV1(Mechanism):
 
     def __init__(self, config, attn):
         super().__init__()
-        # a, b, c and d; there they start at N(0, 0.1)
+        # a, b, c and d; in the paper they start at N(0, 0.1)
         self.vectors = start_at(nn.Parameter(torch.empty(4, attn.head_size)), Normal(0.02))
         self.start = 0.8 - 0.6 * math.exp(-0.3 * attn.layer)
 
@@ -453,17 +454,18 @@ class DiffV1(Mechanism):
             yield f"diff_v1=True joins heads in pairs: n_head={config.n_head} is odd"
 
     def after_kernel(self, attn, heads, y, row_stats):
-        (q, k, v), pairs = own_heads(attn, heads), (attn.n_head // 2, 2)
-        y1, y2 = y[:, :attn.n_head].unflatten(1, pairs).unbind(2)  # each with its own value
-        other = attend_once_more(attn, heads, q, k, in_other_order(v)).unflatten(1, pairs)
+        (q, k, v), pairs = own_qkv(attn, heads), (attn.n_head // 2, 2)
+        # the kernel has given P_1 v_1 and P_2 v_2; once more it gives P_1 v_2 and P_2 v_1
+        p1_v1, p2_v2 = y[:, :attn.n_head].unflatten(1, pairs).unbind(2)
+        p1_v2, p2_v1 = attend_once_more(attn, heads, q, k, swap_pairs(v)).unflatten(1, pairs).unbind(2)
         a, b, c, d = self.vectors
         share = ((a * b).sum().exp() - (c * d).sum().exp() + self.start).to(y.dtype)
-        both = torch.cat((y1 - share * other[:, :, 1], other[:, :, 0] - share * y2), -1)
+        both = torch.cat((p1_v1 - share * p2_v1, p1_v2 - share * p2_v2), -1)
         both = rms_norm(both, 1e-5) * (1 - self.start)
-        return with_extra(attn, torch.stack(both.chunk(2, -1), 2).flatten(1, 2), y), row_stats
+        return replace_own(attn, torch.stack(both.chunk(2, -1), 2).flatten(1, 2), y), row_stats
 
 
-def in_other_order(x):
+def swap_pairs(x):
     """x [B, H, ...] with the two heads of each pair exchanged."""
     return x.unflatten(1, (x.size(1) // 2, 2)).flip(2).flatten(1, 2)
 
@@ -472,8 +474,8 @@ class PairedHeads(Mechanism):
     """Each head's softmax runs over its own keys and over those of its neighbour, whose values it reads too.
 
     Source: modded-nanogpt (2026-01), where the tokens of two heads are interleaved into a sequence of 2 T.
-    Here there are two maps, joined by their log-sum-exp, and a token reads both heads' keys of its own
-    position, too.
+    Here there are two maps, joined by their log-sum-exp, and a token also reads both heads' keys of its own
+    position.
     """
 
     class Options:
@@ -493,32 +495,32 @@ class PairedHeads(Mechanism):
     def after_kernel(self, attn, heads, y, row_stats):
         if not attn.n_head:
             return y, row_stats
-        n, (q, k, v) = attn.n_head, own_heads(attn, heads)
-        other, rows = attend(q, in_other_order(k), in_other_order(v), scale=attn.scale,
-                             mask=heads.forward_pass.mask, score_mod=heads.score_mod, stats="lse")
-        own_lse, other_lse = row_stats.lse[:, :n], rows.lse
+        n, (q, k, v) = attn.n_head, own_qkv(attn, heads)
+        other, other_stats = attend(q, swap_pairs(k), swap_pairs(v), scale=attn.scale,
+                                    mask=heads.forward_pass.mask, score_mod=heads.score_mod, stats="lse")
+        own_lse, other_lse = row_stats.lse[:, :n], other_stats.lse
         share = (own_lse - other_lse).sigmoid()[..., None].to(y.dtype)
-        y = with_extra(attn, torch.lerp(other, y[:, :n], share), y)
+        y = replace_own(attn, torch.lerp(other, y[:, :n], share), y)
         joined = torch.logaddexp(own_lse, other_lse)
         return y, row_stats._replace(lse=torch.cat((joined, row_stats.lse[:, n:]), 1))
 
     def trace_map(self, attn, weights, heads):
-        """A map has one column a token: the weights on both heads' keys of it are added."""
+        """The weights on both heads' keys of a token are added, since a map has one column for each token."""
         if not attn.n_head:
             return weights
-        q, k, _ = own_heads(attn, heads)
-        s = attn.masked_logits(heads, q, in_other_order(k))
-        other = (s - heads.row_stats.lse[:, :attn.n_head, :, None]).exp()  # weights beside the head's own
-        beside = weights[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
-        return with_extra(attn, beside + other.to(weights.dtype), weights)
+        q, k, _ = own_qkv(attn, heads)
+        logits = attn.masked_logits(heads, q, swap_pairs(k))
+        other = (logits - heads.row_stats.lse[:, :attn.n_head, :, None]).exp()  # on the neighbour's keys
+        own = weights[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))  # on its own keys
+        return replace_own(attn, own + other.to(weights.dtype), weights)
 
 
 class HeadMix(Mechanism):
     """Heads add to one another's outputs, weighted by the token: y_h + (b_h . x) sum_g (a_g . x) y_g.
 
-    That is a dynamic composition (arXiv 2405.08553) of rank 1. It mixes outputs: mixing attention weights, as
-    talking heads do (2003.02436), fits no fused kernel, and constant weights would be a part of the output
-    projection.
+    That is a dynamic composition (arXiv 2405.08553) of rank 1. It mixes outputs, since no fused kernel can
+    mix attention weights, as talking heads do (2003.02436). The weights depend on the token, since constant
+    ones would be a part of the output projection.
     """
 
     class Options:
@@ -540,9 +542,9 @@ class HeadMix(Mechanism):
         a, b = (layer(heads.x).transpose(1, 2)[..., None].to(y.dtype)
                 for layer in (self.read_from, self.write))
         for gate in (heads.constant_gate(), heads.gates.get("router")):
-            if gate is not None:  # what is closed, or not chosen, gives nothing
+            if gate is not None:  # a head that is closed, or that routing did not select, gives nothing
                 a = a * (gate[..., :attn.n_head, :, :] != 0)
-        heads.y = with_extra(attn, y + b * (a * y).sum(1, keepdim=True), heads.y)
+        heads.y = replace_own(attn, y + b * (a * y).sum(1, keepdim=True), heads.y)
 
 
 class KeyOffset(Mechanism):
@@ -577,19 +579,19 @@ class KeyOffset(Mechanism):
         cache = heads.forward_pass.cache
         last = None if cache is None else cache.swap(attn.layer, "key", heads.k[:, :, -1:])
         before = torch.cat((heads.k[:, :, :1] if last is None else last, heads.k[:, :, :-1]), 2)
-        begins = heads.forward_pass.positions_per_head[..., None] == 0
-        heads.k = torch.where(self.moved & ~begins, before, heads.k)
+        is_first = heads.forward_pass.positions_per_head[..., None] == 0
+        heads.k = torch.where(self.moved & ~is_first, before, heads.k)
 
 
 class XSA(Mechanism):
-    """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
+    """XSA: remove from each head's output the part along the token's own value (arXiv 2603.09078, eq. 3).
 
-    y - tanh(strength_h) * (y . v) v / |v|^2. It is neutral at strength 0, where it starts; the paper takes
-    all of it out.
+    y - tanh(strength_h) * (y . v) v / |v|^2. It is neutral at strength 0, where it starts; the paper removes
+    the whole part.
     """
 
     class Options:
-        xsa: bool = flag(False, "take out of each output what points along the token's own value")
+        xsa: bool = flag(False, "remove from each output the part along the token's own value")
 
     name = flag = "xsa"
     modes = {"xsa": dict(xsa=True)}
@@ -604,12 +606,13 @@ class XSA(Mechanism):
         v = for_each_head(heads.v, heads.y.size(1))
         v = v[:, :, -heads.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
         wide = dict(dim=-1, keepdim=True, dtype=torch.promote_types(v.dtype, torch.float32))
-        share = (heads.y * v).sum(**wide) / v.square().sum(**wide).clamp_min(1e-8)  # which is 0 in float16
+        # in float32, since 1e-8 is 0 in float16
+        share = (heads.y * v).sum(**wide) / v.square().sum(**wide).clamp_min(1e-8)
         heads.y = heads.y - self.strength.tanh()[:, None, None].to(v.dtype) * share.to(v.dtype) * v
 
 
 class OutputGate(Mechanism):
-    """Gated attention, a rival: sigmoid(x W) on the outputs, per head or element (arXiv 2505.06708, eq. 5).
+    """Gated attention: a gate sigmoid(x W) on the outputs, per head or element (arXiv 2505.06708, eq. 5).
 
     width: the gate reads the first channels of x alone (12 in modded-nanogpt, 2025-08).
     """
@@ -643,7 +646,7 @@ class OutputGate(Mechanism):
 class Sink(Mechanism):
     """A learned logit in each head's softmax, to attend to nothing: y * sigmoid(LSE - logit_h).
 
-    Source: gpt-oss (2025). The same as one key more, of that logit, whose value is 0.
+    Source: gpt-oss (2025). It is the same as one more key, with that logit and with 0 as its value.
     """
 
     class Options:
@@ -667,9 +670,10 @@ class Sink(Mechanism):
 
 
 class StreamScalars(BetweenBlocks):
-    """Two numbers a block: it reads a x + b x_0, where x is the stream and x_0 the embedding.
+    """Each block reads a x + b x_0, with two learned numbers, where x is the stream and x_0 the embedding.
 
-    Source: nanochat (2026), modded-nanogpt; a starts at 1.15, falling to 1.05 with depth, b at 0.2, to 0.05.
+    Source: nanochat (2026), modded-nanogpt. From the first block to the last, a starts at 1.15 down to 1.05,
+    and b at 0.2 down to 0.05.
     """
 
     class Options:
@@ -692,10 +696,10 @@ class StreamScalars(BetweenBlocks):
 
 
 class DepthAttention(BetweenBlocks):
-    """Attention over depth: a block reads a softmax-weighted mean of what all before it put out.
+    """Attention over depth: a block reads a softmax-weighted mean of all outputs before it.
 
-    Source: Attention Residuals (arXiv 2603.15031), one block of layers for each of ours. Keys are the
-    RMS-normed outputs themselves, the query is one learned vector a block, 0 at the start: plain means.
+    Source: Attention Residuals (arXiv 2603.15031), with one of its blocks of layers for each block here. The
+    keys are the RMS-normed outputs. The query is one learned vector a block, and starts at 0: a plain mean.
     """
 
     class Options:
@@ -710,8 +714,8 @@ class DepthAttention(BetweenBlocks):
 
     def before_block(self, x, layer, outputs, shared):
         sources, logits = shared.setdefault("depth", ([], []))
-        sources.append(x - shared["depth_read"] if layer else x)
-        logits.append(float32_product(rms_norm(sources[-1]), self.query))  # for every block to come
+        sources.append(x - shared["depth_read"] if layer else x)  # what the last block has added
+        logits.append(float32_product(rms_norm(sources[-1]), self.query))  # of all blocks' queries
         if layer:
             weights = torch.stack([of_source[..., layer - 1] for of_source in logits], -1).softmax(-1)
             x = weighted_sum(weights.to(x.dtype), sources)
@@ -723,13 +727,14 @@ class MUDD(BetweenBlocks):
     """MUDD: queries, keys, values and the stream of a block each read a sum of all outputs so far, weighted
     by the token: (static + W2 gelu(W1 norm(x))) . outputs.
 
-    Source: MUDDFormer (arXiv 2502.12170, eqs. 6 to 9) and its code. The last norm reads one sum, by four
-    times as many hidden units. W1 is N(0, 1 / C) in the paper, here uniform; W2 starts at 0, static at x.
+    Source: MUDDFormer (arXiv 2502.12170, eqs. 6 to 9) and its code. The last norm reads a single sum, which
+    has as many hidden units as the four of a block. W1 is N(0, 1 / C) in the paper, and here uniform with the
+    same variance. W2 starts at 0, and static so that each sum is x.
     """
 
     class Options:
         mudd: bool = flag(False, "blocks read sums of all outputs, weighted by the token")
-        mudd_from: Optional[int] = flag(None, "the first that does; None: the last half", at_least=1)
+        mudd_from: Optional[int] = flag(None, "the first block that does; None: the last half", at_least=1)
 
     name = flag = "mudd"
     modes = {"mudd": dict(mudd=True)}
@@ -763,7 +768,7 @@ class MUDD(BetweenBlocks):
                 yield f"mudd gives queries, keys and values an input each: {key}={value!r} knows of one"
 
     def before_block(self, x, layer, outputs, shared):
-        """What block `layer` adds to; its queries, keys and values find their inputs in shared."""
+        """The stream of block `layer`; the inputs of its queries, keys and values go into shared."""
         i = layer - self.first
         if i < 0:
             return x
