@@ -1,8 +1,9 @@
 """
-What is wrong with the class of a mechanism: as it is declared, and as small models of its modes show.
+What is wrong with the class of a mechanism: in its declarations, and in small models of its modes.
 
-A class in a file of one's own is asked both when it is added (own_mechanism.py), a new one in model.py what
-models show, before it is trained (start.py). What it computes is tried in causality.py and promises.py.
+Both are checked of a class in a file of one's own when it is added (own_mechanism.py). Of a new class in
+model.py, small models are checked before it is trained (start.py). What a mechanism computes is tried in
+causality.py and promises.py.
 """
 
 import difflib
@@ -20,17 +21,18 @@ import model
 from nanoheads.configurator import check, keys_of, likely_name, type_name
 from nanoheads.mechanism import Mechanism, flags_of
 
-SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # what models are tried at
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # flags of the small models
 
 
-# ---- as it is declared ----
+# ---- its declarations ----
 
 def problems_of_class(cls):
-    """Yield what is wrong with a class as it is declared, sentence by sentence."""
-    hooks = [name for name in vars(Mechanism) if not name.startswith("_")]
-    for name in (name for name in vars(cls) if name not in hooks):
-        for hook in difflib.get_close_matches(name, hooks, 1, 0.88):  # a letter of nine may be another
-            yield (f"{name} is nothing that a mechanism is asked for; did you mean {hook}? If it is your "
+    """Yield a sentence for each thing that is wrong with the declarations of a class."""
+    members = [name for name in vars(Mechanism) if not name.startswith("_")]
+    for name in (name for name in vars(cls) if name not in members):
+        # 0.88: one letter of nine may differ
+        for member in difflib.get_close_matches(name, members, 1, 0.88):
+            yield (f"{name} is nothing that a mechanism is asked for; did you mean {member}? If it is your "
                    "own, give it a name that is less like that one")
     if not is_dataclass(cls.Options):
         yield "it needs a class Options inside, with its flags as annotated fields"
@@ -60,10 +62,10 @@ def problems_of_class(cls):
 
 
 def problems_of_modes(cls):
-    """Yield what is wrong with the types of a class's flags, and with its modes, sentence by sentence."""
+    """Yield a sentence for each thing that is wrong with the types of a class's flags, or with its modes."""
     try:
         hints = typing.get_type_hints(cls.Options)
-    except Exception as e:  # whatever an annotation may say
+    except Exception as e:  # an annotation may be any code
         yield f"Options: an annotation cannot be read: {type(e).__name__}: {e}"
         return
     if not cls.modes:
@@ -89,7 +91,7 @@ def problems_of_modes(cls):
 
 
 def did_you_mean(name, names):
-    """Words behind a name that is none of these; "": nothing is like it."""
+    """"; did you mean ...?" for a name that is none of these names; "" where none is like it."""
     nearest = likely_name(str(name), names)
     return f"; did you mean {nearest}?" if nearest else ""
 
@@ -98,7 +100,7 @@ def did_you_mean(name, names):
 
 @contextmanager
 def values_missing():
-    """Inside of it, memory that is not set is NaN, as by torch.empty(), and plain layers leave theirs so."""
+    """A context in which torch.empty() gives NaN, and plain layers fill their parameters with NaN."""
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     methods = {layer: layer.reset_parameters for layer in (nn.Linear, nn.Embedding, nn.LayerNorm)}
@@ -114,27 +116,28 @@ def values_missing():
 
 
 class AsConstructed(model.GPT):
-    """A GPT whose parameters are as their constructors leave them; NaN: without a value."""
+    """A GPT whose parameters are as their constructors leave them."""
 
     def init_weights(self):
         pass
 
 
 def small_models(cls):
-    """Yield (mode, AsConstructed, its first mechanism of this class) of each mode that can be built so small.
+    """Yield (mode, AsConstructed, its first mechanism of this class) of the modes that can be so small. A
+    parameter that no constructor has filled is NaN.
     """
     for mode, flags in cls.modes.items():
         try:
             with values_missing():
                 gpt = AsConstructed(model.GPTConfig(**SMALL, **flags))
             yield mode, gpt, next(m for m in gpt.modules() if isinstance(m, cls))
-        except Exception:  # a mechanism of one's own may raise anything; the run that builds it will tell
+        except Exception:  # a mechanism of one's own may raise anything; the run that builds it says so
             continue
 
 
 def problems_of_models(cls):
-    """Yield what small models of its modes show, sentence by sentence: names in `per_head` and `neutral` that
-    are none of a tensor or a flag, and initial values that are missing or would be lost.
+    """Yield a sentence for each fault in small models of a class's modes: a name in `per_head` or `neutral`
+    that no tensor or flag has, and an initial value that is missing or would be overwritten.
     """
     for mode, gpt, layer in small_models(cls):
         tensors = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
@@ -153,8 +156,8 @@ def problems_of_models(cls):
 
 
 def problems_of_values(mode, mechanism):
-    """Yield which parameter of a mechanism that was built in values_missing() has no initial value, and which
-    weight of a plain layer has one that the model would overwrite.
+    """Yield a sentence for each parameter of a mechanism, built in values_missing(), that has no initial
+    value, and for each weight of a plain layer whose value the model would overwrite.
     """
     for path, module in mechanism.named_modules():
         for name, p in module.named_parameters(recurse=False):

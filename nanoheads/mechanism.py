@@ -14,7 +14,7 @@ from torch import nn
 
 # ---- flags: a field says what it is and which values it takes, and one function checks them all ----
 
-# words of a flag's range -> does a value keep to it?
+# limit of a flag -> (its words in a message, whether a value keeps to it)
 RANGES = {
     "at_least": ("at least", lambda value, limit: value >= limit),
     "above": ("above", lambda value, limit: value > limit),
@@ -37,7 +37,7 @@ def flag(default, help="", section="", at_least=None, above=None, below=None, at
 
 @functools.cache
 def choices(cls):
-    """{name: values that may be chosen} of a dataclass's fields of a Literal type, optional or not."""
+    """{name: its values} of the fields of a dataclass whose type is a Literal, optional or not."""
     allowed = {}
     for name, hint in typing.get_type_hints(cls).items():
         for t in (hint, *typing.get_args(hint)):
@@ -47,9 +47,10 @@ def choices(cls):
 
 
 def range_problems(config, names=None, options=None):
-    """Yield a sentence for each flag (of these names, None: all) outside of its range or its choices.
+    """Yield a sentence for each flag of a config that is outside of its range or is none of its choices.
 
-    options: the dataclass that has these flags as fields; None: the config's own.
+    names: the flags that are checked; None: all. options: the dataclass whose fields they are; None: the
+    config's own.
     """
     allowed = choices(options or type(config))
     for f in fields(options or config):
@@ -67,12 +68,12 @@ def range_problems(config, names=None, options=None):
 
 
 def whole_groups(heads, size):
-    """Whether heads, by their numbers, are whole groups of so many: with size=2, 0 and 1, 2 and 3, ..."""
+    """Whether head numbers form whole groups of this size; with size=2 these are 0 and 1, 2 and 3, ..."""
     return {h // size * size + i for h in heads for i in range(size)} == {*heads}
 
 
 def plain_problems(config):
-    """What in the flags of a plain GPT does not go together, sentence by sentence."""
+    """Yield a sentence for each of a plain GPT's flags that do not go together."""
     if config.n_head > 0 and config.head_dim is None and config.n_embd % config.n_head:
         yield f"n_embd={config.n_embd} must be a multiple of n_head={config.n_head}"
     elif config.n_head > 0 and config.pos == "rope" and config.head_size % 2:
@@ -101,7 +102,8 @@ def plain_problems(config):
 
 # ---- a mechanism ----
 
-CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # of the constraint write-up: heads, labels
+# the constraints of the write-up, by which heads and labels are named
+CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]
 
 
 class Uniform(NamedTuple):
@@ -117,11 +119,11 @@ class Normal(NamedTuple):
 
 
 def start_at(parameter, value):
-    """Declare what a parameter starts at, and return it. value: a number, a tensor, Normal or Uniform.
+    """Declare the initial value of a parameter, and return the parameter.
 
-    A parameter of a mechanism keeps what its constructor puts into it, so this is for two kinds only: a
-    random one, which the model draws from the seed and the parameter's name, and a weight of a plain layer
-    (nn.Linear, nn.Embedding), which the model would otherwise start as GPT-2 starts all of them.
+    value: a number, a tensor, Normal or Uniform. A parameter of a mechanism keeps what its constructor fills
+    in, so only two kinds need this: a random one, which the model draws from the seed and the parameter's
+    name, and a weight of a plain layer (nn.Linear, nn.Embedding), which would otherwise start as in GPT-2.
     """
     parameter.initial_value = value
     return parameter
@@ -129,7 +131,7 @@ def start_at(parameter, value):
 
 @torch.no_grad()
 def set_to(parameter, value, generator=None):
-    """Set a parameter to an initial value, as start_at() takes it; a random one is drawn now."""
+    """Set a parameter to an initial value, as start_at() takes it; a random one is drawn from generator."""
     if isinstance(value, Uniform):
         parameter.uniform_(-value.bound, value.bound, generator=generator)
     elif isinstance(value, Normal):
@@ -144,14 +146,14 @@ class Outcome(NamedTuple):
     x: torch.Tensor                   # the final hidden states, [B, T, C]
     predictions: dict                 # "blocks.<i>.<name>" -> what hooks put into heads.predictions
     inputs: dict                      # name -> what GPT.forward() was given for a mechanism, or None
-    positions: Optional[torch.Tensor]  # [B, T], what GPT.forward() was given; None: a row is one text
+    positions: Optional[torch.Tensor]  # [B, T], as GPT.forward() takes them; None: a row is one text
     targets: Optional[torch.Tensor]   # [B, T], -1 where a token is not scored; None: there is no loss
     nats: Optional[torch.Tensor]      # loss of each token, [B, T], where a mechanism has needs_nats
     traces: Optional[dict]            # gets traces of the whole model; None: none are wanted
 
 
 def no_dropout(config, flag):
-    """Yield a sentence where attention dropout is on and `flag` needs a kernel that has none."""
+    """Yield a sentence where attention dropout is on and `flag` needs a kernel without it."""
     if config.weight_dropout:
         yield (f"{flag} has no fused kernel with dropout on the attention weights: set attn_dropout=0 "
                "(and on what it is compared with)")
@@ -161,29 +163,29 @@ class Mechanism(nn.Module):
     """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
 
     A layer calls the hooks in the order in which they stand below, with itself (attn) and its heads in this
-    forward pass (heads, a Heads of model.py). A gate, which is a factor on the heads' outputs, is put into
-    heads.gates by whichever hook knows it first. A mechanism must not keep `attn`, because then two modules
-    would contain each other. Weight decay leaves its own parameters alone, but not those of layers inside it.
+    forward pass (heads, a Heads of model.py). Any hook may put a gate, which is a factor on the heads'
+    outputs, into heads.gates. A mechanism must not keep `attn`, because then two modules would contain each
+    other. Weight decay does not act on its own parameters, and does act on matrices of layers inside it.
     """
 
     class Options:
         """Its flags, as annotated fields: the one that turns it on, then details, named <flag>_..."""
 
-    name = ""                # its attribute of the layer, and so the prefix of its parameters
+    name = ""                # the layer's attribute that holds it, and so the prefix of its parameters
     flag = ""                # the one of its Options that turns it on
     modes = {}               # name -> flags: its entries in MECHANISMS
-    # mode -> {flag or parameter (* stands for any text): value} at which it equals the plain GPT. A mode that
-    # is missing has no such setting.
+    # mode -> {flag or parameter (* stands for any text): value} at which it equals the plain GPT; a mode that
+    # is missing never does
     neutral = {}
-    no_effect_because = ""   # why a new model of it computes what the plain GPT does, where it is meant to
-    takes = ()               # arguments of GPT.forward() that are for it: forward_pass.inputs has those given
+    no_effect_because = ""   # a reason, if a model has the plain GPT's logits whatever its parameters are
+    takes = ()               # arguments of GPT.forward() for it, which it finds in forward_pass.inputs
     # names of the RowStats that it reads in heads.row_stats: lse, entropy, log_p2, spread
     needs_row_stats = ()
-    detaches_row_stats = False  # no gradient goes into those statistics, which makes them cheaper
-    needs_positions = False  # it reads positions or n_keys of the forward pass
-    needs_nats = False       # model_losses() reads the loss of each token
-    # its tensors with a row for each head, which pruning slices: their names, as in ("strength",
-    # "proj.weight"), or a dict of names and HeadAxis (nanoheads/pruning.py) where heads are not single rows
+    detaches_row_stats = False  # whether no gradient goes into those statistics, which makes them cheaper
+    needs_positions = False  # whether it reads positions or n_keys of the forward pass
+    needs_nats = False       # whether model_losses() reads the loss of each token
+    # names of its tensors with a row for each head, which pruning slices, as in ("strength", "proj.weight");
+    # or {name: HeadAxis of nanoheads/pruning.py}, where a head is not a single row of dim 0
     per_head = ()
 
     # ---- flags ----
@@ -197,27 +199,27 @@ class Mechanism(nn.Module):
 
     @classmethod
     def is_on(cls, config):
-        """Whether a model has it."""
+        """Whether a model of this config has the mechanism."""
         return getattr(config, cls.flag) not in (None, False)
 
     @classmethod
     def on(cls, config, layer):
-        """Whether block `layer` has it."""
+        """Whether block `layer` has the mechanism."""
         return cls.is_on(config)
 
     @staticmethod
     def settle(config):
-        """Set flags that follow from others, once, when a config is made."""
+        """When a config is made: set the flags that follow from others."""
 
     @staticmethod
     def problems(config):
-        """Yield what is wrong with its flags where it is on, sentence by sentence."""
+        """Yield a sentence for each thing that is wrong with its flags; asked where it is on."""
         return ()
 
     # ---- training ----
 
     def at_step(self, config, step):
-        """Set what of it depends on the number of a training step, before that step."""
+        """Before a training step: set what depends on the number of the step."""
 
     # ---- the forward pass ----
 
@@ -225,7 +227,7 @@ class Mechanism(nn.Module):
         """Before queries, keys and values are projected: rewrite heads.x, the layer's normed input."""
 
     def after_projection(self, attn, qkv, heads):
-        """After the projection, before QK-norm and RoPE: give back qkv [B, T, 3 * H, D] rewritten."""
+        """After the projection, before QK-norm and RoPE: return qkv [B, T, 3 * H, D], rewritten."""
         return qkv
 
     def before_attention(self, attn, heads):
@@ -236,24 +238,24 @@ class Mechanism(nn.Module):
 
     @property
     def changes_scores(self):
-        """Whether score_mod() gives a function. A class says so itself where that depends on its flags."""
+        """Whether score_mod() returns a function. A class overrides it where that depends on its flags."""
         return type(self).score_mod is not Mechanism.score_mod
 
     def score_mod(self, attn, heads):
-        """What it makes of the attention scores: None, or a function (score, b, h, t, s) -> score.
+        """The function (score, b, h, t, s) -> score that rewrites the attention scores; None: they stay.
 
         It has the signature of FlexAttention's score_mod. score is the scaled logit of query t for key s in
-        row b and head h, before the softmax. The numbers are integer tensors that broadcast against it, so a
-        function indexes tensors with them, such as rate[h] or c[b, h, s], and computes with them, as in t -
-        s. These tensors get gradients; on a GPU each of them may be indexed once in a function, so whoever
-        needs one twice captures c and -c, say. t and s count the columns read so far: with a cache the T
-        queries are the last ones. It acts on the layer's own heads.
+        row b and head h, before the softmax. The other arguments are integer tensors that broadcast against
+        it, so a function indexes tensors with them, as in rate[h] or c[b, h, s], and computes with them, as
+        in t - s. These tensors get gradients. On a GPU a function may index each of them only once; one that
+        it needs twice, it captures as c and as -c. t and s count the columns read so far: with a cache the T
+        queries are the last ones. The function acts on the layer's own heads.
         """
         return None
 
     def after_kernel(self, attn, heads, y, row_stats):
-        """Right after the attention kernel, before any after_attention(): give back the heads' outputs y
-        [B, H, T, D] and the RowStats as if the softmax itself had been another one. It sees no weights.
+        """Right after the attention kernel, before any after_attention(): return the heads' outputs y
+        [B, H, T, D] and the RowStats of another softmax. There are no attention weights to read.
         """
         return y, row_stats
 
@@ -261,37 +263,40 @@ class Mechanism(nn.Module):
         """After attention: rewrite heads.y; add gates that need heads.y, heads.v or heads.row_stats."""
 
     def trace_map(self, attn, weights, heads):
-        """Where attention maps are traced: give back the weights [B, H, T, S] as this mechanism leaves them.
-        """
+        """Where attention maps are traced: return the weights [B, H, T, S] as this mechanism changes them."""
         return weights
 
     # ---- the whole model ----
 
     @classmethod
     def model_modules(cls, config):
-        """{attribute of the GPT: module} of what it has outside of the layers, for model_losses()."""
+        """{attribute of the GPT: module} of its modules outside of the layers, which model_losses() uses."""
         return {}
 
     @classmethod
     def model_losses(cls, model, outcome):
-        """After the last block: {name: weighted loss} of an Outcome, asked of each class, on or off."""
+        """After the last block: {name: weighted loss} of an Outcome. It is called for classes that are off,
+        too.
+        """
         return {}
 
 
 class BetweenBlocks(Mechanism):
-    """A mechanism of the whole model, which acts between its blocks; it is built as cls(config)."""
+    """A mechanism of the whole model, which acts between its blocks. It is built as cls(config)."""
 
     def before_block(self, x, layer, outputs, shared):
-        """What block `layer` reads, or at n_layer the last norm, in place of the residual stream x [B, T, C].
+        """The input of block `layer`, or at n_layer of the last norm, in place of the residual stream x
+        [B, T, C].
 
-        outputs: the embedding and what each block before has put out; x is the last of them, as other
-        mechanisms between blocks have left it. shared: a dict for what later blocks read.
+        outputs: the embedding and the outputs of the blocks before, of which x is the last, as other
+        mechanisms between blocks have changed it. shared: a dict for what later blocks read.
         """
         return x
 
 
 class AddedHeads(Mechanism):
-    """A mechanism whose heads join those of a layer, behind them. Its score function sees all heads."""
+    """A mechanism that adds heads to a layer, behind the layer's own. Its score function acts on all heads.
+    """
 
     @classmethod
     def added_heads(cls, config, layer):
@@ -300,11 +305,11 @@ class AddedHeads(Mechanism):
 
     @classmethod
     def head_size_in(cls, config, layer):
-        """The head size that it gives block `layer`; None: it leaves that as it is."""
+        """The head size of block `layer` with these heads; None: the mechanism does not change it."""
 
     def merge_added(self, out, y):
-        """What the layer's own heads send out [B, T, C], joined by what its heads' outputs y
-        [B, added heads, T, D] give.
+        """out [B, T, C], the merged output of the layer's own heads, plus that of the added heads' outputs y
+        [B, added heads, T, D].
         """
         raise NotImplementedError
 
@@ -315,8 +320,8 @@ def flags_of(cls):
 
 
 def flag_problems(cls, config):
-    """Yield all that is wrong with the flags of a mechanism's class: also details of one that is off, and
-    attention dropout, with which no kernel gives row statistics.
+    """Yield a sentence for each thing that is wrong with the flags of a mechanism's class. That includes
+    details of a mechanism that is off, and attention dropout, with which no kernel gives row statistics.
     """
     if cls.is_on(config):
         yield from [*range_problems(config, options=cls.Options)] or cls.problems(config)

@@ -1,9 +1,9 @@
-"""What a model's traces say: along which axes they go, constraint scores in words, what a router does."""
+"""What is in a model's traces: their axes, constraint scores in words, numbers of routers and of A2C."""
 
 # ---- axes ----
 
-# The axes of the traces of which their shape does not say it. "token", and the axes of head_numbers(), are
-# what readers know; over any other they take the mean.
+# The axes of traces whose shape does not tell them. Programs that show traces know "token" and the axes of
+# head_numbers(), and take the mean over all others.
 AXES = {
     "entropy": ("row", "head", "token"), "concentration": ("row", "head", "token"),
     "map": ("row", "head", "token", "key"),
@@ -15,7 +15,9 @@ GATE = ("row", "head", "token", "size")
 
 
 def head_numbers(attn):
-    """{axis: numbers of the heads along it} in a layer. The router's, base and routed, know of no pruning."""
+    """{axis: numbers of the heads along it} in a layer. "base" and "routed", of a router, are those of before
+    pruning.
+    """
     numbers, shared = attn.all_head_ids(), attn.router.n_shared if attn.router else 0
     return {"head": numbers, "own": numbers[:attn.n_head], "added": numbers[attn.n_head:],
             "base": [*range(attn.n_base)], "routed": [*range(shared, attn.n_base)]}
@@ -24,8 +26,8 @@ def head_numbers(attn):
 def axes_of(name, trace, attn):
     """The axes of a trace of this name in a layer; None: they are not known.
 
-    A gate broadcasts over [B, H, T, D]. Any other one that is not in AXES is a number for each head [H], each
-    token [B, T], or each token and head [B, T, H], of the layer's own heads or of all.
+    A gate broadcasts over [B, H, T, D]. Any other trace that is not in AXES has a number for each head [H],
+    for each token [B, T], or for each token and head [B, T, H], of the layer's own heads or of all.
     """
     if name in AXES:
         return AXES[name]
@@ -58,26 +60,26 @@ def explain(traces, tokens, name, k=5, row=0):
 
 
 def summaries(traces, targets=None):
-    """{trace: value} of every router and, with the targets [B, T] of a pass, of A2C's critic.
-
-    Named as traces are, "blocks.<i>.<what>"; see routing_summary() and critic_summary().
+    """{"blocks.<i>.<name>": value} of every router, see routing_summary(), and, with the targets [B, T] of
+    the pass, of A2C, see critic_summary().
     """
     summary = {}
     for key, weights in traces.items():
-        block, _, what = key.rpartition(".")
-        if what == "routing_weights":
-            summary.update({f"{block}.{name}": value for name, value in
-                            routing_summary(weights, traces[f"{block}.selected"]).items()})
+        block, _, trace = key.rpartition(".")
+        if trace == "routing_weights":
+            values = routing_summary(weights, traces[f"{block}.selected"])
+            summary.update({f"{block}.{name}": value for name, value in values.items()})
     if targets is not None and "a2c.return" in traces:
         summary.update(critic_summary(traces, targets != -1))
     return summary
 
 
 def routing_summary(weights, selected):
-    """What a router does, from weights and selection [B, T, H]: load of each head, and how spread it is.
+    """{name: value} of a router's weights and selection [B, T, H].
 
-    effective_heads: exp of the load's entropy; token_entropy: of one token's weights, batch_entropy: of all
-    tokens' mean, in nats.
+    routing_load: the share of tokens that select each head. dead_heads: heads that no token selects.
+    effective_heads: exp of the load's entropy. token_entropy: the mean entropy of a token's weights, and
+    batch_entropy: that of the mean weights of all tokens, both in nats.
     """
     def entropy(p):
         return -(p * p.clamp_min(1e-12).log()).sum(-1)
