@@ -48,7 +48,7 @@ def write_audit(args, model, tokenizer, prompt, rows, files):
     """
     look = from_lab("lab.heads.look", "--audit")
     viewer = look.Viewer(model, args.ckpt[0], args.settings)
-    return look.of_samples(viewer, tokenizer, prompt, rows, files)
+    return look.look_at_samples(viewer, tokenizer, prompt, rows, files)
 
 
 def run(args):

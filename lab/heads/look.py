@@ -68,17 +68,19 @@ class Text(NamedTuple):
 
 def spell(tokenizer, ids):
     """The Text of token ids; one beyond the vocabulary, which a padded model may sample, has no bytes."""
-    known = {i: tokenizer.decode_bytes([i]) if i < tokenizer.vocab_size else b"" for i in set(ids)}
-    raw = [known[i] for i in ids]
-    whole = b"".join(raw).decode("utf-8", "surrogateescape")
-    character = np.append(np.repeat(np.arange(len(whole)), char_sizes(whole)), len(whole))  # of each byte
+    bytes_of = {i: tokenizer.decode_bytes([i]) if i < tokenizer.vocab_size else b"" for i in set(ids)}
+    raw = [bytes_of[i] for i in ids]
+    whole_text = b"".join(raw).decode("utf-8", "surrogateescape")
+    n = len(whole_text)
+    character = np.append(np.repeat(np.arange(n), char_sizes(whole_text)), n)  # of each byte
     ends = np.cumsum([len(piece) for piece in raw])
     begins = ends - [len(piece) for piece in raw]
     last = np.where(ends > begins, character[ends - 1] + 1, character[begins])
     return Text(list(ids), raw, np.stack((character[begins], last), 1).tolist())
 
 
-def printed(raw):
+def decode(raw):
+    """Bytes as text; those that are no UTF-8 as \\xc3."""
     return raw.decode("utf-8", "backslashreplace")
 
 
@@ -134,7 +136,7 @@ class Viewer:
         """
         series, T = {}, traces["blocks.0.entropy"].size(-1)
         for key, x in traces.items():
-            block, name = parted(key)
+            block, name = split_key(key)
             if not x.numel():  # a layer whose heads are all pruned
                 continue
             numbers = {} if block is None else head_numbers(self.layers[block])
@@ -145,9 +147,9 @@ class Viewer:
                 self.left_out.add(name)
                 continue
             heads = next((numbers[axis] for axis in axes if axis in numbers), None)
-            moved = [axes.index(axis) for axis in (*numbers, "token") if axis in axes]
-            x = x.detach().cpu().double().movedim(moved, list(range(len(moved))))
-            x = x.reshape(*x.shape[:len(moved)], -1).mean(-1)
+            leading_axes = [axes.index(axis) for axis in (*numbers, "token") if axis in axes]
+            x = x.detach().cpu().double().movedim(leading_axes, list(range(len(leading_axes))))
+            x = x.reshape(*x.shape[:len(leading_axes)], -1).mean(-1)
             if heads is not None and len(x) == 1 != len(heads):  # one number for all heads
                 x, heads = x[0], None
             x = x if "token" in axes else x[..., None]
@@ -157,9 +159,9 @@ class Viewer:
             if heads is None:
                 x = x.expand(T)
             else:
-                left = [row for row, head in enumerate(heads) if head in numbers["head"]]
-                x, heads = x[left], [heads[row] for row in left]
-                if not left:
+                base_rows = [row for row, head in enumerate(heads) if head in numbers["head"]]
+                x, heads = x[base_rows], [heads[row] for row in base_rows]
+                if not base_rows:
                     continue
             values = (x.sigmoid() if name.startswith("constraint.") else x).numpy()
             if name == "gates.sink":
@@ -170,7 +172,7 @@ class Viewer:
         return series
 
 
-def parted(key):
+def split_key(key):
     """(block or None, name) of a trace's key."""
     if not key.startswith("blocks."):
         return None, key
@@ -180,11 +182,11 @@ def parted(key):
 
 # ---- one line ----
 
-def plain(values):
+def to_lists(values):
     """Nested lists of an array's or tensor's numbers; what is none, null."""
     values = values.cpu().double().numpy() if torch.is_tensor(values) else values
-    rounded, there = np.round(values, 6), np.isfinite(values)
-    return (rounded if there.all() else np.where(there, rounded, None)).tolist()
+    rounded, finite = np.round(values, 6), np.isfinite(values)
+    return (rounded if finite.all() else np.where(finite, rounded, None)).tolist()
 
 
 class Look(NamedTuple):
@@ -207,23 +209,24 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, first_toke
     ids, raw, offsets = (part[start:end] for part in text)
     logits, traces = viewer.read(ids, maps or first_token)
     logits = in_float64(logits[:-1])
-    after = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
-    nats = F.cross_entropy(logits, after, reduction="none").cpu().numpy()
+    next_ids = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
+    nats = F.cross_entropy(logits, next_ids, reduction="none").cpu().numpy()
     series = {"nats": Series(np.append(np.nan, nats), None), **viewer.series(traces)}
-    tokens = [printed(piece) for piece in raw]
+    tokens = [decode(piece) for piece in raw]
     line = dict(checkpoint=printable(viewer.path), set=viewer.settings, text=printable(name), first=start,
                 prompt=min(max(prompt - start, 0), len(ids)), ids=ids, tokens=tokens, offsets=offsets,
-                nats=plain(series["nats"].values))
-    shown = {key: each for key, each in series.items() if key != "nats" and not of_constraints(key)}
-    line.update(series={key: plain(each.values) for key, each in shown.items()},
-                heads={key: each.heads for key, each in shown.items() if each.heads})
+                nats=to_lists(series["nats"].values))
+    traces_of_line = {key: trace for key, trace in series.items()
+                      if key != "nats" and not is_of_constraints(key)}
+    line.update(series={key: to_lists(trace.values) for key, trace in traces_of_line.items()},
+                heads={key: trace.heads for key, trace in traces_of_line.items() if trace.heads})
     rows = {}
     for block, p in maps_of(traces).items() if maps else ():
-        rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
+        rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in to_lists(p)]
     if maps:
-        line["maps"] = {str(block): each[:viewer.layers[block].n_head] for block, each in rows.items()}
+        line["maps"] = {str(block): heads[:viewer.layers[block].n_head] for block, heads in rows.items()}
     line["explain"] = [row for name in viewer.names for row in explain(traces, tokens, name, TOP).split("\n")]
-    scored = [parted(key)[0] for key in traces if key.endswith(".head_scores")]
+    scored = [split_key(key)[0] for key in traces if key.endswith(".head_scores")]
     line["blocks"] = {str(block): constraint_block(viewer, traces, block, tokens, rows) for block in scored}
     check_numbers(viewer, nats, series)
     return Look(line, series)
@@ -231,47 +234,48 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, first_toke
 
 def maps_of(traces):
     """{block: its attention maps [heads, T, T]}, of blocks that have heads."""
-    return {parted(key)[0]: p[0] for key, p in traces.items() if parted(key)[1] == "map" and p.numel()}
+    return {split_key(key)[0]: p[0] for key, p in traces.items() if split_key(key)[1] == "map" and p.numel()}
 
 
 def check_numbers(viewer, nats, series):
     """Raise UserError where the model's own numbers or its scores are none."""
-    must = [nats, *(each.values for key, each in series.items()
-                    if of_constraints(key) or parted(key)[1] == "entropy")]
-    if not all(np.isfinite(each).all() for each in must):
+    numbers = [nats, *(trace.values for key, trace in series.items()
+                       if is_of_constraints(key) or split_key(key)[1] == "entropy")]
+    if not all(np.isfinite(values).all() for values in numbers):
         raise UserError(f"{viewer.path}: its scores are not numbers: its weights are damaged")
 
 
-def of_constraints(key):
+def is_of_constraints(key):
     """Whether a trace is one of constraint heads alone, which has a place of its own in a line."""
-    name = parted(key)[1]
+    name = split_key(key)[1]
     return name in ("head_scores", "router_gates") or name.startswith("constraint.")
 
 
-def of_block(traces, block):
+def block_traces(traces, block):
     """The traces of a block, by their names without it."""
-    return {parted(key)[1]: value for key, value in traces.items() if parted(key)[0] == block}
+    return {split_key(key)[1]: value for key, value in traces.items() if split_key(key)[0] == block}
 
 
 def constraint_block(viewer, traces, block, tokens, rows):
     """What a line holds of the constraint heads of a block; rows: maps of its heads, {}: none are wanted."""
     names, heads = viewer.names, viewer.model.config.constraint_heads
-    of = {name: value[0] for name, value in of_block(traces, block).items()}
-    logits = {name: of[f"constraint.{name}"] for name in names}
+    traces_of_block = {name: value[0] for name, value in block_traces(traces, block).items()}
+    logits = {name: traces_of_block[f"constraint.{name}"] for name in names}
 
-    def by_name(values):
+    def rows_by_name(values):
         """{name: the rows of its heads}; heads stand name after name."""
         return {name: values[i * heads:(i + 1) * heads] for i, name in enumerate(names)}
 
     block_line = dict(
-        logits={name: plain(each) for name, each in logits.items()},
-        probabilities={name: plain(in_float64(each).sigmoid()) for name, each in logits.items()},
-        head_logits=by_name(plain(of["head_scores"])), gates=by_name(plain(of["router_gates"].T)), top={})
-    for name, each in logits.items():
-        best = each.topk(min(TOP, len(tokens))).indices.tolist()
-        block_line["top"][name] = [dict(token=i, text=tokens[i], logit=plain(each[i])) for i in best]
+        logits={name: to_lists(scores) for name, scores in logits.items()},
+        probabilities={name: to_lists(in_float64(scores).sigmoid()) for name, scores in logits.items()},
+        head_logits=rows_by_name(to_lists(traces_of_block["head_scores"])),
+        gates=rows_by_name(to_lists(traces_of_block["router_gates"].T)), top={})
+    for name, scores in logits.items():
+        best = scores.topk(min(TOP, len(tokens))).indices.tolist()
+        block_line["top"][name] = [dict(token=i, text=tokens[i], logit=to_lists(scores[i])) for i in best]
     if rows:
-        block_line["maps"] = by_name(rows[block][viewer.layers[block].n_head:])
+        block_line["maps"] = rows_by_name(rows[block][viewer.layers[block].n_head:])
     return block_line
 
 
@@ -285,18 +289,19 @@ class Means:
 
     def add(self, look):
         n = len(look.line["ids"])
-        for key, each in look.series.items():
-            values = np.broadcast_to(each.values, (*each.values.shape[:-1], n))  # [.., 1]: one for all tokens
-            there = np.isfinite(values)
-            self.sums[key] = self.sums.get(key, 0) + np.where(there, values, 0).sum(-1)
-            self.counts[key] = self.counts.get(key, 0) + there.sum(-1)
-            self.heads[key] = each.heads
+        for key, series in look.series.items():
+            # [.., 1]: one for all tokens
+            values = np.broadcast_to(series.values, (*series.values.shape[:-1], n))
+            finite = np.isfinite(values)
+            self.sums[key] = self.sums.get(key, 0) + np.where(finite, values, 0).sum(-1)
+            self.counts[key] = self.counts.get(key, 0) + finite.sum(-1)
+            self.heads[key] = series.heads
 
     def means(self):
         """{series: mean, or {head: mean}}; None where no token has a number."""
         means = {}
         for key, total in self.sums.items():
-            numbers = plain(np.where(self.counts[key], total / np.maximum(self.counts[key], 1), np.nan))
+            numbers = to_lists(np.where(self.counts[key], total / np.maximum(self.counts[key], 1), np.nan))
             heads = self.heads[key]
             means[key] = dict(zip(map(str, heads), numbers)) if heads else numbers
         return means
@@ -305,9 +310,9 @@ class Means:
 def table_of(look):
     """A table of a window: a row for each token, a column for each trace, its mean over blocks and heads."""
     line, columns = look.line, {}
-    for key, each in look.series.items():
-        rows = np.atleast_2d(each.values)
-        columns.setdefault(parted(key)[1], []).extend(np.broadcast_to(rows, (len(rows), len(line["ids"]))))
+    for key, series in look.series.items():
+        rows = np.atleast_2d(series.values)
+        columns.setdefault(split_key(key)[1], []).extend(np.broadcast_to(rows, (len(rows), len(line["ids"]))))
     columns = {name: np.mean(rows, 0) for name, rows in columns.items()}
     rows = [(line["first"] + i, repr(token),
              *(f"{mean[i]:.3f}" if np.isfinite(mean[i]) else "-" for mean in columns.values()))
@@ -321,12 +326,12 @@ def picture(viewers, ids, name):
     A row of maps is a block. In a map a row is the token that reads and a column the one that is read.
     """
     from nanoheads.drawing import canvas  # not at the top, since matplotlib takes a second
-    found = [viewer.read(ids)[1] for viewer in viewers]
+    traces_of_viewers = [viewer.read(ids)[1] for viewer in viewers]
     n = max(attn.n_total for viewer in viewers for attn in viewer.layers)
     heights = [len(viewer.layers) for viewer in viewers]
     figure = canvas(max(6, 0.4 + 1.3 * n), sum(0.6 + 1.3 * height for height in heights))
-    axes = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for ax, viewer, traces in zip(axes, viewers, found):
+    axes = figure.subplots(len(traces_of_viewers), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for ax, viewer, traces in zip(axes, viewers, traces_of_viewers):
         draw_maps(ax, viewer, traces, max(1, n), len(ids))
         ax.set_title(f"{title_of(viewer)}: attention of each head (block.head x mean gate)\n"
                      f"{plural(len(ids), 'token')} of {printable(name)}: a row reads, bright is read",
@@ -343,7 +348,7 @@ def draw_maps(ax, viewer, traces, n, T):
     grid = np.full((len(viewer.layers) * (T + gap), n * (T + gap)), np.nan)
     for block, maps in maps_of(traces).items():
         attn = viewer.layers[block]
-        gates = mean_gate(attn, of_block(traces, block)).tolist()
+        gates = mean_gate(attn, block_traces(traces, block)).tolist()
         for i, (head, p, gate) in enumerate(zip(attn.all_head_ids(), maps.cpu().numpy(), gates, strict=True)):
             top, left = block * (T + gap) + gap, i * (T + gap)
             grid[top:top + T, left:left + T] = np.where(np.tri(T), p / max(p.max(), 1e-30), np.nan)
@@ -372,7 +377,7 @@ def paths(out, flag):
 UNTRAINED = "No label has trained these heads: their scores, about 0.5, mean nothing."
 
 
-def untrained(model):
+def notes_if_untrained(model):
     """[UNTRAINED] where no label has moved a score: the scorers' biases are 0, as they start; else []."""
     scorers = [block.attn.constraint for block in model.transformer.h if block.attn.constraint]
     return [UNTRAINED] if scorers and not any(bool(heads.b2.any()) for heads in scorers) else []
@@ -382,10 +387,11 @@ def notes_of(viewers):
     """Sentences for the terminal."""
     notes = []
     for viewer in viewers:
-        own = untrained(viewer.model)
+        viewer_notes = notes_if_untrained(viewer.model)
         if viewer.model.config.routing and not any(attn.router.in_eval for attn in viewer.layers):
-            own.append("The router acts in training alone: it chooses nothing here.")
-        notes += own if len(viewers) == 1 else [f"{printable(viewer.path)}: {note}" for note in own]
+            viewer_notes.append("The router acts in training alone: it chooses nothing here.")
+        prefix = "" if len(viewers) == 1 else f"{printable(viewer.path)}: "
+        notes += [prefix + note for note in viewer_notes]
     return notes
 
 
@@ -394,20 +400,20 @@ def write(windows, out):
 
     Returns (the Looks of the first window, explain()'s lines of each window's first Look).
     """
-    first, explained = [], []
+    first_looks, explanations = [], []
 
     def write_lines(f):
         for looks in windows:
-            for each in looks:
-                f.write(json.dumps(each.line).encode() + b"\n")
-            explained.append(looks[0].line["explain"])
-            first.extend(looks if not first else ())
+            for entry in looks:
+                f.write(json.dumps(entry.line).encode() + b"\n")
+            explanations.append(looks[0].line["explain"])
+            first_looks.extend(looks if not first_looks else ())
 
     try:
         write_atomic(out, write_lines)
     finally:  # of an interrupted one
         out.with_name(out.name + ".part").unlink(missing_ok=True)
-    return first, explained
+    return first_looks, explanations
 
 
 def write_picture(path, viewers, ids, name):
@@ -418,7 +424,7 @@ def write_picture(path, viewers, ids, name):
         save(picture(viewers, ids[:DRAWN], name), path.with_suffix(""), ["png"])
 
 
-def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, width=None):
+def look_at_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, width=None):
     """Write a text in windows of `width` tokens, None: block_size, the shortest of the viewers', each token
     once, into paths().
 
@@ -437,8 +443,8 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, wi
         for s in starts:
             looks = [look(viewer, text, name, maps, start=s, end=s + T, first_token=first_token)
                      for viewer in viewers]
-            for mean, each in zip(means, looks):
-                mean.add(each)
+            for mean, entry in zip(means, looks):
+                mean.add(entry)
             yield looks
 
     first, _ = write(windows(), files[0])
@@ -452,13 +458,13 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False, wi
                          for viewer, mean in zip(viewers, means)])
     summary = f"{name}: {plural(len(text.ids), 'token')} in {plural(len(starts), 'window')} of {T:,}"
     lines = [summary, *notes]
-    for viewer, each in zip(viewers, first):
+    for viewer, entry in zip(viewers, first):
         lines += ["", f"{title_of(viewer)}, the first window: means over blocks and heads",
-                  *table_of(each).split("\n")]
+                  *table_of(entry).split("\n")]
     return numbers, [*lines, "", *map(str, files)]
 
 
-def of_samples(viewer, tokenizer, prompt, samples, files):
+def look_at_samples(viewer, tokenizer, prompt, samples, files):
     """Samples: [S] texts of explain()'s lines, "" where there are none.
 
     prompt: its ids; samples: the ids that follow it, a list each. files: paths().
@@ -468,13 +474,13 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
         text = spell(tokenizer, [*prompt, *ids])
         windows.append([look(viewer, text, f"sample {number}", prompt=len(prompt),
                              start=max(0, len(text.ids) - T), first_token=fits([viewer], T))])
-    _, explained = write(windows, files[0])
+    _, explanations = write(windows, files[0])
     write_picture(files[1], [viewer], windows[0][0].line["ids"], "sample 1")
-    return ["\n".join([*notes_of([viewer]), *rows]) for rows in explained]
+    return ["\n".join([*notes_of([viewer]), *rows]) for rows in explanations]
 
 
-def of_task(args, device, files):
-    """A row of each of args.levels, of the task that args.ckpt were trained on; returns of_text()'s.
+def look_at_task(args, device, files):
+    """A row of each of args.levels, of the task that args.ckpt were trained on; returns look_at_text()'s.
     UserError.
     """
     if not task_scores.are_of_tasks(args.ckpt):
@@ -483,15 +489,15 @@ def of_task(args, device, files):
     runs, levels, length = task_scores.open_runs(args, device)
     data = runs[0].data
     ids = [token for level in levels for token in data.rows(args.split, level, 1, length)[0][0].tolist()]
-    viewers = [Viewer(each.model, path, args.settings) for each, path in zip(runs, args.ckpt)]
+    viewers = [Viewer(run.model, path, args.settings) for run, path in zip(runs, args.ckpt)]
     name = f"{data.name}, {', '.join(map(str, levels))} {data.task.unit}"
-    return of_text(viewers, Tokenizer.from_meta(data.meta), ids, name, files, args.maps, width=length)
+    return look_at_text(viewers, Tokenizer.from_meta(data.meta), ids, name, files, args.maps, width=length)
 
 
 # ---- command line ----
 
 def run(args):
-    """Look at args.text, args.start or args.levels with the checkpoints args.ckpt; returns of_text()'s.
+    """Look at args.text, args.start or args.levels with the checkpoints args.ckpt; returns look_at_text()'s.
     UserError.
     """
     if len(args.ckpt) > 2:
@@ -500,15 +506,15 @@ def run(args):
     prompt, path = getattr(args, "start", None), args.text
     if path is not None and Path(path).resolve() in files:
         raise UserError(f"--out: {path} is the text itself, and would be lost")
-    read_or_written = [*files, *([] if path is None else [Path(path).resolve()])]
-    if args.json and writable(args.json) in read_or_written:
+    other_files = [*files, *([] if path is None else [Path(path).resolve()])]
+    if args.json and writable(args.json) in other_files:
         raise UserError(f"--json: {args.json} is the text, the JSON lines or the picture; "
                         "it needs another name")
     if args.levels:
-        return of_task(args, device, files)
-    pairs = [model_and_tokenizer(each, device, settings=args.settings) for each in args.ckpt]
+        return look_at_task(args, device, files)
+    pairs = [model_and_tokenizer(ckpt, device, settings=args.settings) for ckpt in args.ckpt]
     tokenizer = pairs[0][1]
-    if not all(same_tokens(tokenizer, other) for _, other in pairs):
+    if not all(same_tokens(tokenizer, other_tokenizer) for _, other_tokenizer in pairs):
         raise UserError(f"{args.ckpt[0]} and {args.ckpt[1]} have different vocabularies: side by side they "
                         "need the same tokens")
     if prompt is None:
@@ -516,8 +522,8 @@ def run(args):
     else:
         ids = encode(tokenizer, read_prompt(prompt), args.ckpt[0], args.special)[0].tolist()
         name = "prompt"
-    viewers = [Viewer(model, each, args.settings) for (model, _), each in zip(pairs, args.ckpt)]
-    return of_text(viewers, tokenizer, ids, name, files, args.maps, sys.stderr.isatty())
+    viewers = [Viewer(model, ckpt, args.settings) for (model, _), ckpt in zip(pairs, args.ckpt)]
+    return look_at_text(viewers, tokenizer, ids, name, files, args.maps, sys.stderr.isatty())
 
 
 @as_program(PROGRAM)

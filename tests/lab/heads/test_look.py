@@ -197,7 +197,7 @@ def test_json_has_the_mean_of_each_series_and_the_picture(make, tmp_path, capsys
         lines, means = lines_of(out)[number::2], run["means"]
         nats = [each for line in lines for each in line["nats"] if each is not None]
         assert len(nats) == 34 and means["nats"] == pytest.approx(np.mean(nats), abs=1e-5)
-        of_constraints = {key for key in means if look.of_constraints(key)}
+        of_constraints = {key for key in means if look.is_of_constraints(key)}
         assert of_constraints and means.keys() == {"nats", *lines[0]["series"]} | of_constraints
         for key, heads in lines[0]["heads"].items():
             for row, head in enumerate(heads):  # a gate has one number for all the tokens of a line
@@ -298,10 +298,10 @@ def read_by(model, ids):
 
 
 def write_lines(path, raw, folder):
-    """What of_text() gives for --json of a text as a checkpoint reads it; its files are in the folder."""
+    """What look_at_text() gives for --json of a text as a checkpoint reads it; its files go to the folder."""
     model, tokenizer = model_and_tokenizer(path, "cpu")
     ids, files = tokenizer.encode(raw).tolist(), (folder / "lines.jsonl", folder / "lines.png")
-    return look.of_text([look.Viewer(model, path)], tokenizer, ids, "text", files)[0]
+    return look.look_at_text([look.Viewer(model, path)], tokenizer, ids, "text", files)[0]
 
 
 def same(rows, want):
@@ -502,7 +502,7 @@ def test_offsets_are_the_characters_that_a_token_has_bytes_of(kind):
 
 def test_bytes_that_are_no_text_are_escaped():
     raw = [b"a", b"\xc3", b"\xa9", b" \xe6", b"\x97\xa5", b"\xff"]
-    assert [look.printed(piece) for piece in raw] == ["a", r"\xc3", r"\xa9", r" \xe6", r"\x97\xa5", r"\xff"]
+    assert [look.decode(piece) for piece in raw] == ["a", r"\xc3", r"\xa9", r" \xe6", r"\x97\xa5", r"\xff"]
 
 
 # ---- samples ----
@@ -651,7 +651,7 @@ def test_the_picture_is_the_attention_maps_and_gates(name):
             label, gate = next(labels), traces.get(f"blocks.{block}.gates.sentinel")
             assert label.split(" x ")[0] == f"{block}.{attn.all_head_ids()[i]}"
             if name == "sentinel":
-                assert label.endswith(f" x {gate[i].item():.2f}")
+                assert label.endswith(f" x {gate.flatten()[i].item():.2f}")
     assert name != "plain" or not any(" x " in text.get_text() for text in ax.texts)
 
 
