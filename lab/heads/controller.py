@@ -23,7 +23,7 @@ from lab.heads.surgery import Surgery, fold_gates
 
 
 class Controller:
-    """What is known of a run's heads, and what changes them: a mover of gates, Surgery, and States.
+    """The measurements of a run's heads, and what changes them: a mover of gates, Surgery, and States.
 
     events: what was done since the last row of heads.jsonl; seconds: what all of it took.
     """
@@ -33,10 +33,10 @@ class Controller:
         self.interval = run.config.controller_interval
         self.generator = torch.Generator().manual_seed(run.model.config.seed)
         self.events, self.seconds = [], 0.0
-        self.measured = Measurements(run)
+        self.measurements = Measurements(run)
         self.mover = MOVERS[run.config.controller](run.config, self.generator)
         self.surgery = Surgery(run.config, self.events)
-        self.states = States(run.config, self.events, self.measured.heads.shape)
+        self.states = States(run.config, self.events, self.measurements.heads.shape)
 
     # ---- keeping ----
 
@@ -44,12 +44,12 @@ class Controller:
         """For a checkpoint: a dict of tensors, lists and numbers."""
         return dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
                     overrides=[attn.gate_by_hand for attn in attentions(self.model)],
-                    **self.measured.state(), **self.surgery.state(), **self.states.state())
+                    **self.measurements.state(), **self.surgery.state(), **self.states.state())
 
     def load(self, state, run):
         self.seconds = state["seconds"]
         self.generator.set_state(state["generator"].cpu())
-        for part in (self.measured, self.surgery, self.states):
+        for part in (self.measurements, self.surgery, self.states):
             part.load(state)
         self.mover.load(state["mover"])
         device = run.model.transformer.wte.weight.device
@@ -69,24 +69,24 @@ class Controller:
     def measure(self, run):
         """Measure the heads, and let agency have what was measured."""
         set_sparsity(run)
-        self.measured.update(run)
+        self.measurements.update(run)
         if run.model.config.agency:
-            share_with_agency(self.measured.heads, run.model)
+            share_with_agency(self.measurements.heads, run.model)
 
     def act(self, run):
         """Move states and gates, drop and grow heads; whether any came or went."""
         c, changed = run.config, False
         if c.policy:
-            self.states.follow_policy(self.measured, run)
+            self.states.follow_policy(self.measurements, run)
         if run.model.config.agency_learned:
             self.states.follow_learned(run)
         if c.controller:
-            move_gates(self.mover, self.measured, run)
+            move_gates(self.mover, self.measurements, run)
         if c.prune_gate:
-            changed |= self.surgery.drop(self.measured, run)
-            self.surgery.freeze(self.measured, run)
+            changed |= self.surgery.drop(self.measurements, run)
+            self.surgery.freeze(self.measurements, run)
         if c.grow_heads:
-            grown = self.surgery.grow(self.measured, run)
+            grown = self.surgery.grow(self.measurements, run)
             if grown and c.policy:
                 self.states.withhold(run)
             changed |= grown
@@ -101,36 +101,36 @@ class Controller:
             return False
         began = time.perf_counter()
         self.measure(run)
-        changed = self.measured.count >= c.controller_warmup and self.act(run)
+        changed = self.measurements.count >= c.controller_warmup and self.act(run)
         self.surgery.open_ramps(run)  # by hand, so after the states: a head withdrawn just now stays so
         if run.model.config.agency:
             self.states.watch(run)
-        self.measured.count += 1
+        self.measurements.count += 1
         self.seconds += time.perf_counter() - began
         if run.process.rank == 0:
             append_row(run.out_dir / "heads.jsonl", self.row(run))
-        if line := heads_in_words(self.events):
-            left = sum(attn.n_total for attn in attentions(run.model))
-            run.process.print0(f"step {run.step:>7,}   {line}; {plural(left, 'head')}")
+        if line := describe_heads(self.events):
+            n_heads = sum(attn.n_total for attn in attentions(run.model))
+            run.process.print0(f"step {run.step:>7,}   {line}; {plural(n_heads, 'head')}")
         self.events.clear()
         if run.step + c.controller_interval > c.max_iters:
             share = self.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
-            run.process.print0(f"heads: {self.measured.count} measurements took {share:.1%} of the "
+            run.process.print0(f"heads: {self.measurements.count} measurements took {share:.1%} of the "
                                f"training time; wrote {run.out_dir / 'heads.jsonl'}")
         return changed
 
     def row(self, run):
         """A row of heads.jsonl."""
-        model, ids, measured = run.model, head_ids(run.model), self.measured
-        row = dict(step=run.step, heldout=round(measured.held_out_loss, 6), seconds=round(self.seconds, 3),
-                   heads=ids)
-        for name, values in measured.heads.now.items():
-            row[name] = [rounded(values[layer, own]) for layer, own in enumerate(ids)]
+        model, ids, measurements = run.model, head_ids(run.model), self.measurements
+        row = dict(step=run.step, heldout=round(measurements.held_out_loss, 6),
+                   seconds=round(self.seconds, 3), heads=ids)
+        for name, values in measurements.heads.latest.items():
+            row[name] = [round_all(values[layer, heads]) for layer, heads in enumerate(ids)]
         row["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in constant_gates(model)]
         row["active"] = sum(g > model.config.agency_threshold for g in sum(row["static_gate"], []))
         if model.config.agency:
             states = states_of(model)
-            row["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
+            row["state"] = [[states[layer, head] for head in heads] for layer, heads in enumerate(ids)]
             kinds = [kind for _, _, kind in self.states.violating]
             row.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
         if self.events:
@@ -138,7 +138,7 @@ class Controller:
         return row
 
 
-def rounded(values):
+def round_all(values):
     return [float(f"{v:.5g}") for v in values]
 
 
@@ -172,10 +172,10 @@ def start(run, state):
     return controller
 
 
-def heads_in_words(events):
+def describe_heads(events):
     """The heads that came and went, in a line; "": none."""
     heads = {}
     for event in events:
         if event["what"] in ("pruned", "grown"):
             heads.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
-    return "   ".join(f"heads {what}: {', '.join(each)}" for what, each in heads.items())
+    return "   ".join(f"heads {what}: {', '.join(names)}" for what, names in heads.items())

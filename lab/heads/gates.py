@@ -19,10 +19,10 @@ from lab.heads.measuring import all_heads, attentions, closed
 FEATURES = Agency.METRICS + 1  # numbers of a head
 
 
-def features_of(measured):
+def features_of(measurements):
     """[heads, FEATURES] of a run's Measurements: those of Metrics.features(), and the depth from 0 to 1."""
-    heads = measured.heads
-    depth = np.nonzero(heads.here)[0] / max(1, len(heads.here) - 1)
+    heads = measurements.heads
+    depth = np.nonzero(heads.is_present)[0] / max(1, len(heads.is_present) - 1)
     return torch.cat((heads.features(), torch.from_numpy(depth)[:, None]), 1)
 
 
@@ -42,7 +42,7 @@ class FixedGates:
     def __init__(self, config, generator):
         self.config, self.generator = config, generator
 
-    def moves(self, measured, run):
+    def moves(self, measurements, run):
         """The change of each head's logit, [heads], in all_heads()' order."""
         return torch.zeros(len(all_heads(run.model)), dtype=torch.float64)
 
@@ -60,19 +60,19 @@ class ByRules(FixedGates):
     below it, so that a head at the threshold does not flicker.
     """
 
-    def moves(self, measured, run):
+    def moves(self, measurements, run):
         c, step = self.config, self.config.controller_step
-        heads = measured.heads
+        heads = measurements.heads
         entropy, gradient = heads.mean["entropy"], heads.mean["gradient"]
-        high = measured.high
+        high = measurements.high
         high[entropy > c.controller_entropy] = True
         high[~(entropy >= c.controller_entropy - 0.05)] = False
         with np.errstate(invalid="ignore"):
             small = gradient < c.controller_gradient * heads.mean_of_peers(gradient)
-        long_high = measured.lasting("high", high)
-        long_small = measured.lasting("small", small)
+        long_high = measurements.lasts("high", high)
+        long_small = measurements.lasts("small", small)
         delta = -step * long_high - step / 4 * long_small
-        return torch.from_numpy(delta[heads.here])
+        return torch.from_numpy(delta[heads.is_present])
 
 
 class ByNetwork(FixedGates):
@@ -89,18 +89,18 @@ class ByNetwork(FixedGates):
         super().__init__(config, generator)
         self.net = small_net(FEATURES, generator)
         self.adam = torch.optim.Adam(self.net.parameters(), lr=0.01)
-        self.seen = torch.zeros(0, FEATURES + 1, dtype=torch.float64)
+        self.trials = torch.zeros(0, FEATURES + 1, dtype=torch.float64)
 
-    def moves(self, measured, run):
-        heads, features = all_heads(run.model), features_of(measured)
+    def moves(self, measurements, run):
+        heads, features = all_heads(run.model), features_of(measurements)
         for i in torch.randperm(len(heads), generator=self.generator)[:self.TRIALS].tolist():
             with closed(run.model, [heads[i]]):
-                rise = measured.held_out(run) - measured.held_out_loss
+                rise = measurements.held_out_nats(run) - measurements.held_out_loss
             target = math.asinh(rise / self.config.controller_cost)
             row = torch.cat((features[i], torch.tensor([target], dtype=torch.float64)))
-            self.seen = torch.cat((self.seen, row[None]))[-self.MEMORY:]
+            self.trials = torch.cat((self.trials, row[None]))[-self.MEMORY:]
         for _ in range(20):
-            error = (self.net(self.seen[:, :-1]).squeeze(-1) - self.seen[:, -1]).square().mean()
+            error = (self.net(self.trials[:, :-1]).squeeze(-1) - self.trials[:, -1]).square().mean()
             self.adam.zero_grad()
             error.backward()
             self.adam.step()
@@ -109,12 +109,12 @@ class ByNetwork(FixedGates):
         return self.config.controller_step * torch.tanh(cost - math.asinh(1))
 
     def state(self):
-        return dict(net=self.net.state_dict(), adam=self.adam.state_dict(), seen=self.seen)
+        return dict(net=self.net.state_dict(), adam=self.adam.state_dict(), seen=self.trials)
 
     def load(self, state):
         self.net.load_state_dict(state["net"])
         self.adam.load_state_dict(state["adam"])
-        self.seen = state["seen"].cpu()
+        self.trials = state["seen"].cpu()
 
 
 class ByReward(FixedGates):
@@ -130,38 +130,39 @@ class ByReward(FixedGates):
         super().__init__(config, generator)
         self.actor, self.critic = small_net(FEATURES, generator), small_net(FEATURES, generator)
         self.adam = torch.optim.Adam([*self.actor.parameters(), *self.critic.parameters()], lr=0.01)
-        self.last = None  # (features, actions, held-out loss) of the move before
+        self.last_move = None  # (features, actions, held-out loss) of the move before
 
-    def moves(self, measured, run):
-        features = features_of(measured)
-        if self.last is not None:
-            before, actions, loss = self.last
-            open_heads = float(np.nansum(measured.heads.now["gate"]))
-            reward = (loss - measured.held_out_loss) / max(self.config.controller_cost, 1e-6) - open_heads
-            value = self.critic(before).mean()
+    def moves(self, measurements, run):
+        features = features_of(measurements)
+        if self.last_move is not None:
+            features_before, actions, loss = self.last_move
+            open_heads = float(np.nansum(measurements.heads.latest["gate"]))
+            reward = (loss - measurements.held_out_loss) / max(self.config.controller_cost, 1e-6) - open_heads
+            value = self.critic(features_before).mean()
             with torch.no_grad():
                 target = reward + self.GAMMA * self.critic(features).mean()
             advantage = target - value
-            chance = -((actions - self.actor(before).squeeze(-1)) / self.SPREAD).square() / 2
-            loss = advantage.square() - (advantage.detach().clamp(-10, 10) * chance).mean()
+            log_likelihood = -((actions - self.actor(features_before).squeeze(-1)) / self.SPREAD).square() / 2
+            loss = advantage.square() - (advantage.detach().clamp(-10, 10) * log_likelihood).mean()
             self.adam.zero_grad()
             loss.backward()
             self.adam.step()
         with torch.no_grad():
             noise = torch.randn(len(features), generator=self.generator, dtype=torch.float64)
             actions = self.actor(features).squeeze(-1) + self.SPREAD * noise
-        self.last = features, actions, measured.held_out_loss
+        self.last_move = features, actions, measurements.held_out_loss
         return self.config.controller_step * torch.tanh(actions)
 
     def state(self):
+        last = None if self.last_move is None else list(self.last_move)
         return dict(actor=self.actor.state_dict(), critic=self.critic.state_dict(),
-                    adam=self.adam.state_dict(), last=None if self.last is None else list(self.last))
+                    adam=self.adam.state_dict(), last=last)
 
     def load(self, state):
         self.actor.load_state_dict(state["actor"])
         self.critic.load_state_dict(state["critic"])
         self.adam.load_state_dict(state["adam"])
-        self.last = state["last"] and [t.cpu() if torch.is_tensor(t) else t for t in state["last"]]
+        self.last_move = state["last"] and [t.cpu() if torch.is_tensor(t) else t for t in state["last"]]
 
 
 MOVERS = {None: FixedGates, "rules": ByRules, "ann": ByNetwork, "rl": ByReward}
@@ -169,9 +170,9 @@ MOVERS = {None: FixedGates, "rules": ByRules, "ann": ByNetwork, "rl": ByReward}
 
 # ---- applied ----
 
-def move_gates(mover, measured, run):
+def move_gates(mover, measurements, run):
     """Add the mover's changes to the gates' logits; no move leads beyond controller_bound."""
-    deltas, bound = mover.moves(measured, run), run.config.controller_bound
+    deltas, bound = mover.moves(measurements, run), run.config.controller_bound
     if not deltas.isfinite().all():
         raise UserError(f"step {run.step}: the controller's moves are not finite")
     deltas, start = deltas.float(), 0
@@ -186,7 +187,7 @@ def move_gates(mover, measured, run):
 def set_sparsity(run):
     """The weight of the gates' penalty, which stays from one measurement to the next."""
     if run.config.sparsity_warmup:
-        measured = run.step - run.step % run.config.controller_interval  # the step of the last measurement
-        done = min(1.0, measured / run.config.sparsity_warmup)
+        step = run.step - run.step % run.config.controller_interval  # of the last measurement
+        share = min(1.0, step / run.config.sparsity_warmup)
         for attn in attentions(run.model):
-            attn.sentinel.set_coef(run.model.config.sentinel_coef * done)
+            attn.sentinel.set_coef(run.model.config.sentinel_coef * share)

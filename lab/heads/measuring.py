@@ -95,17 +95,17 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
 
 @contextmanager
 def inputs_of(modules):
-    """A list of what each of these modules was given last, filled by forward passes meanwhile."""
-    seen = [None] * len(modules)
+    """A list of each module's last input, filled by forward passes meanwhile."""
+    inputs = [None] * len(modules)
 
     def keep(i):
         def hook(module, args):
-            seen[i] = args[0]
+            inputs[i] = args[0]
         return hook
 
     hooks = [module.register_forward_pre_hook(keep(i)) for i, module in enumerate(modules)]
     try:
-        yield seen
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -114,12 +114,12 @@ def inputs_of(modules):
 @contextmanager
 def evaluating(model):
     """The model in eval mode, and then as it was."""
-    before = model.training
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(before)
+        model.train(was_training)
 
 
 @torch.no_grad()
@@ -151,12 +151,12 @@ def measure(model, x, y, autocast=None):
                 out = model(xs, ys, traces=True)
             grads = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
             grads = [torch.zeros_like(t) if g is None else g for t, g in zip([*weights, *ys_of], grads)]
-            halves.append(half_of_heads(model, out.traces, grads, ys_of))
-    return of_both_halves(halves)
+            halves.append(measure_half(model, out.traces, grads, ys_of))
+    return combine_halves(halves)
 
 
-def of_both_halves(halves):
-    """{metric: [a float64 tensor [H] a block]} of what was found on each half of a text, a dict a block.
+def combine_halves(halves):
+    """{metric: [a float64 tensor [H] a block]} from what measure_half() gives of each half of a text.
 
     The metrics are means over the halves.
     """
@@ -182,8 +182,8 @@ def share_of_layer(mean):
 
 def projections(attn):
     """The weights that are a head's own: into q, k, v and out, of the layer's heads and constraint heads."""
-    own = [attn.c_attn.weight, attn.c_proj.weight]
-    return own + ([attn.constraint.c_attn.weight, attn.constraint.c_proj.weight] if attn.n_extra else [])
+    weights = [attn.c_attn.weight, attn.c_proj.weight]
+    return weights + ([attn.constraint.c_attn.weight, attn.constraint.c_proj.weight] if attn.n_extra else [])
 
 
 def out_projections(attn):
@@ -192,14 +192,14 @@ def out_projections(attn):
 
 def rows_of_heads(weight, n, count, size):
     """[n, ...]: the rows of a projection [.., C] to q, k and v (count: 3; 1: q) that each of n heads uses."""
-    each = weight.reshape(-1, size * weight.size(1))
+    rows = weight.reshape(-1, size * weight.size(1))
     if count > 1 and n:  # keys and values may be shared by groups of heads
-        shared = each[n:].unflatten(0, (count - 1, -1))
-        each = torch.cat((each[:n][None], shared.repeat_interleave(n // shared.size(1), 1)))
-    return each.view(count, n, each.size(-1)).transpose(0, 1).flatten(1)
+        shared = rows[n:].unflatten(0, (count - 1, -1))
+        rows = torch.cat((rows[:n][None], shared.repeat_interleave(n // shared.size(1), 1)))
+    return rows.view(count, n, rows.size(-1)).transpose(0, 1).flatten(1)
 
 
-def half_of_heads(model, traces, grads, outputs):
+def measure_half(model, traces, grads, outputs):
     """A dict of [H] tensors a block, from gradients of projections() and of what goes into c_proj."""
     layers, rows, T = attentions(model), [], outputs[0].size(1)
     slopes, grads, outputs = iter(grads[:-len(outputs)]), iter(grads[-len(outputs):]), iter(outputs)
@@ -210,23 +210,25 @@ def half_of_heads(model, traces, grads, outputs):
             groups.append((attn.n_extra, 3, attn.constraint.c_proj))
         for n, count, out in groups:
             D = attn.head_size
-            into, away = in_float64(next(slopes)), in_float64(next(slopes))
-            own = rows_of_heads(into, n, count, D)
-            row["slope"].append(torch.cat((own, away.view(len(away), n, D).transpose(0, 1).flatten(1)), 1))
-            y, g = (in_float64(next(each).detach()).unflatten(-1, (n, D)) for each in (outputs, grads))
+            slope_in, slope_out = in_float64(next(slopes)), in_float64(next(slopes))
+            qkv_rows = rows_of_heads(slope_in, n, count, D)
+            out_rows = slope_out.view(len(slope_out), n, D).transpose(0, 1).flatten(1)
+            row["slope"].append(torch.cat((qkv_rows, out_rows), 1))
+            y, g = (in_float64(next(tensors).detach()).unflatten(-1, (n, D)) for tensors in (outputs, grads))
             # the loss is a mean over sequences: times their number, a sequence's own
             row["importance"].append((y * g).sum((1, 3)).abs().mean(0) * len(y))
-            weight = in_float64(out.weight.detach()).view(len(away), n, D)
+            weight = in_float64(out.weight.detach()).view(len(slope_out), n, D)
             gram = torch.einsum("cnd,cne->nde", weight, weight)
             row["power"].append(torch.einsum("btnd,nde,btne->n", y, gram, y) / (y.size(0) * y.size(1)))
         row = {name: torch.cat(values) for name, values in row.items()}
-        own = {key.split(".", 2)[2]: t for key, t in traces.items() if key.startswith(f"blocks.{layer}.")}
+        block_traces = {key.split(".", 2)[2]: t for key, t in traces.items()
+                        if key.startswith(f"blocks.{layer}.")}
         positions = torch.arange(T, device=model.transformer.wte.weight.device)
         n_keys = in_float64(model.mask_of(layer).n_keys(positions))
-        seen = n_keys > 1  # a row of one key has no entropy to speak of
-        entropy = in_float64(own["entropy"].detach())[..., seen] / n_keys[seen].log()
+        has_entropy = n_keys > 1  # a row of one key has no entropy to speak of
+        entropy = in_float64(block_traces["entropy"].detach())[..., has_entropy] / n_keys[has_entropy].log()
         row["entropy"] = entropy.mean((0, 2))
-        row["gate"] = mean_gate(attn, own)
+        row["gate"] = mean_gate(attn, block_traces)
         rows.append(row)
     return rows
 
@@ -252,13 +254,13 @@ def mean_gate(attn, traces):
 def gates_by_hand(model, gates):
     """The model with these gates set by hand, {layer: [H] or None}, and then as it was."""
     layers = attentions(model)
-    before = [attn.gate_by_hand for attn in layers]
+    gates_before = [attn.gate_by_hand for attn in layers]
     try:
         for layer, gate in gates.items():
             layers[layer].gate_by_hand = gate
         yield
     finally:
-        for attn, gate in zip(layers, before):
+        for attn, gate in zip(layers, gates_before):
             attn.gate_by_hand = gate
 
 
@@ -278,19 +280,19 @@ def closed(model, heads):
 class Metrics:
     """What has been measured of a run's heads.
 
-    Arrays are [blocks, heads] by the original numbers, NaN: gone. now: {metric: array}, of the last
-    measurement. mean: the moving averages, see add(). withdrawn: what sends nothing because agency's factor
-    is 0.
+    Arrays are [blocks, heads] by the original numbers, NaN: gone. latest: {metric: array}, of the last
+    measurement. mean: the moving averages, see add(). withdrawn: the heads that send nothing because
+    agency's factor is 0.
     """
 
     def __init__(self, shape):
-        self.shape, self.mean, self.now = shape, {}, {}
+        self.shape, self.mean, self.latest = shape, {}, {}
         self.withdrawn = np.full(shape, False)
 
     @property
-    def here(self):
-        """Which of them there are."""
-        return np.isfinite(self.now["gate"])
+    def is_present(self):
+        """Which heads the model still has."""
+        return np.isfinite(self.latest["gate"])
 
     def spread(self, values, ids):
         """[a tensor [H] a block] -> an array, by their numbers, [a list a block]."""
@@ -299,30 +301,31 @@ class Metrics:
             array[layer, numbers] = value.cpu().numpy()
         return array
 
-    def add(self, values, factors, ids, past):
-        """Put a measurement {metric: [a tensor a block]} into now and, where the past has that weight, mean.
+    def add(self, measurement, factors, ids, past_weight):
+        """Put a measurement {metric: [a tensor a block]} into `latest` and, beside past_weight of the past,
+        into `mean`.
 
         The averages have `load` in the place of utilisation: what a head sends, over the mean of its layer's
-        heads at work, as both were at that measurement. 1 is an equal
-        share. So an average load is never above the largest load that was measured, whoever came and went
-        meanwhile; an average of shares would be, since a share grows when others are withdrawn. While a head
-        is withdrawn, STAND_STILL stay what they were, since nobody can see what it would send. One that was
+        heads at work, as both were at that measurement. 1 is an equal share. So an average load is never
+        above the largest load that was measured, whichever heads came and went meanwhile; an average of
+        shares would be, since a share grows when others are withdrawn. While a head is withdrawn, the
+        averages in STAND_STILL stay what they were, since what it would send cannot be seen. A head that was
         never at work counts as the mean of those that are.
 
         factors: agency's factors, [a tensor a block]; ids: see spread().
         """
-        self.now = {name: self.spread(each, ids) for name, each in values.items()}
+        self.latest = {name: self.spread(blocks, ids) for name, blocks in measurement.items()}
         # not where it was opened by hand
-        self.withdrawn = (self.spread(factors, ids) == 0) & (self.now["gate"] == 0)
-        sent = self.now["utilisation"]
+        self.withdrawn = (self.spread(factors, ids) == 0) & (self.latest["gate"] == 0)
+        sent = self.latest["utilisation"]
         equal = self.mean_at_work(sent)
         load = np.divide(sent, equal, out=0 * sent, where=equal > 0)
-        for name, new in {**self.now, "load": load}.items():
-            old = self.mean.get(name, np.full(self.shape, math.nan))
-            keep = past * np.isfinite(old)
-            mean = new * (1 - keep) + np.nan_to_num(old) * keep
+        for name, values in {**self.latest, "load": load}.items():
+            old_mean = self.mean.get(name, np.full(self.shape, math.nan))
+            keep = past_weight * np.isfinite(old_mean)
+            mean = values * (1 - keep) + np.nan_to_num(old_mean) * keep
             if name in STAND_STILL:
-                as_before = np.where(np.isfinite(old), old, self.mean_at_work(new))
+                as_before = np.where(np.isfinite(old_mean), old_mean, self.mean_at_work(values))
                 mean = np.where(self.withdrawn, as_before, mean)
             self.mean[name] = mean
 
@@ -333,22 +336,22 @@ class Metrics:
 
     def mean_at_work(self, values):
         """The mean over the peers whose gate is not 0."""
-        return self.mean_of_peers(np.where(self.now["gate"] != 0, values, math.nan))
+        return self.mean_of_peers(np.where(self.latest["gate"] != 0, values, math.nan))
 
     def features(self):
-        """[heads, Agency.METRICS] of those that are here, in all_heads()' order."""
+        """[heads, Agency.METRICS] of those that are present, in all_heads()' order."""
         m, floor = self.mean, 1e-12
         relative = [np.log(np.maximum(m[k], floor) / np.maximum(self.mean_of_peers(m[k]), floor)).clip(-5, 5)
                     for k in ("gradient", "importance")]
         columns = [m["entropy"], *relative, m["load"].clip(0, 5), m["gate"], m["conflict"]]
-        return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
+        return torch.from_numpy(np.stack([column[self.is_present] for column in columns], 1))
 
     def state(self):
         """For a checkpoint: a dict of tensors."""
-        return dict(mean=tensors_of(self.mean), now=tensors_of(self.now))
+        return dict(mean=tensors_of(self.mean), now=tensors_of(self.latest))
 
     def load(self, state):
-        self.mean, self.now = (arrays_of(state[name], self.shape) for name in ("mean", "now"))
+        self.mean, self.latest = (arrays_of(state[name], self.shape) for name in ("mean", "now"))
 
 
 class Measurements:
@@ -367,12 +370,12 @@ class Measurements:
             run.dataset, "val", T, c.controller_heldout, process.rank, process.world)]
         self.autocast = precision(c.dtype, process.kind)[1]
         self.count, self.losses, self.held_out_loss = 0, [], math.nan
-        extra, size = max(attn.n_extra for attn in attentions(run.model)), run.model.config
-        self.heads = Metrics((size.n_layer, size.n_head + extra))
+        n_extra, size = max(attn.n_extra for attn in attentions(run.model)), run.model.config
+        self.heads = Metrics((size.n_layer, size.n_head + n_extra))
         self.counts = {name: np.full(self.heads.shape, 0) for name in ("high", "small", "low")}
         self.high = np.full(self.heads.shape, False)  # whose entropy is high, with hysteresis
 
-    def held_out(self, run):
+    def held_out_nats(self, run):
         """Mean nats per token of the held-out text, of all ranks."""
         nats = nats_on(run.model, *self.held_out_text, self.autocast)
         n = len(self.held_out_text[0])
@@ -381,29 +384,29 @@ class Measurements:
 
     def update(self, run):
         """Measure once more. UserError where a metric is not finite."""
-        model, past = run.model, self.config.controller_average
+        model, past_weight = run.model, self.config.controller_average
         try:
             of_heads = measure(model, *self.text, self.autocast)
         except ValueError as e:
             raise UserError(f"step {run.step}: {e}; lower {' or '.join(keys_of_rates(run.config))}") from None
         factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.gate().detach()
                    for attn in attentions(model)]
-        self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past)
-        self.held_out_loss = self.held_out(run)
+        self.heads.add(mean_of_ranks(of_heads, run.process), factors, head_ids(model), past_weight)
+        self.held_out_loss = self.held_out_nats(run)
         self.losses.append(self.held_out_loss)
 
     def forget_missing(self, model):
         """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
-        gone = np.full(self.heads.shape, True)
+        is_gone = np.full(self.heads.shape, True)
         for place in all_heads(model):
-            gone[place] = False
-        for values in (*self.heads.mean.values(), *self.heads.now.values()):
-            values[gone] = math.nan
-        return gone
+            is_gone[place] = False
+        for values in (*self.heads.mean.values(), *self.heads.latest.values()):
+            values[is_gone] = math.nan
+        return is_gone
 
-    def lasting(self, name, holds):
-        """Where `holds` has held for controller_patience measurements in a row, [blocks, heads]."""
-        count = np.where(holds, self.counts[name] + 1, 0)
+    def lasts(self, name, condition):
+        """Where a condition has held for controller_patience measurements in a row, [blocks, heads]."""
+        count = np.where(condition, self.counts[name] + 1, 0)
         self.counts[name] = count
         return count >= self.config.controller_patience
 
@@ -423,11 +426,11 @@ class Measurements:
 
 def mean_of_ranks(values, process):
     """{metric: [a tensor a block]} as the mean of all ranks, float64 on the CPU."""
-    flat = torch.cat([t.cpu().double() for each in values.values() for t in each]).tolist()
-    sizes = [len(t) for each in values.values() for t in each]
+    flat = torch.cat([t.cpu().double() for blocks in values.values() for t in blocks]).tolist()
+    sizes = [len(t) for blocks in values.values() for t in blocks]
     parts = torch.tensor(process.all_reduce_sum(flat), dtype=torch.float64) / process.world
     parts = iter(parts.split(sizes))
-    return {name: [next(parts) for _ in each] for name, each in values.items()}
+    return {name: [next(parts) for _ in blocks] for name, blocks in values.items()}
 
 
 def tensors_of(arrays):

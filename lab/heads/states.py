@@ -69,23 +69,23 @@ def share_with_agency(metrics, model):
     """Write `utilisation` into agency's buffers, and `metrics` where states are predicted from them."""
     for place in all_heads(model):
         attn, i = model.find_head(*place)
-        attn.agency.utilisation[i] = metrics.now["utilisation"][place]
+        attn.agency.utilisation[i] = metrics.latest["utilisation"][place]
     if model.config.agency_learned:
         for place, features in zip(all_heads(model), metrics.features(), strict=True):
             attn, i = model.find_head(*place)
             attn.agency.metrics[i] = features
 
 
-def conditions(mean, limits, now=None):
+def conditions(mean, limits, current=None):
     """{state: whether these averages of a head, or of many in arrays, call for it}; the first one counts.
 
-    now: the present state. Leaving overloaded or misaligned takes more than not having entered it. No other
-    state has such slack. limits: a config with the policy's keys.
+    current: the present state. Leaving overloaded or misaligned takes more than not having entered it. No
+    other state has such slack. limits: a config with the policy's keys.
     """
     conflict, load = limits.policy_conflict, limits.policy_overloaded
-    if now == "misaligned":
+    if current == "misaligned":
         conflict += abs(conflict) / 2
-    if now == "overloaded":
+    if current == "overloaded":
         load -= 0.25
     idle = (mean["entropy"] > limits.policy_entropy) & (mean["load"] < 0.5)
     return dict(withdrawn=idle, misaligned=mean["conflict"] < conflict, overloaded=mean["load"] > load)
@@ -101,7 +101,7 @@ class States:
     def __init__(self, config, events, shape):
         self.config, self.events = config, events
         self.rules = Rules.read(config.policy_rules) if config.policy_rules else Rules()
-        self.no_consent = [tuple(map(int, each.split("."))) for each in config.policy_no_consent]
+        self.no_consent = [tuple(map(int, name.split("."))) for name in config.policy_no_consent]
         self.violating, self.refused, self.since = set(), set(), np.full(shape, -10**9)  # none has changed
 
     # ---- by the policy ----
@@ -142,27 +142,28 @@ class States:
             if state_of(attn, i) != "withdrawn":
                 self.change(run, "config", place, "withdrawn")
 
-    def follow_policy(self, measured, run):
+    def follow_policy(self, measurements, run):
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
-        states, metrics = states_of(run.model), measured.heads
+        states, metrics = states_of(run.model), measurements.heads
         free = [key for key in states if key not in self.no_consent
-                and measured.count - self.since[key] >= self.config.policy_dwell]
-        resting = self.withdrawn_by_budget(metrics, states, free)
+                and measurements.count - self.since[key] >= self.config.policy_dwell]
+        resting = self.heads_beyond_budget(metrics, states, free)
         for key in free:
             state = self.state_by_metrics(metrics, key, states[key], key in resting)
             if state != states[key]:
-                self.change(run, "policy", key, state, measured.count)
+                self.change(run, "policy", key, state, measurements.count)
 
-    def state_by_metrics(self, metrics, key, now, resting):
-        """The state that follows from the metrics of a head (layer, head); now: its present one."""
+    def state_by_metrics(self, metrics, key, current, resting):
+        """The state that follows from the metrics of a head (layer, head); current: its present one."""
         if resting:
             return "withdrawn"
-        if now == "withdrawn":
+        if current == "withdrawn":
             return "active"  # it was left out long enough: it may try again
         mean = {name: values[key] for name, values in metrics.mean.items()}
-        return next((state for state, holds in conditions(mean, self.config, now).items() if holds), "active")
+        holds = conditions(mean, self.config, current)
+        return next((state for state in holds if holds[state]), "active")
 
-    def withdrawn_by_budget(self, metrics, states, free):
+    def heads_beyond_budget(self, metrics, states, free):
         """Those of the heads `free` to move that the budget has no room for: the least important.
 
         A head at work is a little favoured. One that is withdrawn cannot show what it is worth. So its
@@ -182,19 +183,19 @@ class States:
                 importance[key] += DRIFT * (level - importance[key])
             if key not in self.no_consent:
                 groups.setdefault(key if c.policy_unit == "head" else key[0], []).append(key)
-        bound = [group for group in groups.values() if not set(group) <= set(free)]
-        moving = [group for group in groups.values() if set(group) <= set(free)]
+        unmovable = [group for group in groups.values() if not set(group) <= set(free)]
+        movable = [group for group in groups.values() if set(group) <= set(free)]
 
         def mean_importance(group):
             favour = FAVOUR if any(key in at_work for key in group) else 1.0
             return favour * np.mean([importance[key] for key in group])
 
         # of a layer that cannot move as a whole, what rests goes on resting
-        resting = {key for group in bound for key in group if states[key] == "withdrawn"}
-        left = sum(map(len, groups.values())) - len(resting)
-        for group in sorted(moving, key=mean_importance):
-            if left > room and len(group) < left:
-                resting, left = resting | set(group), left - len(group)
+        resting = {key for group in unmovable for key in group if states[key] == "withdrawn"}
+        n_working = sum(map(len, groups.values())) - len(resting)
+        for group in sorted(movable, key=mean_importance):
+            if n_working > room and len(group) < n_working:
+                resting, n_working = resting | set(group), n_working - len(group)
         return resting
 
     # ---- learned ----
@@ -214,11 +215,11 @@ class States:
 
     def watch(self, run):
         """Log each head whose consent begins to be disregarded."""
-        now = {(row["layer"], row["head"], row["type"]): row for row in find_violations(run.model)}
-        for key, row in now.items():
+        violations = {(row["layer"], row["head"], row["type"]): row for row in find_violations(run.model)}
+        for key, row in violations.items():
             if key not in self.violating:
                 log_violation(run, row)
-        self.violating = set(now)
+        self.violating = set(violations)
 
     # ---- keeping ----
 

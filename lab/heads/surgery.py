@@ -48,29 +48,29 @@ def insert_heads(model, heads, optimizers=(), seed=0):
     optimizers' moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a
     number that is taken, or that there is not.
     """
-    for layer, new in heads.items():
+    for layer, numbers in heads.items():
         if not 0 <= layer < model.config.n_layer:
             raise ValueError(f"cannot insert into block {layer}; "
                              f"they go from 0 to {model.config.n_layer - 1}")
-        if new and is_read_by_others(attentions(model)[layer]):
+        if numbers and is_read_by_others(attentions(model)[layer]):
             raise ValueError(f"cannot insert into block {layer}: others read what its heads hold")
         free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
-        if not set(new) <= free:
-            raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "
+        if not set(numbers) <= free:
+            raise ValueError(f"cannot insert {sorted(numbers)} into block {layer}: "
                              f"free are {', '.join(map(str, sorted(free))) or 'none'}")
     ids = [sorted([*attn.head_ids, *heads.get(layer, ())]) for layer, attn in enumerate(attentions(model))]
     config = replace(model.config, head_ids=ids, seed=model.config.seed + seed)
     fresh = GPT(config).to(model.transformer.wte.weight.device, model.transformer.wte.weight.dtype)
     for layer in heads:
-        attn, other = attentions(model)[layer], attentions(fresh)[layer]
-        old = torch.tensor([i in attn.head_ids for i in ids[layer]])
-        other.c_proj.weight[:, (~old).repeat_interleave(attn.head_size)] = 0.0
+        attn, fresh_attn = attentions(model)[layer], attentions(fresh)[layer]
+        is_old = torch.tensor([i in attn.head_ids for i in ids[layer]])
+        fresh_attn.c_proj.weight[:, (~is_old).repeat_interleave(attn.head_size)] = 0.0
         if attn.gate_by_hand is not None:
-            other.gate_by_hand = attn.gate_by_hand.new_ones(other.n_total)
-        for (module, name, axis), (fresh_module, _, _) in zip(head_axes(attn), head_axes(other)):
+            fresh_attn.gate_by_hand = attn.gate_by_hand.new_ones(fresh_attn.n_total)
+        for (module, name, axis), (fresh_module, _, _) in zip(head_axes(attn), head_axes(fresh_attn)):
             if (tensor := getattr(module, name, None)) is not None:
                 put_rows(module, name, axis.dim, getattr(fresh_module, name),
-                         rows_of(axis, tensor, old, attn), optimizers)
+                         rows_of(axis, tensor, is_old, attn), optimizers)
         set_heads(attn, ids[layer])
     model.config = replace(model.config, head_ids=ids)
 
@@ -107,7 +107,7 @@ class Surgery:
 
     # ---- pruning ----
 
-    def drop(self, measured, run):
+    def drop(self, measurements, run):
         """Drop what was frozen; whether there was any."""
         dropped = {}
         for layer, head in self.frozen:
@@ -116,66 +116,67 @@ class Surgery:
         if dropped:
             prune_heads(run.model, dropped, run.optimizers)
             self.frozen = []
-            gone = measured.forget_missing(run.model)
-            self.ramps = {place: step for place, step in self.ramps.items() if not gone[place]}
+            is_gone = measurements.forget_missing(run.model)
+            self.ramps = {place: step for place, step in self.ramps.items() if not is_gone[place]}
         return bool(dropped)
 
-    def freeze(self, measured, run):
+    def freeze(self, measurements, run):
         """Close heads whose gate has long been low, for good if the held-out loss agrees."""
         c = self.config
         # the sentinel's own gate: a withdrawn head may come back
-        gates = measured.heads.spread([attn.sentinel.gate(noisy=False).detach()
-                                       for attn in attentions(run.model)], head_ids(run.model))
+        own_gates = [attn.sentinel.gate(noisy=False).detach() for attn in attentions(run.model)]
+        gates = measurements.heads.spread(own_gates, head_ids(run.model))
         gates[:, run.model.config.n_head:] = math.nan  # constraint heads stay: their scores are their purpose
         with np.errstate(invalid="ignore"):
-            low = measured.lasting("low", gates < c.prune_gate)
-        before = measured.held_out_loss
+            low = measurements.lasts("low", gates < c.prune_gate)
+        loss_before = measurements.held_out_loss
         for layer, head in sorted(zip(*np.nonzero(low)), key=lambda place: gates[place]):
             layer, head = int(layer), int(head)
-            closing = sum(place[0] == layer for place in self.frozen)
-            left = len(attentions(run.model)[layer].head_ids) - closing
-            if left <= c.prune_floor:
+            n_closing = sum(place[0] == layer for place in self.frozen)
+            n_left = len(attentions(run.model)[layer].head_ids) - n_closing
+            if n_left <= c.prune_floor:
                 continue
             with closed(run.model, [(layer, head)]):
-                after = measured.held_out(run)
-            measured.counts["low"][layer, head] = 0
-            if after - before > c.prune_margin:
-                self.event("kept", layer, head, cost=after - before)
+                loss_after = measurements.held_out_nats(run)
+            measurements.counts["low"][layer, head] = 0
+            if loss_after - loss_before > c.prune_margin:
+                self.event("kept", layer, head, cost=loss_after - loss_before)
                 continue
             run.model.set_gate(layer, head, 0.0)
             self.ramps.pop((layer, head), None)  # else it would open again
             self.frozen.append((layer, head))
-            self.event("frozen", layer, head, cost=after - before)
-            before = after
+            self.event("frozen", layer, head, cost=loss_after - loss_before)
+            loss_before = loss_after
 
     # ---- growth ----
 
-    def plateau(self, losses):
+    def is_plateau(self, losses):
         """Whether the held-out loss has fallen by less than grow_delta within the last measurements."""
         n = self.config.controller_patience
         return len(losses) > n and min(losses[:-n]) - min(losses[-n:]) < self.config.grow_delta
 
-    def grow(self, measured, run):
+    def grow(self, measurements, run):
         """Insert heads where all are used and the held-out loss no longer falls; whether any."""
         c, model = self.config, run.model
-        if self.ramps or not self.plateau(measured.losses):
+        if self.ramps or not self.is_plateau(measurements.losses):
             return False
-        new = {}
+        new_heads = {}
         for layer, attn in enumerate(attentions(model)):
             free = sorted(set(range(model.config.n_head)) - set(attn.head_ids))
             if not free or not attn.head_ids or is_read_by_others(attn):
                 continue
-            load = np.where(measured.heads.withdrawn, 0.0, measured.heads.mean["load"])[layer, attn.head_ids]
+            metrics = measurements.heads
+            load = np.where(metrics.withdrawn, 0.0, metrics.mean["load"])[layer, attn.head_ids]
             if load.min() >= c.grow_used:
-                new[layer] = free[:c.grow_heads]
-        if not new:
+                new_heads[layer] = free[:c.grow_heads]
+        if not new_heads:
             return False
-        insert_heads(model, new, run.optimizers, seed=run.step)
-        for layer, heads in new.items():
+        insert_heads(model, new_heads, run.optimizers, seed=run.step)
+        for layer, heads in new_heads.items():
             for head in heads:
                 self.ramps[layer, head] = run.step
                 self.event("grown", layer, head)
-        measured.losses = []
+        measurements.losses = []
         return True
 
     def open_ramps(self, run):

@@ -162,14 +162,14 @@ def test_measuring_changes_no_digit_of_the_training(args, tmp_path):
 def test_averages_weigh_the_past(run):
     r = run(controller_log=True, controller_average=0.7)
     measured(r)
-    heads = r.controller.measured.heads
-    first, mean = heads.now["importance"].copy(), heads.mean["importance"].copy()
+    heads = r.controller.measurements.heads
+    first, mean = heads.latest["importance"].copy(), heads.mean["importance"].copy()
     assert np.allclose(first, mean, rtol=1e-14)  # 0.7 x + 0.3 x
     with torch.no_grad():
         for p in r.model.parameters():
             p.mul_(1.1)
     measured(r)
-    now = heads.now["importance"]
+    now = heads.latest["importance"]
     assert np.allclose(heads.mean["importance"], 0.7 * first + 0.3 * now, rtol=1e-12)
     assert not np.allclose(now, first)
 
@@ -222,12 +222,12 @@ def test_a_network_learns_which_heads_are_worth_their_cost(run, monkeypatch):
         return (layer + head) % 2 == 0
     given(monkeypatch, importance=lambda *at: 0.02 if worthy(*at) else 0.001)
 
-    def held_out(self, run):
+    def held_out_nats(self, run):
         shut = [(layer, attn.head_ids[i]) for layer, attn in enumerate(attentions(run.model))
                 if attn.gate_by_hand is not None
                 for i, g in enumerate(attn.gate_by_hand.tolist()) if g == 0]
         return 3.0 + 0.01 * sum(worthy(*at) for at in shut)
-    monkeypatch.setattr(Measurements, "held_out", held_out)
+    monkeypatch.setattr(Measurements, "held_out_nats", held_out_nats)
     start = logits(r)
     measured(r, 20)
     change = logits(r) - start
@@ -240,16 +240,16 @@ def test_a_policy_by_reward_learns_to_close_what_costs(run, monkeypatch):
     """Where the loss does not depend on the gates, open heads only cost: the actor lowers all of them."""
     r = run(dict(sentinel="sigmoid"), controller="rl", controller_step=0.3)
     given(monkeypatch)
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 3.0)
+    monkeypatch.setattr(Measurements, "held_out_nats", lambda self, run: 3.0)
 
     def as_they_are(self, run, update=Measurements.update):
         update(self, run)
         for layer, attn in enumerate(attentions(run.model)):
-            self.heads.now["gate"][layer] = constant_gate(attn).detach().numpy()
+            self.heads.latest["gate"][layer] = constant_gate(attn).detach().numpy()
     monkeypatch.setattr(Measurements, "update", as_they_are)
     measured(r, 300)
     with torch.no_grad():
-        assert r.controller.mover.actor(features_of(r.controller.measured)).mean() < -0.1
+        assert r.controller.mover.actor(features_of(r.controller.measurements)).mean() < -0.1
     assert logits(r).mean() < 2.0
 
 
@@ -313,7 +313,7 @@ def test_heads_are_frozen_then_dropped_and_the_logits_stay(run):
     assert torch.allclose(r.model.eval()(idx).logits, before, atol=1e-5)
     assert [e[1:] for e in events(r.out_dir)] == [("frozen", 0, 2), ("pruned", 0, 2)]
     assert parameters_of(r) == sum(p.numel() for p in r.model.parameters()) < whole
-    assert np.isnan(r.controller.measured.heads.mean["entropy"][0, 2])
+    assert np.isnan(r.controller.measurements.heads.mean["entropy"][0, 2])
     assert len(rows_of(r.out_dir)[-1]["entropy"][0]) == 3
     x = torch.randint(256, (4, 17))
     train.training_step(r, x[:, :-1], x[:, 1:])  # training goes on
@@ -324,12 +324,12 @@ def test_a_drop_that_costs_too_much_is_taken_back(run, monkeypatch):
     closing(r, (0, 2)), closing(r, (1, 0))
     costs = {(0, 2): 0.02, (1, 0): 0.005}
 
-    def held_out(self, run):
+    def held_out_nats(self, run):
         shut = {(layer, i) for layer, attn in enumerate(attentions(run.model))
                 if attn.gate_by_hand is not None
                 for i, g in enumerate(attn.gate_by_hand.tolist()) if g == 0}
         return 2.0 + sum(costs[at] for at in shut)
-    monkeypatch.setattr(Measurements, "held_out", held_out)
+    monkeypatch.setattr(Measurements, "held_out_nats", held_out_nats)
     measured(r, 3)
     assert [e[1:] for e in events(r.out_dir)] == [("kept", 0, 2), ("frozen", 1, 0)] or \
         [e[1:] for e in events(r.out_dir)] == [("frozen", 1, 0), ("kept", 0, 2)]
@@ -354,7 +354,7 @@ def test_every_layer_keeps_its_floor_and_constraint_heads_stay(run):
 @pytest.mark.slow
 def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypatch):
     r = run(dict(head_ids=[[0, 1]] * 2, sentinel="sigmoid"), grow_heads=1, grow_ramp=4, grow_used=0.1)
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out_nats", lambda self, run: 2.0)
     idx = torch.arange(32).view(2, 16)
     before = r.model.eval()(idx).logits
     measured(r, 2)
@@ -378,7 +378,7 @@ def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypa
 @pytest.mark.slow
 def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
     """Its gate is low by hand: it is neither pruned for that, nor when withdrawn, nor does it then run on."""
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out_nats", lambda self, run: 2.0)
     flags = dict(head_ids=[[0, 1]] * 2, sentinel="sigmoid", agency=True)
     r = run(flags, grow_heads=1, grow_ramp=100, grow_used=0.0, prune_gate=0.3, policy=True,
             policy_no_consent=[])
@@ -396,7 +396,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
 @pytest.mark.slow
 def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
     """Also while a head opens and another is frozen; gates set by hand are in no checkpoint."""
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out_nats", lambda self, run: 2.0)
     r = run(dict(head_ids=[[0, 1]] * 2, sentinel="hard_concrete"), grow_heads=1, grow_ramp=10,
             grow_used=0.0)
     measured(r, 3)
@@ -446,11 +446,11 @@ def test_a_head_whose_own_gate_is_0_stays_closed_in_the_copy():
 @pytest.mark.slow
 def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monkeypatch):
     falling = iter(np.linspace(3, 1, 100))
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: float(next(falling)))
+    monkeypatch.setattr(Measurements, "held_out_nats", lambda self, run: float(next(falling)))
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1)
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]]
-    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out_nats", lambda self, run: 2.0)
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1, grow_used=1.01)
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]]
@@ -625,8 +625,8 @@ def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monk
     monkeypatch.setattr(States, "state_by_metrics", keep_withdrawn(States.state_by_metrics))
     before = states_of(r.model)
     measured(r, 5)
-    heads = r.controller.measured.heads
-    load, share = heads.mean["load"][0], heads.now["utilisation"][0]
+    heads = r.controller.measurements.heads
+    load, share = heads.mean["load"][0], heads.latest["utilisation"][0]
     assert np.isfinite(load).all()
     if at_work:
         assert load[list(at_work)].mean() == pytest.approx(1.0)
@@ -646,7 +646,7 @@ def made_up_life(run, monkeypatch, unit="head", steps=60, **keys):
     worths = [np.exp(1.5 * numbers.normal(size=(4, n if unit == "head" else 1))) for _ in range(0, steps, 8)]
 
     def made_up(model, x, y, autocast):
-        found, worth = {name: [] for name in METRICS}, worths[r.controller.measured.count // 8]
+        found, worth = {name: [] for name in METRICS}, worths[r.controller.measurements.count // 8]
         for layer, attn in enumerate(attentions(model)):
             factor = attn.agency.gate().double()
             sent = factor * torch.from_numpy(norms[layer] * numbers.uniform(0.99, 1.01, n))
@@ -698,14 +698,14 @@ def test_averages_of_a_withdrawn_head_stand_still(run):
     measured(r, 2)
     r.model.set_state(0, 1, state="withdrawn")
     r.model.set_state(1, 2, consent=False)
-    mean = {name: values.copy() for name, values in r.controller.measured.heads.mean.items()}
+    mean = {name: values.copy() for name, values in r.controller.measurements.heads.mean.items()}
     with torch.no_grad():
         for p in r.model.parameters():
             p.mul_(1.1)
     measured(r, 3)
-    found = r.controller.measured.heads
+    found = r.controller.measurements.heads
     for name in ("load", "importance", "gradient", "conflict"):
-        assert found.now.get(name, found.now["importance"])[0, 1] == 0
+        assert found.latest.get(name, found.latest["importance"])[0, 1] == 0
         same = found.mean[name] == mean[name]
         assert same[0, 1] and same[1, 2] and same.sum() == 2, name
     assert found.mean["gate"][0, 1] == pytest.approx(0.7 ** 3)
@@ -718,7 +718,7 @@ def test_averages_of_a_withdrawn_head_stand_still(run):
 def test_a_head_that_was_never_at_work_counts_as_the_mean(run):
     r = run(dict(agency=True), policy=True, policy_no_consent=["0.1"])
     measured(r)
-    mean = r.controller.measured.heads.mean
+    mean = r.controller.measurements.heads.mean
     others = [0, 2, 3]
     assert mean["load"][0, 1] == pytest.approx(1.0)
     assert mean["importance"][0, 1] == pytest.approx(mean["importance"][0, others].mean())
@@ -730,12 +730,12 @@ def test_a_withdrawn_head_that_runs_all_the_same_is_measured(run):
     r = run(dict(agency=True, agency_enforce=False), controller_log=True)
     r.model.set_state(0, 1, state="withdrawn")
     measured(r)
-    heads = r.controller.measured.heads
+    heads = r.controller.measurements.heads
     assert not heads.withdrawn.any() and heads.mean["load"][0, 1] > 0
     r = run(dict(agency=True), controller_log=True)
     r.model.set_state(0, 2, state="withdrawn")
     measured(r)
-    assert np.argwhere(r.controller.measured.heads.withdrawn).tolist() == [[0, 2]]
+    assert np.argwhere(r.controller.measurements.heads.withdrawn).tolist() == [[0, 2]]
 
 
 def test_heads_without_consent_take_no_room_of_the_budget(run, monkeypatch):
@@ -837,8 +837,8 @@ def test_the_console_says_which_heads_come_and_go(run, capsys):
     grown = [line for line in capsys.readouterr().out.splitlines() if "heads grown" in line]
     assert grown[0].split("   ")[-1] == "heads grown: 0.2, 1.2; 6 heads" and grown[0].startswith("step ")
     gone = [dict(what="pruned", layer=1, head=3), dict(what="kept", layer=0, head=0)]
-    assert controller.heads_in_words(gone) == "heads pruned: 1.3"
-    assert controller.heads_in_words([dict(what="state", layer=0, head=1)]) == ""
+    assert controller.describe_heads(gone) == "heads pruned: 1.3"
+    assert controller.describe_heads([dict(what="state", layer=0, head=1)]) == ""
 
 
 def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_path, monkeypatch):
