@@ -46,8 +46,8 @@ def spread(rows, key, shape, value=number):
     """One key of all rows, [rows, layers, heads] by the heads' numbers; NaN: gone, or not measured."""
     array = np.full((len(rows), *shape), np.nan)
     for i, row in enumerate(rows):
-        for layer, (own, values) in enumerate(zip(row["heads"], row.get(key) or [])):
-            for head, v in zip(own, values):
+        for layer, (heads, values) in enumerate(zip(row["heads"], row.get(key) or [])):
+            for head, v in zip(heads, values):
                 array[i, layer, head] = value(v)  # None becomes NaN
     return array
 
@@ -63,14 +63,14 @@ def history(run_dir):
         return warn(run_dir, "heads.jsonl has no measurements")
     events = [(e["what"], row["step"], e["layer"], e["head"])
               for row in rows for e in row.get("events") or [] if e.get("what") in [*MARKS]]
-    ids = [head for row in rows for own in row["heads"] for head in own] + [head for *_, head in events]
+    ids = [head for row in rows for heads in row["heads"] for head in heads] + [head for *_, head in events]
     shape = max(len(row["heads"]) for row in rows), 1 + max(ids, default=0)
     h = SimpleNamespace(**{name: spread(rows, name, shape) for name in MEASURED}, events=events,
                         step=np.array([row["step"] for row in rows]),
                         active=np.array([number(row.get("active")) for row in rows]),
-                        here=np.isfinite(spread(rows, "heads", shape)),
+                        is_present=np.isfinite(spread(rows, "heads", shape)),
                         state=spread(rows, "state", shape, number_of_state))
-    h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
+    h.absent = np.where(h.is_present.any(0), "gone", "–")  # what to write where there is no head
     rows = read_rows(path.with_name("violations.jsonl"))
     h.forced, h.blocked = ([(kind, row["step"], row["layer"], row["head"])
                             for row in rows if row.get("type") == kind] for kind in ("forced", "blocked"))
@@ -82,7 +82,7 @@ def edges(steps):
     return np.append(steps, steps[-1] + (np.median(np.diff(steps)) if len(steps) > 1 else 1))
 
 
-def at_evaluations(h, c):
+def points_at_evaluations(h, c):
     """(step, heads at work, bits per byte) of each evaluation after the first measurement."""
     i = np.searchsorted(h.step, c.step, side="right") - 1
     keep = (i >= 0) & np.isfinite(c.bpb)
@@ -91,35 +91,37 @@ def at_evaluations(h, c):
 
 # ---- as numbers ----
 
-def stays(h):
+def stay_lengths(h):
     """How many steps each stay of a head in a state lasts: until another state, until the head was last seen,
     or until the last measurement.
     """
-    found = []
+    lengths = []
     for states in h.state.reshape(len(h.step), -1).T:
         began = None
         for i, state in enumerate(states):
             if began is not None and state != states[i - 1]:
-                found.append(h.step[i - int(np.isnan(state))] - began)
+                lengths.append(h.step[i - int(np.isnan(state))] - began)
                 began = None
             if began is None and np.isfinite(state):
                 began = h.step[i]
         if began is not None:
-            found.append(h.step[-1] - began)
-    return found
+            lengths.append(h.step[-1] - began)
+    return lengths
 
 
 def numbers_of(h):
     """A run's line in the table: heads at work in the end, the share of all measurements of heads in each
     state, the mean steps of a stay in one, and its violations.
     """
-    known = h.state[np.isfinite(h.state)]
-    shares = [f"{100 * (known == i).mean():.0f} %" if known.size else "–" for i in range(len(STATES))]
-    lasts = f"{np.mean(stays(h)):,.0f}" if known.size else "–"
-    return [f"{h.active[-1]:g}", *shares, lasts, str(len(h.forced)), str(len(h.blocked))]
+    known_states = h.state[np.isfinite(h.state)]
+    shares, stay = ["–"] * len(STATES), "–"
+    if known_states.size:
+        shares = [f"{100 * (known_states == i).mean():.0f} %" for i in range(len(STATES))]
+        stay = f"{np.mean(stay_lengths(h)):,.0f}"
+    return [f"{h.active[-1]:g}", *shares, stay, str(len(h.forced)), str(len(h.blocked))]
 
 
-def in_numbers(runs):
+def table_of_runs(runs):
     """The table of [(name, history)]."""
     head = ("run", "heads at work", *STATES, "steps in a state", "violations: forced", "blocked")
     return table(head, [(name, *numbers_of(h)) for name, h in runs], width=110)
@@ -167,27 +169,27 @@ def time_lines(h, values, ends, title, cmap, norm):
 def mark(h, axes, events, marks, handles, colour="white", edge="black"):
     """Put a mark at each (what, step, layer, head), and into handles what the marks mean."""
     x = edges(h.step)
-    size = 7 if h.here.shape[2] <= 8 else 5
+    size = 7 if h.is_present.shape[2] <= 8 else 5
     shift = min(0.25 * (x[1] - x[0]), 0.008 * (x[-1] - x[0]))  # two things may happen to a head at one step
     style = dict(ls="", mfc=colour, mec=edge, mew=1, zorder=5)
     for what, step, layer, head in events:
         shape, _, side = marks[what]
         axes[layer].plot(step + side * shift, head, marker=shape, ms=size, clip_on=False, **style)
-    seen = {what for what, *_ in events}
+    kinds = {what for what, *_ in events}
     handles += [Line2D([], [], marker=shape, ms=8, label=words, **style)
-                for what, (shape, words, _) in marks.items() if what in seen]
+                for what, (shape, words, _) in marks.items() if what in kinds]
 
 
 def gates(h, name):
     """A Figure of each head's gate over the run; None: all gates are 1, always."""
-    fixed = (h.static_gate[h.here] == 1).all()
+    fixed = (h.static_gate[h.is_present] == 1).all()
     values = h.gate if fixed else h.static_gate
-    seen = values[np.isfinite(values)]
-    if not h.events and (seen == 1).all():
+    finite_gates = values[np.isfinite(values)]
+    if not h.events and (finite_gates == 1).all():
         return None
     ends = [[word if np.isnan(g) else f"{g:.2f}" for g, word in zip(*layer)]
             for layer in zip(values[-1], h.absent)]
-    norm = Normalize(min(0, seen.min(initial=0)), max(1, seen.max(initial=1)))
+    norm = Normalize(min(0, finite_gates.min(initial=0)), max(1, finite_gates.max(initial=1)))
     figure, axes, mesh = time_lines(h, values, ends, f"{name}: gates", "viridis", norm)
     what = "gate, mean over tokens" if fixed else "gate"
     figure.colorbar(mesh, ax=axes, label=f"{what} (white: no such head)", pad=0.02, aspect=30)
@@ -217,7 +219,7 @@ def states(h, name):
 
 def active(runs, title):
     """A Figure of [(name, history, curves, colour, shape)]; None: no run has an evaluation to show."""
-    runs = [(name, colour, shape, *at_evaluations(h, c)) for name, h, c, colour, shape in runs if c]
+    runs = [(name, colour, shape, *points_at_evaluations(h, c)) for name, h, c, colour, shape in runs if c]
     runs = [run for run in runs if len(run[3]) and np.isfinite(run[4]).all()]
     if not runs:
         return None
@@ -234,7 +236,8 @@ def active(runs, title):
     top = max(bpb.max() for *_, bpb in runs)
     if top > high + pad:
         ax.set_title(f"↑ from {top:.2f}", loc="right", fontsize=11, weight="normal", color=GREY)
-    taken, ends = [], []  # where words are, in parts of the axes; [(y, words, colour)] of the last points
+    label_places = []  # in parts of the axes
+    ends = []  # [(y, words, colour)] of the last points
     for i, (name, colour, shape, step, n, bpb) in enumerate(runs):
         n = n + (i - (len(runs) - 1) / 2) * min(0.12, 0.5 / len(runs))  # beside each other
         ax.plot(n, bpb, color=colour, lw=1.5, alpha=0.6)
@@ -243,9 +246,9 @@ def active(runs, title):
         ends.append((bpb[-1], f"{name}\n{bpb[-1]:.3f}", colour))
         for j in dict.fromkeys([len(step) - 1, 0, *range(0, len(step), max(1, len(step) // 10))]):
             place = np.array([(n[j] - left) / (right - left), (bpb[j] - low) / (high - low + 2 * pad)])
-            if bpb[j] > high or any((abs(place - other) < (0.11, 0.05)).all() for other in taken):
+            if bpb[j] > high or any((abs(place - label) < (0.11, 0.05)).all() for label in label_places):
                 continue
-            taken.append(place)
+            label_places.append(place)
             side, ha = (-7, "right") if place[0] > 0.85 else (7, "left")
             ax.annotate(f"step {step[j]:,g}", (n[j], bpb[j]), (side, 7), textcoords="offset points", ha=ha,
                         va="center", fontsize=9, color=colour,
@@ -257,15 +260,15 @@ def active(runs, title):
 # ---- all of them ----
 
 @mpl.rc_context(RC)
-def plot_heads(given, names, together, called="", kinds=("png", "svg")):
+def plot_heads(run_dirs, names, together, suffix="", kinds=("png", "svg")):
     """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths; print
     a table of them.
 
-    called: what stands behind "active" in the name of the latter. What cannot be drawn is reported on
+    suffix: what stands behind "active" in the name of the latter. What cannot be drawn is reported on
     stderr, a line each.
     """
     written, runs = [], []
-    for i, (run, name) in enumerate(zip(given, names)):
+    for i, (run, name) in enumerate(zip(run_dirs, names)):
         h = history(run)
         if not h:
             continue
@@ -280,7 +283,7 @@ def plot_heads(given, names, together, called="", kinds=("png", "svg")):
             else:
                 written += save(figure, Path(run) / "figures" / picture, kinds)
     if runs:
-        say(in_numbers([(name, h) for name, h, *_ in runs]))
+        say(table_of_runs([(name, h) for name, h, *_ in runs]))
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
-        written += save(figure, Path(together) / f"active{called}", kinds)
+        written += save(figure, Path(together) / f"active{suffix}", kinds)
     return written

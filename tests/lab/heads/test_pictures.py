@@ -67,9 +67,9 @@ def test_heads_stand_under_their_own_numbers(home):
         want = np.array(want, float)
         assert np.allclose(h.gate[i], want + 0.1, equal_nan=True)
         assert np.array_equal(h.gate[i], want + 0.1, equal_nan=True)
-    assert h.here.sum((1, 2)).tolist() == [5, 5, 4, 5]
+    assert h.is_present.sum((1, 2)).tolist() == [5, 5, 4, 5]
     # grown: it is there, its own gate is known, what was measured is not
-    assert h.here[3, 0, 1] and np.isnan(h.gate[3, 0, 1]) and h.static_gate[3, 0, 1] == 0
+    assert h.is_present[3, 0, 1] and np.isnan(h.gate[3, 0, 1]) and h.static_gate[3, 0, 1] == 0
     # by place in the list head 2 of the second layer, which has no head 1, would be head 1
     assert np.isnan(h.gate[:, 1, 1]).all() and np.isfinite(h.gate[:, 1, 2]).all()
 
@@ -98,8 +98,8 @@ def test_a_table_has_a_line_for_each_run(home):
             json.dumps(dict(layer=0, head=2, type=kind, step=30)) + "\n"
             for kind in ["forced"] * forced + ["blocked"]))
     histories = [(name, plot_heads.history(home / name)) for name in "ab"]
-    assert plot_heads.stays(histories[0][1]) == [30, 10, 0, 20, 10, 30, 20, 10]
-    head, *lines = plot_heads.in_numbers(histories).splitlines()
+    assert plot_heads.stay_lengths(histories[0][1]) == [30, 10, 0, 20, 10, 30, 20, 10]
+    head, *lines = plot_heads.table_of_runs(histories).splitlines()
     assert re.split("  +", head) == ["run", "heads at work", *plot_heads.STATES, "steps in a state",
                                      "violations: forced", "blocked"]
     for line, name, forced in zip(lines, "ab", "02", strict=True):
@@ -111,13 +111,13 @@ def test_a_measurement_speaks_until_the_next(home):
     assert plot_heads.edges(np.array([10])).tolist() == [10, 11]
     h = plot_heads.history(write_heads(home / "run"))
     c = curves_of(home / "run")
-    step, n, bpb = plot_heads.at_evaluations(h, c)  # the evaluation at 0 comes before all measurements
+    step, n, bpb = plot_heads.points_at_evaluations(h, c)  # the evaluation at 0 comes before all measurements
     assert step.tolist() == [10, 20, 30, 40] and n.tolist() == [5, 5, 4, 5]
     assert bpb.tolist() == c.bpb[1:].tolist()
     c.step = c.step + 5
-    assert plot_heads.at_evaluations(h, c)[1].tolist() == [5, 5, 4, 5]
+    assert plot_heads.points_at_evaluations(h, c)[1].tolist() == [5, 5, 4, 5]
     c.step = c.step - 6
-    assert plot_heads.at_evaluations(h, c)[1].tolist() == [5, 5, 4]
+    assert plot_heads.points_at_evaluations(h, c)[1].tolist() == [5, 5, 4]
 
 
 @pytest.mark.slow
