@@ -55,18 +55,18 @@ INSERTABLE = (XSA, HeadNorm, Routing, Sentinel, Agency, OutputGate, ConstraintHe
 OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match", "constraint_features")
 
 
-def needed(name):
-    """An optional module; of transformers, whose attention and masks are called in ways of version 5, no
-    older one. Raises UserError.
+def require(name):
+    """Import an optional module; of transformers, whose attention and masks are called in ways of version 5,
+    no older one. Raises UserError.
     """
     try:
-        found = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError:
         raise UserError(f'{name.split(".")[0]} is missing: pip install -e ".[hf]"') from None
-    if name == "transformers" and int(found.__version__.split(".")[0]) < 5:
-        raise UserError(f"gates go into models of transformers 5, and here is {found.__version__}: "
+    if name == "transformers" and int(module.__version__.split(".")[0]) < 5:
+        raise UserError(f"gates go into models of transformers 5, and here is {module.__version__}: "
                         "pip install -U transformers")
-    return found
+    return module
 
 
 def blocks_of(model):
@@ -98,42 +98,46 @@ def insert(model, mechanisms=(), anyway=False, **flags):
     the projection out makes up for it. What cannot be neutral is refused; with anyway=True it starts as in a
     new model. Raises UserError, and then the model is as it was.
     """
-    needed("transformers")
-    layers, held = places(model), getattr(model.config, "nanoheads", {})
-    if held:
-        names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in held)
-        there = bool(inserted_attention(model))
-        raise UserError(f"the model has {names} already: insert all in one call" if there else
+    require("transformers")
+    layers, saved_flags = places(model), getattr(model.config, "nanoheads", {})
+    if saved_flags:
+        names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in saved_flags)
+        is_inserted = bool(inserted_attention(model))
+        raise UserError(f"the model has {names} already: insert all in one call" if is_inserted else
                         f"the model was saved with {names}, which only dropin.load(folder) reads")
     config = gpt_config(model, mechanisms, flags)
-    made = build_gates(model, layers, config)
-    constants = [math.prod(start(m, config, anyway) for m in inserted.mechanisms()) for _, inserted in made]
-    for (place, inserted), constant in zip(made, constants):  # from here on nothing can be refused
+    inserted_layers = build_gates(model, layers, config)
+    constants = [math.prod(start(m, config, anyway) for m in inserted.mechanisms())
+                 for _, inserted in inserted_layers]
+    for (place, inserted), constant in zip(inserted_layers, constants):  # from here on nothing can be refused
         scale_columns(place.proj, 1 / constant, inserted)
-    attach(model, made, config)
-    lower_sinks(model, [inserted for _, inserted in made if inserted.sink is not None])
+    attach(model, inserted_layers, config)
+    lower_sinks(model, [inserted for _, inserted in inserted_layers if inserted.sink is not None])
     return model
 
 
 def build_gates(model, layers, config):
     """[(Place, InsertedAttention)] of the layers. UserError for quantised weights."""
-    made = []
+    inserted_layers = []
     for i, place in enumerate(layers):
         weight = place.proj.weight
         if not weight.is_floating_point():
             raise UserError(f"{type(model).__name__} is quantised, in {weight.dtype}: load it without")
         inserted = InsertedAttention(config, i, weight.numel() // config.n_embd // config.n_head)
-        made.append((place, inserted.to(weight.device, weight.dtype).train(place.attn.training)))
-    return made
+        inserted_layers.append((place, inserted.to(weight.device, weight.dtype).train(place.attn.training)))
+    return inserted_layers
 
 
-def attach(model, made, config):
-    """Hook what is made for each layer into its attention, and write what it is into model.config."""
-    attention = needed("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+def attach(model, inserted_layers, config):
+    """Hook what is inserted in each layer into its attention, and write its flags into model.config.
+
+    inserted_layers: as build_gates() returns them.
+    """
+    attention = require("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     attention.register("nanoheads", attend_inserted)
-    masks = needed("transformers.masking_utils")  # without one registered attention would get no mask at all
+    masks = require("transformers.masking_utils")  # without one registered attention would get no mask at all
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register("nanoheads", partial(mask_and_positions, masks.sdpa_mask))
-    for (parent, name, attn, proj), inserted in made:
+    for (parent, name, attn, proj), inserted in inserted_layers:
         if model.config.model_type == "gpt_neo":
             attn = NeoAttention(attn, model.config.window_size)
             setattr(parent, name, attn)
@@ -149,12 +153,12 @@ def attach(model, made, config):
 def gpt_config(model, mechanisms, flags):
     """The GPTConfig of what insert() puts into a model. Raises UserError."""
     names = mechanisms.replace(",", " ").split() if isinstance(mechanisms, str) else list(mechanisms)
-    known = [name for cls in INSERTABLE for name in flags_of(cls)]
-    for kind, given, among in (("mechanism", names, list(MECHANISMS)), ("flag", flags, known)):
-        for name in given:
+    flag_names = [name for cls in INSERTABLE for name in flags_of(cls)]
+    for kind, words, among in (("mechanism", names, list(MECHANISMS)), ("flag", flags, flag_names)):
+        for name in words:
             if name not in among:
-                meant = likely_name(str(name), among)
-                hint = f"did you mean {meant}?" if meant else f"there are {', '.join(among)}"
+                suggestion = likely_name(str(name), among)
+                hint = f"did you mean {suggestion}?" if suggestion else f"there are {', '.join(among)}"
                 raise UserError(f"no {kind} {name!r} to insert; {hint}")
     flags = {**{key: value for name in names for key, value in MECHANISMS[name].items()}, **flags}
     c = model.config
@@ -167,8 +171,8 @@ def gpt_config(model, mechanisms, flags):
         raise UserError(f"{', '.join(others)} cannot be inserted, but turned on with train.py --init_from")
     problems = [*config.problems(), *insert_problems(c, config)]
     if problems or not on:
-        there = ", ".join(name for cls in INSERTABLE for name in cls.modes)
-        raise UserError("; ".join(problems) or f"nothing to insert; there are {there}")
+        modes = ", ".join(name for cls in INSERTABLE for name in cls.modes)
+        raise UserError("; ".join(problems) or f"nothing to insert; there are {modes}")
     return config
 
 
@@ -212,8 +216,8 @@ def start(m, config, anyway):
         constant = m.gate(noisy=False)
         neutral = bool(constant.min() > 0.01)  # below, what the projection makes up for would be lost
     if not (neutral or anyway):
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in flags_of(m))
-        raise UserError(f"{m.flag} has no neutral setting, that is, the model's own logits, with {given}; "
+        settings = ", ".join(f"{name}={getattr(config, name)}" for name in flags_of(m))
+        raise UserError(f"{m.flag} has no neutral setting, that is, the model's own logits, with {settings}; "
                         "anyway=True starts it as in a new model")
     return constant if neutral else 1.0
 
@@ -266,7 +270,7 @@ def aux_losses(model, constraint_targets=None):
     constraint_targets {name: [B, T]}, from 0 to 1, below 0: not known; these have a loss in any mode. Raises
     UserError.
     """
-    total, found, config = {}, predictions(model), None
+    total, scores, config = {}, predictions(model), None
     for inserted in inserted_attention(model).values():
         config = inserted.config
         for name, loss in inserted.losses.items():
@@ -274,10 +278,10 @@ def aux_losses(model, constraint_targets=None):
     if constraint_targets is not None:
         if config is None or not ConstraintHeads.is_on(config):
             raise UserError("constraint_targets are for constraint heads: insert some")
-        if not found:
+        if not scores:
             raise UserError("constraint_targets are for the scores of a pass: call the model before")
         try:
-            total.update(ConstraintHeads.losses(config, found, constraint_targets))
+            total.update(ConstraintHeads.losses(config, scores, constraint_targets))
         except ValueError as e:
             raise UserError(str(e)) from None
     return total
@@ -324,7 +328,7 @@ def load(folder, **options):
 
     options: of from_pretrained(), such as dtype. Raises UserError where something is missing or does not fit.
     """
-    transformers, safetensors = needed("transformers"), needed("safetensors")
+    transformers, safetensors = require("transformers"), require("safetensors")
     name = (config_of(folder).get("architectures") or ["none"])[0]
     if not hasattr(transformers, name):
         raise UserError(f"{folder}: transformers has no class {name!r}, which config.json names")
@@ -343,10 +347,10 @@ def load(folder, **options):
         return new_of, (cls, *arguments), *state  # a copy, and what is pickled, is of transformers' own class
 
     try:
-        as_saved = type(name, (cls,), {"__init__": init, "__reduce_ex__": reduce,
-                                       "__module__": cls.__module__})
-        model, info = as_saved.from_pretrained(folder, output_loading_info=True,
-                                                ignore_mismatched_sizes=True, **options)
+        attributes = {"__init__": init, "__reduce_ex__": reduce, "__module__": cls.__module__}
+        class_with_gates = type(name, (cls,), attributes)
+        model, info = class_with_gates.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as e:
         raise UserError(f"{folder}: {' '.join(str(e).split())[:200]}") from None
     check_loaded(info, folder, model.config.model_type)
@@ -357,7 +361,7 @@ def load(folder, **options):
 
 # ---- heads that are off ----
 
-def checked(model, heads):
+def check_heads(model, heads):
     """{layer: [heads]} -> the same with every layer and head there. Raises UserError."""
     n_layer, n_head = model.config.num_hidden_layers, model.config.num_attention_heads
     for layer, numbers in heads.items():
@@ -375,7 +379,7 @@ def mask_heads(model, heads):
     What a masked head sends out is multiplied by 0, as version 4's head_mask did. The mask moves with the
     model, holds while it trains, and is not saved. Raises UserError.
     """
-    layers, heads = places(model), checked(model, heads or {})
+    layers, heads = places(model), check_heads(model, heads or {})
     for i, (_, _, _, proj) in enumerate(layers):
         if not hasattr(proj, "head_mask"):
             proj.register_buffer("head_mask", None, persistent=False)

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from model import MECHANISM_CLASSES, RECIPES, PlainConfig
-from nanoheads import own_mechanism as own
+from nanoheads import own_mechanism
 from nanoheads.common import ROOT, UserError, write_atomic, write_json
 from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, gpt2_file
 from nanoheads.tokenizer import Tokenizer, byte_symbols
@@ -57,16 +57,16 @@ def config_of(folder):
     """The dict in config.json. UserError."""
     path = Path(folder) / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json: fetch it too") from None
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except ValueError as e:
         raise UserError(f"{path} cannot be read as JSON ({type(e).__name__}): fetch it again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no config, but a {type(found).__name__}")
-    return found
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no config, but a {type(config).__name__}")
+    return config
 
 
 def is_name(text):
@@ -74,10 +74,10 @@ def is_name(text):
 
     So is what looks like a name and begins with a folder that is here, or like the folders of runs.
     """
-    found = HUB.fullmatch(str(text))
-    if found is None or str(text).endswith((".pt", ".pth", ".bin", ".safetensors")):
+    match = HUB.fullmatch(str(text))
+    if match is None or str(text).endswith((".pt", ".pth", ".bin", ".safetensors")):
         return False
-    owner = found[3]
+    owner = match[3]
     return owner is None or not (re.match(r"out(-|$)", owner) or Path(owner).exists())
 
 
@@ -167,7 +167,7 @@ def read_theirs(folder, c):
     transformers.logging.set_verbosity_error()  # what it warns of is refused below
     transformers.logging.disable_progress_bar()
     try:
-        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        their_model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True,
             ignore_mismatched_sizes=True)
     except Exception as e:  # its errors are many: a file is missing, cut short, or says what cannot be
@@ -175,7 +175,7 @@ def read_theirs(folder, c):
                         f"{' '.join(str(e).split())[:200]})") from None
     check_loaded(info, folder, kind)
     try:
-        return READERS[kind](theirs.config, theirs.state_dict())
+        return READERS[kind](their_model.config, their_model.state_dict())
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
 
@@ -184,12 +184,12 @@ def check_loaded(info, folder, kind):
     """UserError where weights were not those of the config; info: what from_pretrained() says of loading."""
     for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for"),
                       ("mismatched_keys", "has another size of")):
-        if found := sorted(each if isinstance(each, str) else each[0] for each in info[key]):
-            raise UserError(f"{folder}: this {kind} model {what} the tensor {found[0]}: a half download, or "
+        if names := sorted(each if isinstance(each, str) else each[0] for each in info[key]):
+            raise UserError(f"{folder}: this {kind} model {what} the tensor {names[0]}: a half download, or "
                             "another model's config")
 
 
-def must(c, **values):
+def require_values(c, **values):
     """Raise UserError where a config says something that our GPT has no flag for: {key: the one value}."""
     for key, value in values.items():
         if getattr(c, key, value) != value:
@@ -214,7 +214,7 @@ def sizes(c):
 
 def read_gpt2(c, w):
     """GPT-2 and DistilGPT2: nanoGPT's names, with the matrices of Conv1D transposed."""
-    must(c, layer_norm_epsilon=1e-5, add_cross_attention=False)
+    require_values(c, layer_norm_epsilon=1e-5, add_cross_attention=False)
     config = dict(sizes(c), recipe="gpt2", bias=True, act=activation(c.activation_function),
                   n_inner=c.n_inner)
     conv = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
@@ -229,7 +229,7 @@ def read_gpt2(c, w):
 
 def read_gpt_neo(c, w):
     """GPT-Neo: every other block sees a window, and its logits are not divided by sqrt(D): folded into q."""
-    must(c, layer_norm_epsilon=1e-5)
+    require_values(c, layer_norm_epsilon=1e-5)
     config = dict(sizes(c), recipe="gpt2", bias=True, act=activation(c.activation_function),
                   n_inner=c.intermediate_size)
     local = [i for i, kind in enumerate(c.attention_layers) if kind == "local"]
@@ -246,20 +246,20 @@ def read_gpt_neo(c, w):
 
 def read_llama(c, w):
     """Llama, SmolLM2, Mistral without a window, Qwen2 (biases on q, k, v), Qwen3 (q and k normed)."""
-    must(c, hidden_act="silu", mlp_bias=False, attention_bias=False, use_sliding_window=False)
+    require_values(c, hidden_act="silu", mlp_bias=False, attention_bias=False, use_sliding_window=False)
     if c.model_type == "mistral":
-        must(c, sliding_window=None)
+        require_values(c, sliding_window=None)
     qwen2, qwen3 = c.model_type == "qwen2", c.model_type == "qwen3"
     config = {**RECIPES["llama"], **sizes(c), **rope_flags(c), "recipe": "llama", "norm_eps": c.rms_norm_eps,
               "n_inner": c.intermediate_size, "qkv_bias": qwen2, "qk_norm": qwen3, "qk_scale": qwen3}
     weights = {"transformer.wte.weight": w["model.embed_tokens.weight"],
                "transformer.ln_f.weight": w["model.norm.weight"], "lm_head.weight": w["lm_head.weight"]}
     for i in range(c.num_hidden_layers):
-        for ours, theirs in LLAMA_NAMES.items():
-            if ours.startswith("attn.qk_scale") and not qwen3 or ours.endswith("bias") and not qwen2:
+        for our_name, their_names in LLAMA_NAMES.items():
+            if our_name.startswith("attn.qk_scale") and not qwen3 or our_name.endswith("bias") and not qwen2:
                 continue
-            parts = [w[f"model.layers.{i}.{each}"] for each in theirs]
-            weights[f"transformer.h.{i}.{ours}"] = torch.cat(parts)
+            parts = [w[f"model.layers.{i}.{name}"] for name in their_names]
+            weights[f"transformer.h.{i}.{our_name}"] = torch.cat(parts)
     return config, weights
 
 
@@ -306,11 +306,11 @@ def tokenizer_of(folder, config):
     GPT-2's vocabulary is ours; every other is kept whole, as the text of its tokenizer.json. UserError.
     """
     folder = Path(folder)
-    whole, vocab = folder / "tokenizer.json", folder / "vocab.json"
-    if not whole.is_file() and not vocab.is_file():
+    tokenizer_file, vocab = folder / "tokenizer.json", folder / "vocab.json"
+    if not tokenizer_file.is_file() and not vocab.is_file():
         return None
     try:
-        text = whole.read_text(encoding="utf-8") if whole.is_file() else ""
+        text = tokenizer_file.read_text(encoding="utf-8") if tokenizer_file.is_file() else ""
         ids = vocabulary(json.loads(text)) if text else json.loads(vocab.read_text(encoding="utf-8"))
         if not all(isinstance(i, int) and i >= 0 for i in ids.values()):
             raise ValueError("an id is no number")
@@ -326,8 +326,8 @@ def tokenizer_of(folder, config):
     if digest == GPT2_VOCABULARY:
         meta.update(encoding="gpt2")
         keep_gpt2(folder, ids, text)
-    elif ours := own_encoding(ids):
-        meta.update(ours)
+    elif own_meta := own_encoding(ids):
+        meta.update(own_meta)
     elif not text:
         raise UserError(f"{folder} has a vocabulary that is not GPT-2's, and no tokenizer.json to read it by")
     else:
@@ -360,7 +360,7 @@ def vocabulary(tokenizer):
     if isinstance(tokenizer["model"].get("vocab"), list):  # Unigram's
         raise UserError("only tokenizers of byte pairs are known here, not Unigram's")
     return {**tokenizer["model"]["vocab"],
-            **{each["content"]: each["id"] for each in tokenizer.get("added_tokens", ())}}
+            **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}}
 
 
 def fingerprint(ids):
@@ -396,21 +396,22 @@ OTHERS = dict(
     qwen3=("llama", LLAMA, dict(qk_norm=(True,), qk_scale=(True,))))
 
 
-def what_it_is(config):
+def plainest_family(config):
     """(family, why not a plainer one): one of OTHERS, or nanoheads, which needs this repository's code."""
     on = [cls.flag for cls in MECHANISM_CLASSES if cls.is_on(config)]
     if on:
         return "nanoheads", f"{', '.join(on)} {'is' if len(on) == 1 else 'are'} on"
     if config.head_ids is not None:
         return "nanoheads", "heads were pruned"
-    for family, (recipe, free, may) in OTHERS.items():
+    for family, (recipe, free, allowed) in OTHERS.items():
         plain = {**{f.name: f.default for f in fields(PlainConfig)}, **RECIPES[recipe]}
-        differ = [f"{key}={getattr(config, key)!r}" for key in plain
-                  if key not in FREE | free and getattr(config, key) not in may.get(key, [plain[key]])]
-        if not differ:
+        differences = [
+            f"{key}={getattr(config, key)!r}" for key in plain
+            if key not in FREE | free and getattr(config, key) not in allowed.get(key, [plain[key]])]
+        if not differences:
             return family, ""
         if family == dict(gpt2="gpt2", modern="nanochat", llama="llama")[config.recipe]:
-            why = f"{', '.join(differ)} has no counterpart there"
+            why = f"{', '.join(differences)} has no counterpart there"
     return "nanoheads", why
 
 
@@ -436,7 +437,7 @@ def write_gpt2(model):
     return config, out
 
 
-def in_their_names(model, names):
+def tensors_by_their_names(model, names):
     """{their name: tensor} of a GPT without positions of its own; names: as LLAMA_NAMES."""
     c, w, n = model.config, model.state_dict(), model.config.n_kv_head or model.config.n_head
     out = {"model.embed_tokens.weight": w["transformer.wte.weight"]}
@@ -446,10 +447,10 @@ def in_their_names(model, names):
         out["lm_head.weight"] = w["lm_head.weight"]
     qkv = [heads * c.head_size for heads in (c.n_head, n, n)]
     for i in range(c.n_layer):
-        for ours, theirs in names.items():
-            if (t := w.get(f"transformer.h.{i}.{ours}")) is not None:
-                parts = t.split(qkv if ours.startswith("attn.c_attn") else len(t) // len(theirs))
-                out.update({f"model.layers.{i}.{name}": part for name, part in zip(theirs, parts)})
+        for our_name, their_names in names.items():
+            if (t := w.get(f"transformer.h.{i}.{our_name}")) is not None:
+                parts = t.split(qkv if our_name.startswith("attn.c_attn") else len(t) // len(their_names))
+                out.update({f"model.layers.{i}.{name}": part for name, part in zip(their_names, parts)})
     return out
 
 
@@ -469,11 +470,14 @@ def write_nanochat(model):
     config = their_config(model, "nanochat", "NanoChat", hidden_act="relu2", rms_norm_eps=1e-6,
                           final_logit_softcapping=c.softcap or None,
                           rope_parameters=dict(rope_type="default", rope_theta=c.rope_base))
-    return config, {name: turned(t, c.head_size) if ".q_proj." in name or ".k_proj." in name else t
-                    for name, t in in_their_names(model, NANOCHAT_NAMES).items()}
+    tensors = tensors_by_their_names(model, NANOCHAT_NAMES)
+    for name, t in tensors.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            tensors[name] = negate_second_halves(t, c.head_size)
+    return config, tensors
 
 
-def turned(w, head_size):
+def negate_second_halves(w, head_size):
     """Rows [H * D, C] of queries or keys with the second half of each head's negated: RoPE the other way."""
     heads = w.unflatten(0, (-1, 2, head_size // 2)).clone()
     heads[:, 1] *= -1
@@ -491,7 +495,7 @@ def write_llama(model):
                 rope_parameters=dict(stretched or dict(rope_type="default"), rope_theta=float(c.rope_base)))
     config = their_config(model, kind, kind.capitalize(), hidden_act="silu", mlp_bias=False,
                           rms_norm_eps=c.norm_eps or 1e-6, **rope)
-    return config, in_their_names(model, LLAMA_NAMES)
+    return config, tensors_by_their_names(model, LLAMA_NAMES)
 
 
 def write_nanoheads(model):
@@ -505,8 +509,8 @@ def write_nanoheads(model):
                   max_position_embeddings=c.block_size, tie_word_embeddings=c.tied,
                   auto_map={"AutoConfig": "modeling_nanoheads.NanoHeadsConfig",
                             "AutoModelForCausalLM": "modeling_nanoheads.NanoHeadsForCausalLM"})
-    if mine := own.record(c):
-        config["own_mechanism"] = [dict(each, file=f"own/{each['file']}") for each in mine]
+    if records := own_mechanism.record(c):
+        config["own_mechanism"] = [dict(record, file=f"own/{record['file']}") for record in records]
     return config, {f"gpt.{name}": t for name, t in model.state_dict().items()
                     if not (c.tied and name == "lm_head.weight")}
 
@@ -522,7 +526,7 @@ def export(model, meta, out, family=None, force=False):
     that says the same function. force: replace what is there.
     """
     from safetensors.torch import save_file
-    plainest, why = what_it_is(model.config)
+    plainest, why = plainest_family(model.config)
     if family not in (None, plainest, "nanoheads"):
         raise UserError(f"this model is no {family}: {why or f'it is a {plainest} model'}")
     family = family or plainest
@@ -552,30 +556,30 @@ def write_code(folder, config):
     Our own programs read those in the folder own/, as they are; transformers wants all files side by side, so
     that it gets copies with other imports.
     """
-    files = own.files_for(config)
+    files = own_mechanism.files_for(config)
     for name in CODE:
         text = as_package((ROOT / name).read_text(encoding="utf-8"))
         if name.endswith("modeling_nanoheads.py"):  # transformers 4 copies no files but those it names
-            named = "".join(f"from .{Path(other).stem} import __doc__ as _\n" for other in CODE[2:])
-            text = text.replace("from .model import", f"{named}from .model import", 1)
+            imports = "".join(f"from .{Path(path).stem} import __doc__ as _\n" for path in CODE[2:])
+            text = text.replace("from .model import", f"{imports}from .model import", 1)
         if files and name.endswith("modeling_nanoheads.py"):  # their flags join before a config is made
-            lines = [f"from .own_mechanism_{i} import {cls.__name__} as Own{i}_{j}\n"
-                     for i, file in enumerate(files) for j, cls in enumerate(own.classes_of(file))]
-            lines = "".join(lines)
-            text = text.replace("from .model import", f"{lines}from .model import add_mechanism, ", 1)
-            added = "".join(f"add_mechanism({line.split()[-1]})\n" for line in lines.splitlines())
-            text = text.replace("\n\n\nclass ", f"\n\n{added}\n\nclass ", 1)
+            classes = [(f"own_mechanism_{i}", cls.__name__, f"Own{i}_{j}") for i, file in enumerate(files)
+                       for j, cls in enumerate(own_mechanism.classes_of(file))]
+            imports = "".join(f"from .{module} import {cls} as {name}\n" for module, cls, name in classes)
+            text = text.replace("from .model import", f"{imports}from .model import add_mechanism, ", 1)
+            calls = "".join(f"add_mechanism({name})\n" for _, _, name in classes)
+            text = text.replace("\n\n\nclass ", f"\n\n{calls}\n\nclass ", 1)
         (folder / Path(name).name).write_text(text, encoding="utf-8")
     for i, file in enumerate(files):
         if file.helpers:
             raise UserError(f"{file.path}: a folder for transformers cannot hold {min(file.helpers)}, which "
                             "it imports: put that code into it")
-        own.copy(file, folder / "own")
+        own_mechanism.copy(file, folder / "own")
         code = as_package(file.text.decode("utf-8-sig"))
-        if left := imports_of_ours(code):
-            may = ", ".join(Path(name).stem for name in CODE[1:])
-            raise UserError(f"{file.path}: a folder for transformers cannot hold its import of {left[0]}; of "
-                            f"our modules it may have {may}, by `from MODULE import NAME`")
+        if imports := imports_of_ours(code):
+            allowed = ", ".join(Path(name).stem for name in CODE[1:])
+            raise UserError(f"{file.path}: a folder for transformers cannot hold its import of {imports[0]}; "
+                            f"of our modules it may have {allowed}, by `from MODULE import NAME`")
         (folder / f"own_mechanism_{i}.py").write_text(code, encoding="utf-8")
 
 
@@ -608,19 +612,19 @@ def new_folder(out, force):
     # a run has a config.json, too
     if out.exists() and (out.is_symlink() or not is_folder(out) or any(out.glob("*.pt"))):
         raise UserError(f"{out} is no folder of a model in Hugging Face's form: it is not replaced")
-    folder, old = (out.with_name(f"{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    folder, old_folder = (out.with_name(f"{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     try:
         folder.mkdir(parents=True)
         yield folder
         if out.exists():
-            out.rename(old)
+            out.rename(old_folder)
         folder.rename(out)
     except (OSError, SafetensorError) as e:  # the latter wraps the system's error
         raise UserError(f"cannot write {out}: {getattr(e, 'strerror', None) or e}") from None
     finally:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        for path in (folder, old):
+        if old_folder.exists() and not out.exists():
+            old_folder.rename(out)
+        for path in (folder, old_folder):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -629,17 +633,17 @@ def tokenizer_files(meta, block_size):
     if not meta:
         return {}
     kind = "GPT2Tokenizer" if meta["encoding"] == "gpt2" else "PreTrainedTokenizerFast"
-    about = dict(tokenizer_class=kind, model_max_length=block_size, clean_up_tokenization_spaces=False)
+    settings = dict(tokenizer_class=kind, model_max_length=block_size, clean_up_tokenization_spaces=False)
     if meta["encoding"] == "gpt2":
         end = "<|endoftext|>"
-        about.update(bos_token=end, eos_token=end, unk_token=end, pad_token=end, add_prefix_space=False)
+        settings.update(bos_token=end, eos_token=end, unk_token=end, pad_token=end, add_prefix_space=False)
         files = {"vocab.json": gpt2_file(GPT2_ENCODER).read_text(encoding="utf-8"),
                  "merges.txt": gpt2_file(GPT2_MERGES).read_text(encoding="utf-8")}
     elif meta["encoding"] == "hf":
         files = {"tokenizer.json": meta["vocab"]}
     else:
         files = {"tokenizer.json": json.dumps(own_tokenizer(meta), ensure_ascii=False)}
-    return {**files, "tokenizer_config.json": json.dumps(about, indent=2)}
+    return {**files, "tokenizer_config.json": json.dumps(settings, indent=2)}
 
 
 def own_tokenizer(meta):
@@ -651,7 +655,7 @@ def own_tokenizer(meta):
         parts = dict(pre_tokenizer=level, decoder=level)
     else:
         model = dict(type="WordLevel", vocab={c: i for i, c in enumerate(meta["vocab"])}, unk_token="")
-        each = dict(type="Split", pattern=dict(Regex=r"[\s\S]"), behavior="Isolated", invert=False)
-        parts = dict(pre_tokenizer=each, decoder=dict(type="Fuse"))
+        split = dict(type="Split", pattern=dict(Regex=r"[\s\S]"), behavior="Isolated", invert=False)
+        parts = dict(pre_tokenizer=split, decoder=dict(type="Fuse"))
     return dict(version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None,
                 post_processor=None, **parts, model=model)

@@ -68,11 +68,11 @@ class InsertedAttention(CausalSelfAttention):
 
         mask [B, 1, T, S]: mask_and_positions() or booleans. S is T where there is a LateCache.
         """
-        seen = mask.bool()
-        n_keys = seen.sum(-1)
+        visible = mask.bool()
+        n_keys = visible.sum(-1)
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
         forward_pass = ForwardPass(
-            cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
+            cache=self.call.cache, mask=visible, positions=positions, wants_losses=self.training,
             wants_predictions=self.n_extra > 0,
             n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
         self.scale, self.attn_dropout = self.head_size ** -0.5 if scale is None else scale, dropout
@@ -94,8 +94,8 @@ class InsertedAttention(CausalSelfAttention):
         y, row_stats = super().attend(heads)
         # XSA wants the queries' own values and takes the last ones: a static cache has rows behind them
         if self.xsa is not None and heads.v.size(2) > heads.q.size(2):
-            last = last_seen(heads.forward_pass.mask).expand(-1, heads.v.size(1), -1, heads.v.size(-1))
-            heads.v = heads.v.gather(2, last)
+            last_keys = last_visible_key(heads.forward_pass.mask)
+            heads.v = heads.v.gather(2, last_keys.expand(-1, heads.v.size(1), -1, heads.v.size(-1)))
         if self.keeps_lse:
             self.lowest_lse = row_stats.lse.amin((0, 2))
         return y, row_stats
@@ -127,12 +127,12 @@ class RoutedByMask(ConstraintHeads):
 
     def router_logits(self, x, forward_pass, layer):
         before = None if forward_pass.cache is None else forward_pass.cache.inputs()
-        read = x if before is None else torch.cat((before.to(x.dtype), x), 1)  # (B, S, C)
-        seen = forward_pass.mask.squeeze(1)
+        inputs = x if before is None else torch.cat((before.to(x.dtype), x), 1)  # (B, S, C)
+        visible = forward_pass.mask.squeeze(1)
         if self.of_first:
-            seen = seen & (seen.cumsum(-1) == 1)
-        weights = seen.to(torch.promote_types(x.dtype, torch.float32))
-        mean = (weights @ read.to(weights.dtype)) / weights.sum(-1, keepdim=True)
+            visible = visible & (visible.cumsum(-1) == 1)
+        weights = visible.to(torch.promote_types(x.dtype, torch.float32))
+        mean = (weights @ inputs.to(weights.dtype)) / weights.sum(-1, keepdim=True)
         hint = mean.flatten(0, 1)  # a sequence of its own for each token
         hinted = replace(forward_pass, inputs={"router_hint": hint})
         return super().router_logits(x, hinted, layer).view(*x.shape[:2], -1)
@@ -212,17 +212,17 @@ def mask_and_positions(sdpa_mask, batch_size, q_length, kv_length, q_offset=0, a
     query without a key sees all: a softmax needs something.
     """
     kwargs["allow_is_causal_skip"] = False
-    seen = sdpa_mask(batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, device=device,
-                     **kwargs)
-    count = seen.sum(-1, keepdim=True)
+    visible = sdpa_mask(batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask,
+                        device=device, **kwargs)
+    count = visible.sum(-1, keepdim=True)
     if local_size is not None:
-        last = torch.arange(q_length, device=device) + q_offset
-        last = last[None] + 1 if attention_mask is None else attention_mask.cumsum(-1)[:, last]
-        count = last[:, None, :, None]
-    return ((seen | ~seen.any(-1, keepdim=True)) * count.clamp_min(1)).int()
+        positions = torch.arange(q_length, device=device) + q_offset
+        count = positions[None] + 1 if attention_mask is None else attention_mask.cumsum(-1)[:, positions]
+        count = count[:, None, :, None]
+    return ((visible | ~visible.any(-1, keepdim=True)) * count.clamp_min(1)).int()
 
 
-def last_seen(mask):
+def last_visible_key(mask):
     """The last key that each query sees, which is its own, [B, 1, T, 1], of a mask [B, 1, T, S]."""
     return (mask.bool() * torch.arange(mask.size(-1), device=mask.device)).amax(-1, keepdim=True)
 
@@ -245,7 +245,7 @@ class NeoAttention(nn.Module):
             k, v = layer_past.update(k, v, self.layer_id)  # a LateCache: nothing is there yet
         if self.attention_type == "local":
             key = torch.arange(attention_mask.size(-1), device=k.device)
-            attention_mask = attention_mask * (key > last_seen(attention_mask) - self.window)
+            attention_mask = attention_mask * (key > last_visible_key(attention_mask) - self.window)
         dropout, dtype = self.attn_dropout.p if self.training else 0.0, v.dtype
         # without a scale its logits are large: in float32, as they were
         q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))

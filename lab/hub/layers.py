@@ -21,7 +21,7 @@ from nanoheads.common import UserError
 from nanoheads.logits import label_losses
 
 
-def hidden_by(mask, name):
+def to_boolean(mask, name):
     """A mask of nn.MultiheadAttention as booleans, True: hidden. UserError where it is of other numbers."""
     if mask.dtype == torch.bool:
         return mask
@@ -49,8 +49,8 @@ class AttentionLayer(nn.Module):
         self.attn = GPT(self.config).transformer.h[0].attn
         self.mask = CausalMask(self.config)
 
-    def run(self, x, key_padding_mask=None, attn_mask=None, traces=False, **wanted):
-        """(y [B, T, C], Heads.results()) of x [B, T, C]; wanted: fields of ForwardPass."""
+    def run(self, x, key_padding_mask=None, attn_mask=None, traces=False, **pass_fields):
+        """(y [B, T, C], Heads.results()) of x [B, T, C]; pass_fields: more fields of ForwardPass."""
         T, device, valid = x.size(1), x.device, None
         if T > self.max_len:
             raise UserError(f"{T} tokens are more than max_len={self.max_len}")
@@ -60,40 +60,40 @@ class AttentionLayer(nn.Module):
             positions = torch.arange(T, device=device)
             mask, n_keys = self.mask.make(0, T, None, device, False, by_flex, traces == "maps"), positions + 1
         else:
-            mask = self.seen(x, key_padding_mask, attn_mask)
+            mask = self.visible_keys(x, key_padding_mask, attn_mask)
             n_keys = mask.sum(-1)
             real = torch.ones(len(x), T, dtype=torch.bool, device=device)
             if key_padding_mask is not None:
-                real = ~hidden_by(key_padding_mask, "key_padding_mask")
+                real = ~to_boolean(key_padding_mask, "key_padding_mask")
                 valid = real[..., None]
             count = real.cumsum(-1) if self.is_causal(attn_mask) else real.sum(-1, keepdim=True).expand(-1, T)
             positions = (count - 1).clamp_min(0)  # [B, T]
         return self.attn(x, ForwardPass(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
-                                        wants_traces=traces, **wanted))
+                                        wants_traces=traces, **pass_fields))
 
     def is_causal(self, attn_mask):
         """Whether no token sees later ones, by the layer's own rule or by a mask [..., T, T]."""
         return self.causal or attn_mask is not None and not bool(
-            (~hidden_by(attn_mask, "attn_mask")).triu(1).any())
+            (~to_boolean(attn_mask, "attn_mask")).triu(1).any())
 
-    def seen(self, x, key_padding_mask, attn_mask):
+    def visible_keys(self, x, key_padding_mask, attn_mask):
         """Who sees whom, bool [B or 1, 1, T, T]; a token that sees none sees itself: a softmax needs one."""
         B, T = x.shape[:2]
         mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device)
         if self.causal:
             mask = mask.tril()
         if attn_mask is not None:
-            given = hidden_by(attn_mask, "attn_mask")
-            given = given[:, None] if given.dim() == 3 else given
-            if given.dim() not in (2, 4) or given.shape[-2:] != (T, T) or given.dim() == 4 and (
-                    given.size(1) != 1 or given.size(0) not in (1, B)):
+            hidden = to_boolean(attn_mask, "attn_mask")
+            hidden = hidden[:, None] if hidden.dim() == 3 else hidden
+            if hidden.dim() not in (2, 4) or hidden.shape[-2:] != (T, T) or hidden.dim() == 4 and (
+                    hidden.size(1) != 1 or hidden.size(0) not in (1, B)):
                 raise UserError(f"attn_mask {list(attn_mask.shape)} must be [{T}, {T}], [{B}, {T}, {T}] or "
                                 f"[{B}, 1, {T}, {T}], one for all heads")
-            mask = mask & ~given
+            mask = mask & ~hidden
         if key_padding_mask is not None:
             if key_padding_mask.shape != (B, T):
                 raise UserError(f"key_padding_mask {list(key_padding_mask.shape)} must be [{B}, {T}]")
-            mask = mask & ~hidden_by(key_padding_mask, "key_padding_mask")[:, None, None]
+            mask = mask & ~to_boolean(key_padding_mask, "key_padding_mask")[:, None, None]
         itself = torch.eye(T, dtype=torch.bool, device=x.device)
         return mask | itself & ~mask.any(-1, keepdim=True)
 
@@ -137,18 +137,18 @@ class ConstraintAttention(AttentionLayer):
         hold; need_weights: as "maps"; the weights [B, H + heads, T, T] are blocks.0.map
         """
         if hint is None and not self.is_causal(attn_mask):
-            hint = self.pooled(x, key_padding_mask)
-        given = {} if hint is None else {"router_hint": hint}
+            hint = self.mean_input(x, key_padding_mask)
+        inputs = {} if hint is None else {"router_hint": hint}
         y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else traces,
-                              inputs=given, wants_predictions=True)
-        found = {**results["predictions"], **results["traces"]}
-        return y, {f"blocks.0.{name}": t for name, t in found.items()}
+                              inputs=inputs, wants_predictions=True)
+        tensors = {**results["predictions"], **results["traces"]}
+        return y, {f"blocks.0.{name}": t for name, t in tensors.items()}
 
-    def pooled(self, x, key_padding_mask):
+    def mean_input(self, x, key_padding_mask):
         """The mean of the tokens that are no padding, [B, C]; or the first of them, by the router's flag."""
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if key_padding_mask is not None:
-            real = ~hidden_by(key_padding_mask, "key_padding_mask")
+            real = ~to_boolean(key_padding_mask, "key_padding_mask")
         if self.config.constraint_router_input == "first":
             real = real & (real.cumsum(-1) == 1)
         dtype = torch.promote_types(x.dtype, torch.float32)  # a sum over many tokens
@@ -196,19 +196,19 @@ class AsMultiheadAttention(nn.Module):
     """A layer with the call of nn.MultiheadAttention, for nn.TransformerEncoderLayer(...).self_attn.
 
     layer: an ACAG, constraint or A2C layer, with causal=False where a token is to see later ones.
-    batch_first: as of the layer around it, whose default is False. beside: what the layer returned beside its
-    output in the last call, such as the traces that ConstraintAttention.losses() takes.
+    batch_first: as of the layer around it, whose default is False. side_outputs: what the layer returned
+    beside its output in the last call, such as the traces that ConstraintAttention.losses() takes.
     """
     # what those around it ask for before their fast path
     in_proj_weight, in_proj_bias, _qkv_same_embed_dim = torch.empty(0).as_subclass(NoFastPath), None, False
 
     def __init__(self, layer, batch_first=False):
         super().__init__()
-        self.layer, self.batch_first, self.beside = layer, batch_first, None
+        self.layer, self.batch_first, self.side_outputs = layer, batch_first, None
         self.embed_dim, self.num_heads = layer.config.n_embd, layer.config.n_head
 
     def __getstate__(self):  # a tensor of a graph cannot be copied
-        return {**super().__getstate__(), "beside": None}
+        return {**super().__getstate__(), "side_outputs": None}
 
     @property
     def out_proj(self):
@@ -229,15 +229,15 @@ class AsMultiheadAttention(nn.Module):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         if is_causal and attn_mask is None:
             attn_mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)
-        found = self.layer(x, key_padding_mask=key_padding_mask, attn_mask=self.of_texts(attn_mask, x),
-                           need_weights=need_weights)
-        y, *self.beside = found if isinstance(found, tuple) else (found,)
+        result = self.layer(x, key_padding_mask=key_padding_mask, attn_mask=self.mask_of_texts(attn_mask, x),
+                            need_weights=need_weights)
+        y, *self.side_outputs = result if isinstance(result, tuple) else (result,)
         weights = self.weights(average_attn_weights) if need_weights else None
         if query.dim() == 2:
             return y.squeeze(0), weights if weights is None else weights.squeeze(0)
         return y if self.batch_first else y.transpose(0, 1), weights
 
-    def of_texts(self, mask, x):
+    def mask_of_texts(self, mask, x):
         """A mask as the layers take it: nn.MultiheadAttention's may be [B * H, T, T]. UserError."""
         B, H = len(x), self.num_heads
         if mask is None or mask.dim() != 3 or len(mask) != B * H or H == 1:
@@ -249,6 +249,6 @@ class AsMultiheadAttention(nn.Module):
 
     def weights(self, average):
         """The base heads' attention of the last call, [B, H, T, T], or their mean, [B, T, T]."""
-        maps = next(each for each in self.beside if each is not None)
+        maps = next(each for each in self.side_outputs if each is not None)
         maps = (maps["blocks.0.map"] if isinstance(maps, dict) else maps)[:, :self.num_heads]
         return maps.mean(1) if average else maps

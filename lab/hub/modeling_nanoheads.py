@@ -28,10 +28,10 @@ class Cache(KVCache):
 
     def reorder_cache(self, beams):
         """Keep these rows, [B]: what beam search goes on with."""
-        for held in (self.k, self.v, self.values):
-            for key, t in held.items() if isinstance(held, dict) else enumerate(held):
+        for tensors in (self.k, self.v, self.values):
+            for key, t in tensors.items() if isinstance(tensors, dict) else enumerate(tensors):
                 if t is not None:
-                    held[key] = t.index_select(0, beams)
+                    tensors[key] = t.index_select(0, beams)
 
 
 class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
@@ -52,16 +52,16 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
 
         It asks for each module of which something was not in the file: the tables' own, never the model.
         """
-        lost = [name for name, _ in module.named_buffers(recurse=False)
-                if name in module._non_persistent_buffers_set]
-        if not lost:
+        lost_tables = [name for name, _ in module.named_buffers(recurse=False)
+                       if name in module._non_persistent_buffers_set]
+        if not lost_tables:
             return
         if self.tables is None:
             small = replace(self.gpt.config, vocab_size=1, n_inner=1)  # tables depend on neither
             with torch.device("cpu"):
                 self.tables = dict(GPT(small).named_buffers())
         path = next(path for path, m in self.gpt.named_modules() if m is module)
-        for name in lost:
+        for name in lost_tables:
             module.get_buffer(name).copy_(self.tables[f"{path}.{name}" if path else name])
 
     def get_input_embeddings(self):
@@ -95,8 +95,9 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
                              "leave it out, or pass what an earlier call returned")
         before = padding(attention_mask, cache is not None or use_cache)
         if position_ids is not None and before is None:
-            known = torch.arange(input_ids.size(-1), device=input_ids.device) + (cache.length if cache else 0)
-            if not bool((position_ids == known).all()):
+            n_cached = cache.length if cache else 0
+            row_positions = torch.arange(input_ids.size(-1), device=input_ids.device) + n_cached
+            if not bool((position_ids == row_positions).all()):
                 raise ValueError("position_ids count otherwise than the tokens of a row: this model knows no "
                                  "packed documents; give each its own row")
         if cache is None and use_cache:

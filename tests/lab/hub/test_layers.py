@@ -213,7 +213,7 @@ def test_constraint_heads_in_an_encoder_keep_their_traces_for_the_losses():
     made = nn.TransformerEncoderLayer(C, H, 48, 0.0, batch_first=True)
     made.self_attn = AsMultiheadAttention(ConstraintAttention(C, H, ["a"], 16), True)
     out = made(torch.randn(2, T, C))
-    traces, = made.self_attn.beside
+    traces, = made.self_attn.side_outputs
     loss = out.sum() + sum(made.self_attn.layer.losses(traces, {"a": torch.rand(2, T)}).values())
     loss.backward()
     assert all(p.grad is not None for p in made.parameters())
@@ -242,7 +242,7 @@ def test_a_block_of_torch_with_constraint_heads_trains_on_its_labels():
     optimizer, losses = torch.optim.Adam(block.parameters(), lr=1e-2), []
     for _ in range(40):
         y = block(x)
-        terms = block.self_attn.layer.losses(*block.self_attn.beside, labels)
+        terms = block.self_attn.layer.losses(*block.self_attn.side_outputs, labels)
         losses.append(terms["a"].item())
         assert y.shape == x.shape and terms["b"] == 0
         optimizer.zero_grad()
