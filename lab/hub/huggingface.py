@@ -39,8 +39,9 @@ MISSING = "{} is read by transformers, which is missing: pip install transformer
 # sha256 of the lines "token id" of GPT-2's 50,257 tokens, in the order of ids
 GPT2_VOCABULARY = "dfd729bcc6f1abaa6451126583f5a7eef7f2b2defe741084249792434e49d636"
 # what a model needs that transformers lacks
-CODE = ("lab/hub/modeling_nanoheads.py", "model.py", "nanoheads/attention.py", "nanoheads/cpu.py",
-        "nanoheads/kernels.py", "nanoheads/logits.py", "nanoheads/mechanism.py", "nanoheads/rivals.py")
+CODE = ("lab/hub/modeling_nanoheads.py", "model.py", "nanoheads/attention.py", "nanoheads/by_hand.py",
+        "nanoheads/cpu.py", "nanoheads/kernels.py", "nanoheads/logits.py", "nanoheads/mechanism.py",
+        "nanoheads/pruning.py", "nanoheads/rivals.py")
 
 
 # ---- in ----
