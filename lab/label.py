@@ -65,8 +65,8 @@ def run(args):
     out = args.out or args.by
     folder = Path(out) if os.sep in out else dataset.dir / "labels" / out
     labeller = LABELLERS[args.by](args, dataset)
-    if wrong := [name for name in labeller.names if not NAME.fullmatch(name)]:
-        raise UserError(f"{wrong[0]!r} is no name: letters, digits, _ and -, a letter first")
+    if bad_names := [name for name in labeller.names if not NAME.fullmatch(name)]:
+        raise UserError(f"{bad_names[0]!r} is no name: letters, digits, _ and -, a letter first")
     if not label(folder, Text(dataset, labeller.size), labeller, splits, args.force):
         print("already labelled, verified")
     report(folder, dataset, args.show)

@@ -54,9 +54,9 @@ def main(argv=None):
     word, *rest = argv
     if word in PROBES:
         return import_module(PROBES[word][0]).main(rest)
-    meant = likely_name(word, PROBES)
+    suggestion = likely_name(word, PROBES)
     sys.exit(f"probe: no probe {word!r}; "
-             + (f"did you mean {meant}?" if meant else f"there are {', '.join(PROBES)}"))
+             + (f"did you mean {suggestion}?" if suggestion else f"there are {', '.join(PROBES)}"))
 
 
 if __name__ == "__main__":

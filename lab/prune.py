@@ -351,8 +351,8 @@ def draw_curves(rows):
         for by, aside in zip(names, asides):
             points = [(100 * to, [row[key] for row in group]) for (b, to), group in groups_of.items()
                       if b == by]
-            x, y = [x + aside for x, _ in points], [mean(each) for _, each in points]
-            low, high = zip(*((min(each), max(each)) for _, each in points))
+            x, y = [x + aside for x, _ in points], [mean(scores) for _, scores in points]
+            low, high = zip(*((min(scores), max(scores)) for _, scores in points))
             ax.vlines(x, low, high, color=colours[by], linewidth=1)
             dash = "--" if by in ("random", "blocks") else "-"
             ax.plot(x, y, "o" + dash, color=colours[by], markersize=4, linewidth=1.5)

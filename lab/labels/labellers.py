@@ -125,8 +125,8 @@ class Weak:
 
     def __init__(self, args, dataset):
         self.names = args.names or CONSTRAINTS
-        if wrong := [name for name in self.names if name not in weak.LABELLERS]:
-            raise UserError(f"no weak labeller {wrong[0]!r}; there are {', '.join(weak.LABELLERS)}")
+        if unknown := [name for name in self.names if name not in weak.LABELLERS]:
+            raise UserError(f"no weak labeller {unknown[0]!r}; there are {', '.join(weak.LABELLERS)}")
         self.whole = args.reach == "start"
         self.note = (f"{', '.join(self.names)} by the rules of text/weak.py ({sha256(weak.__file__)[:12]}), "
                      f"from the {'start of a sentence' if self.whole else 'trigger'} on")
@@ -166,8 +166,8 @@ class Synthetic:
     def __init__(self, args, dataset):
         pairs = [name.partition("=")[::2] for name in args.names or CONSTRAINTS]
         self.tasks = {name: task or list(TASKS)[i % len(TASKS)] for i, (name, task) in enumerate(pairs)}
-        if wrong := set(self.tasks.values()) - set(TASKS):
-            raise UserError(f"no synthetic task {wrong.pop()!r}; there are {', '.join(TASKS)}")
+        if unknown := set(self.tasks.values()) - set(TASKS):
+            raise UserError(f"no synthetic task {unknown.pop()!r}; there are {', '.join(TASKS)}")
         self.names, self.noise, self.seed = list(self.tasks), args.noise or 0.0, args.seed or 0
         if not 0 <= self.noise <= 0.5:
             raise UserError(f"--noise={self.noise:g} must be from 0 to 0.5")
@@ -253,9 +253,9 @@ def without_overlaps(path, name, starts, ends, codes, lines):
     starts, ends, codes, lines = (row[order] for row in (starts, ends, codes, lines))
     reach = np.concatenate(([0], np.maximum.accumulate(ends)[:-1]))  # how far those before it go
     holder = np.maximum.accumulate(np.where(ends > reach, np.arange(len(ends)), 0))[:-1]  # which of them does
-    wrong = np.flatnonzero((starts[1:] < reach[1:]) & (codes[1:] != codes[holder]))
-    if wrong.size:
-        pair = sorted((lines[holder[wrong[0]]], lines[wrong[0] + 1]))
+    disagrees = np.flatnonzero((starts[1:] < reach[1:]) & (codes[1:] != codes[holder]))
+    if disagrees.size:
+        pair = sorted((lines[holder[disagrees[0]]], lines[disagrees[0] + 1]))
         raise UserError(f"{path}, lines {pair[0]} and {pair[1]}: spans of {name} overlap and disagree")
     starts = np.maximum(starts, reach)
     return starts[starts < ends], ends[starts < ends], codes[starts < ends]
@@ -279,8 +279,8 @@ class Spans:
             self.spans[split] = read_spans(path, dict(characters=chars, tokens=len(dataset.tokens(split))))
         names_there = list(dict.fromkeys(name for spans in self.spans.values() for name in spans))
         self.names = args.names or names_there
-        if wrong := [name for name in self.names if name not in names_there]:
-            raise UserError(f"{', '.join(files)}: nothing about {wrong[0]!r}; there is "
+        if missing := [name for name in self.names if name not in names_there]:
+            raise UserError(f"{', '.join(files)}: nothing about {missing[0]!r}; there is "
                             f"{', '.join(names_there)}")
         if not names_there:
             raise UserError(f"{', '.join(files)}: holds no label")

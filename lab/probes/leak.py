@@ -91,8 +91,8 @@ def texts(vocab, draws, batch, length, device):
 class Leaks(Perturbation):
     """The checks of one function on one text and another that differs everywhere, [B, T] each."""
 
-    def __init__(self, ask, ids, other, tolerance=None):
-        super().__init__(ask, ids, other)
+    def __init__(self, ask, ids, other_ids, tolerance=None):
+        super().__init__(ask, ids, other_ids)
         rounding = min(32 * torch.finfo(self.before.dtype).eps, 0.01)
         self.allow_for_noise(rounding, [ask, partial(ask, seed=2)], "turn dropout and sampling off")
         self.fixed = tolerance is not None
@@ -120,9 +120,9 @@ class Leaks(Perturbation):
         T, tolerance = self.ids.size(1), self.shape_tolerance()
         for cut in sorted({1, 3, T // 2}):
             if cut < T:
-                wrong = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
-                if wrong.any():
-                    position = int(wrong.nonzero()[0])
+                differs = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
+                if differs.any():
+                    position = int(differs.nonzero()[0])
                     last = "token is" if cut == 1 else f"{cut} tokens are"
                     return f"position {position} changes when the last {last} cut off"
 

@@ -91,20 +91,21 @@ def classify(x, y):
 
 def row_of(setup, task, name, models, cuts, classes_of_task, seed):
     """What is written of a task: figures of each scorer on the passages of its classes, see classes()."""
-    chosen, y, terciles = classes_of_task
-    document, figures_of = cuts[2][1][chosen[2]], []
+    in_class, y, terciles = classes_of_task
+    document, figures_of = cuts[2][1][in_class[2]], []
     bar = progress_bar(sum(map(len, models)), task)
     for features in models:
         figures_of.append({})
         for scorer, x in features.items():
-            p, threshold = classify([classes_of[c] for classes_of, c in zip(x, chosen)], y)
+            p, threshold = classify([part_features[c] for part_features, c in zip(x, in_class)], y)
             figures_of[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
             bar.update(1)
     bar.close()
-    whole, less = compare(figures_of, METRICS, draws_interval, len(setup.plain) == len(setup.ckpts))
-    return dict(task=task, name=name, terciles=terciles, passages=[len(classes_of) for classes_of in y],
-                positive=[float(classes_of.mean()) for classes_of in y], documents=len(np.unique(document)),
-                figures=whole, heads_less=less)
+    is_paired = len(setup.plain) == len(setup.ckpts)
+    intervals, differences = compare(figures_of, METRICS, draws_interval, is_paired)
+    return dict(task=task, name=name, terciles=terciles, passages=[len(part_classes) for part_classes in y],
+                positive=[float(part_classes.mean()) for part_classes in y], documents=len(np.unique(document)),
+                figures=intervals, heads_less=differences)
 
 
 def probe(args):
@@ -115,7 +116,7 @@ def probe(args):
     cuts = passages(setup.data, setup.parts, length, args.passages)
     labels = [labels_of(setup, part.split, starts, length).reshape(len(starts), length, -1).double().numpy()
               for part, (starts, _) in zip(setup.parts, cuts)]
-    sorts = [classes([each[..., setup.names.index(name)] for each in labels], name, setup.parts)
+    sorts = [classes([part_labels[..., setup.names.index(name)] for part_labels in labels], name, setup.parts)
              for name in tasks.values()]
     plain = [passage_features(ckpt, setup, args, cuts, length) for ckpt in setup.plain] or [{}]
     models = [{**passage_features(ckpt, setup, args, cuts, length), **plain[i % len(plain)]}
@@ -164,10 +165,10 @@ def classes(labels, name, parts):
     if high == np.nanmax(means[0]) and lower_means.size:  # nothing is above it: it is the upper class itself
         high = lower_means.max()
         low = min(low, high)
-    chosen = [np.flatnonzero((mean <= low) | (mean > high)) for mean in means]
+    in_class = [np.flatnonzero((mean <= low) | (mean > high)) for mean in means]
     y = [two_classes(mean[c] > high, f"passages by {name}", part)
-         for mean, c, part in zip(means, chosen, parts)]
-    return chosen, y, [float(low), float(high)]
+         for mean, c, part in zip(means, in_class, parts)]
+    return in_class, y, [float(low), float(high)]
 
 
 def main(argv):

@@ -78,9 +78,9 @@ def removal_sets(scores, k, draws, rng):
     for token in top:
         neighbours.append(min(free, key=lambda i: (abs(i - token), i)))
         free.remove(neighbours[-1])
-    chosen = [top, order[:k], neighbours, *(rng.permutation(len(order))[:k] for _ in range(draws))]
-    removed = np.zeros((len(chosen), len(scores)), bool)
-    for row, tokens in zip(removed, chosen):
+    token_sets = [top, order[:k], neighbours, *(rng.permutation(len(order))[:k] for _ in range(draws))]
+    removed = np.zeros((len(token_sets), len(scores)), bool)
+    for row, tokens in zip(removed, token_sets):
         row[tokens] = True
     return removed
 

@@ -68,9 +68,9 @@ def over_documents(y, p, threshold, document, seed):
     n, is_above = len(names), p >= threshold
     draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), DRAWS)
     weights = np.concatenate((np.ones((1, n)), draws))  # how often a document counts
-    of = np.eye(n)[document]
+    in_document = np.eye(n)[document]
     wins = (p[y][:, None] > p[~y]) + 0.5 * (p[y][:, None] == p[~y])  # AUROC is their mean
-    pairs = of[y].T @ wins @ of[~y]
+    pairs = in_document[y].T @ wins @ in_document[~y]
 
     def total(values):
         return weights @ np.bincount(document, values, n)
@@ -88,26 +88,27 @@ def compare(scorer_figures, metrics, alone, is_paired):
     scorer_figures: {scorer: {metric: array [1 + ...]}} of each checkpoint. is_paired: whether the plain GPTs
     are as many; if not, they are no pairs, and there is no difference.
     """
-    def intervals(figure):
-        return {metric: over_checkpoints([figure(each, metric) for each in scorer_figures], alone)
+    def intervals_of(figure):
+        return {metric: over_checkpoints([figure(ckpt, metric) for ckpt in scorer_figures], alone)
                 for metric in metrics}
 
-    whole, less = {}, {}
+    intervals, differences = {}, {}
     for scorer in scorer_figures[0]:
-        whole[scorer] = intervals(lambda each, metric: each[scorer][metric])
+        intervals[scorer] = intervals_of(lambda ckpt, metric: ckpt[scorer][metric])
         if scorer != HEADS and (is_paired or not scorer.endswith("plain")):
-            less[scorer] = intervals(lambda each, metric: each[HEADS][metric] - each[scorer][metric])
-    return whole, less
+            differences[scorer] = intervals_of(
+                lambda ckpt, metric: ckpt[HEADS][metric] - ckpt[scorer][metric])
+    return intervals, differences
 
 
 def comparison_table(rows, metrics, sizes, unit="parameters", write=plus_minus):
-    """rows: [(name, whole, less)] of compare()."""
+    """rows: [(name, intervals, differences)] of compare()."""
     cells = []
-    for name, whole, less in rows:
+    for name, intervals, differences in rows:
         cells += [(name, scorer, f"{sizes[scorer]:,}", *(write(x[m], 4, False) for m in metrics))
-                  for scorer, x in whole.items()]
+                  for scorer, x in intervals.items()]
         cells += [(name, f"heads less {scorer}", "", *(write(x[m], 4, True) for m in metrics))
-                  for scorer, x in less.items()]
+                  for scorer, x in differences.items()]
     return table(("name", "scorer", unit, *metrics.values()), cells, left=2)
 
 
@@ -135,15 +136,15 @@ def reliability(rows):
     axes = figure.subplots(1, len(rows), squeeze=False)[0]
     for ax, row in zip(axes, rows):
         ends = []
-        for colour, (scorer, each) in zip(COLOURS, row["calibration"].items()):
-            p, share, count = (np.array(each[key], float) for key in ("p", "share", "count"))
+        for colour, (scorer, bars) in zip(COLOURS, row["calibration"].items()):
+            p, share, count = (np.array(bars[key], float) for key in ("p", "share", "count"))
             is_filled = count > 0
             ax.plot(p[is_filled], share[is_filled], color=colour, linewidth=1.2, label=scorer)
             area = 4 + 60 * np.sqrt(count[is_filled] / count.sum())
             ax.scatter(p[is_filled], share[is_filled], area, color=colour)
             ends.append((p[is_filled], share[is_filled]))
         ax.axline((0, 0), slope=1, color="0.6", linewidth=1, zorder=1, label="both the same")
-        x, y = (np.concatenate(each) for each in zip(*ends))
+        x, y = (np.concatenate(shares) for shares in zip(*ends))
         ax.set(title=row["name"], xlabel="probability given", xlim=padded_limits(x), ylim=padded_limits(y))
     axes[0].set_ylabel("share of positives; area: root of tokens")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)

@@ -39,16 +39,19 @@ def model_scores(setup, args, parts, starts, prior):
     """([{scorer: [p [n, names] of each part]} of each pair of checkpoints], {scorer: parameters})."""
     sizes = {HEADS: branch_size(setup.ckpts[0].model), PRIOR: 0}
 
-    def of(ckpt):
-        takers, own = takers_of(ckpt, setup, args)
-        sizes.update(own)
-        each = [outputs(ckpt, setup, part.split, s, setup.context, takers) for part, s in zip(parts, starts)]
-        return {name: [sigmoid(x[name].flatten(0, 1)) for x in each] for name in takers}
+    def scorer_outputs(ckpt):
+        takers, probe_sizes = takers_of(ckpt, setup, args)
+        sizes.update(probe_sizes)
+        part_outputs = [outputs(ckpt, setup, part.split, part_starts, setup.context, takers)
+                        for part, part_starts in zip(parts, starts)]
+        return {name: [sigmoid(x[name].flatten(0, 1)) for x in part_outputs] for name in takers}
 
-    plain = [of(ckpt) for ckpt in setup.plain] or [{}]
+    plain = [scorer_outputs(ckpt) for ckpt in setup.plain] or [{}]
     shapes = [(len(s) * setup.context, len(setup.names)) for s in starts]
     constant = {PRIOR: [np.broadcast_to(prior, shape) for shape in shapes]}
-    return [{**of(ckpt), **constant, **plain[i % len(plain)]} for i, ckpt in enumerate(setup.ckpts)], sizes
+    models = [{**scorer_outputs(ckpt), **constant, **plain[i % len(plain)]}
+              for i, ckpt in enumerate(setup.ckpts)]
+    return models, sizes
 
 
 def row_of(setup, n, models, is_labelled, truth, blocks):
@@ -57,23 +60,24 @@ def row_of(setup, n, models, is_labelled, truth, blocks):
     models: of model_scores(). is_labelled, truth: of the part to choose on and of the part to measure on, the
     tokens with a label [n, names] and their classes. blocks [n]: of neighbouring windows.
     """
-    (is_chosen, is_measured), (chosen, y) = (part[:, n] for part in is_labelled), truth
+    (is_chosen, is_measured), (y_chosen, y) = (part[:, n] for part in is_labelled), truth
     figures_of, calibration, thresholds = [], {}, {}
     bar = progress_bar(sum(map(len, models)), f"figures of {setup.names[n]}")
     for scorers in models:
         figures_of.append({})
         for scorer, (p_chosen, p) in scorers.items():
-            threshold = best_threshold(chosen, p_chosen[is_chosen, n])
+            threshold = best_threshold(y_chosen, p_chosen[is_chosen, n])
             block = blocks[is_measured] if len(models) == 1 else None
             figures_of[-1][scorer] = over_text(y, p[is_measured, n], threshold, block)
             calibration.setdefault(scorer, []).append(bins(y, p[is_measured, n]))
             thresholds.setdefault(scorer, []).append(threshold)
             bar.update(1)
     bar.close()
-    whole, less = compare(figures_of, METRICS, jackknife_interval, len(setup.plain) == len(setup.ckpts))
+    is_paired = len(setup.plain) == len(setup.ckpts)
+    intervals, differences = compare(figures_of, METRICS, jackknife_interval, is_paired)
     calibration = {scorer: pool(bin_sets) for scorer, bin_sets in calibration.items()}
     return dict(name=setup.names[n], tokens=len(y), positive=float(y.mean()),
-                prior=float(models[0][PRIOR][0][0, n]), figures=whole, heads_less=less,
+                prior=float(models[0][PRIOR][0][0, n]), figures=intervals, heads_less=differences,
                 thresholds=thresholds, calibration=calibration)
 
 
@@ -83,13 +87,15 @@ def probe(args):
     setup = open_setup(args)
     prior, parts = prior_of(setup), setup.parts[1:]
     starts = [starts_of(part, setup.context, args.tokens) for part in parts]
-    labels = [labels_of(setup, part.split, each, setup.context).numpy() for part, each in zip(parts, starts)]
-    is_labelled = [(each >= 0) & (each != 0.5) for each in labels]
-    truth = [[two_classes(each[k[:, n], n] > 0.5, name, part)
-              for each, k, part in zip(labels, is_labelled, parts)] for n, name in enumerate(setup.names)]
+    labels = [labels_of(setup, part.split, part_starts, setup.context).numpy()
+              for part, part_starts in zip(parts, starts)]
+    is_labelled = [(part_labels >= 0) & (part_labels != 0.5) for part_labels in labels]
+    truth = [[two_classes(part_labels[k[:, n], n] > 0.5, name, part)
+              for part_labels, k, part in zip(labels, is_labelled, parts)]
+             for n, name in enumerate(setup.names)]
     blocks = blocks_of(np.repeat(np.arange(len(starts[1])), setup.context), len(starts[1]))
     models, sizes = model_scores(setup, args, parts, starts, prior)
-    rows = [row_of(setup, n, models, is_labelled, each, blocks) for n, each in enumerate(truth)]
+    rows = [row_of(setup, n, models, is_labelled, classes, blocks) for n, classes in enumerate(truth)]
     bpb = {ckpt.name: score_windows(ckpt.model, setup.data, args.split, args.tokens)[1]["bpb"]
            for ckpt in progress_bar([*setup.ckpts, *setup.plain], "bits per byte")}
     lines = [about_setup(setup, args), *(f"{row['name']}: {row['tokens']:,} labelled tokens, "

@@ -33,8 +33,8 @@ class Probe(nn.Module):
 
     def __init__(self, states, labels, width, seed):
         super().__init__()
-        known = labels >= 0
-        prior = (labels * known).sum(0) / known.sum(0).clamp_min(1)
+        is_known = labels >= 0
+        prior = (labels * is_known).sum(0) / is_known.sum(0).clamp_min(1)
         self.register_buffer("mean", states.mean(0))
         self.register_buffer("std", states.std(0).clamp_min(1e-6))
         with torch.random.fork_rng():
@@ -58,9 +58,9 @@ class Probe(nn.Module):
 
 def nats_of_names(logits, labels):
     """Cross-entropy [names], each the mean over its known tokens; logits and labels [n, names]."""
-    known = labels >= 0
+    is_known = labels >= 0
     nats = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0), reduction="none")
-    return (nats * known).sum(0) / known.sum(0).clamp_min(1)
+    return (nats * is_known).sum(0) / is_known.sum(0).clamp_min(1)
 
 
 def descend(probe, states, labels, decay, seed):
@@ -94,21 +94,21 @@ def descend(probe, states, labels, decay, seed):
             yield
 
 
-def fit_probe(fitted, chosen, width, seed):
+def fit_probe(fit_data, choice_data, width, seed):
     """The Probe fitted to (states [n, C], labels [n, names]) that is best on the other such pair.
 
     Of all weight decays, of an MLP also checks on the way; a linear one for each name by itself.
     """
-    best = Probe(*fitted, width, seed)
+    best = Probe(*fit_data, width, seed)
     with torch.no_grad():
-        lowest = nats_of_names(best(chosen[0]), chosen[1])
+        lowest = nats_of_names(best(choice_data[0]), choice_data[1])
     bar = progress_bar(len(DECAYS) * (CHECKS if width else 1), "MLP probe" if width else "linear probe")
     for decay in DECAYS:
-        probe = Probe(*fitted, width, seed)
-        for _ in descend(probe, *fitted, decay, seed):
+        probe = Probe(*fit_data, width, seed)
+        for _ in descend(probe, *fit_data, decay, seed):
             bar.update(1)
             with torch.no_grad():
-                nats = nats_of_names(probe(chosen[0]), chosen[1])
+                nats = nats_of_names(probe(choice_data[0]), choice_data[1])
                 if width:
                     if nats.sum() < lowest.sum():
                         best, lowest = copy.deepcopy(probe), nats
@@ -121,14 +121,14 @@ def fit_probe(fitted, chosen, width, seed):
     return best.requires_grad_(False)
 
 
-def load_or_fit(ckpt, fitted, chosen, width, seed):
+def load_or_fit(ckpt, fit_data, choice_data, width, seed):
     """fit_probe(), or the Probe that it found before for the same states and labels, which the run keeps."""
-    path, probe = probe_file(ckpt, fitted, chosen, width, seed), Probe(*fitted, width, seed)
+    path, probe = probe_file(ckpt, fit_data, choice_data, width, seed), Probe(*fit_data, width, seed)
     if path and path.is_file():
         with suppress(Exception):  # one that is damaged is fitted anew
             probe.load_state_dict(torch.load(path, map_location=probe.mean.device, weights_only=True))
             return probe.requires_grad_(False)
-    probe = fit_probe(fitted, chosen, width, seed)
+    probe = fit_probe(fit_data, choice_data, width, seed)
     if path:
         with suppress(UserError, OSError):  # a folder that takes no file
             path.parent.mkdir(exist_ok=True)
@@ -136,14 +136,14 @@ def load_or_fit(ckpt, fitted, chosen, width, seed):
     return probe
 
 
-def probe_file(ckpt, fitted, chosen, width, seed):
+def probe_file(ckpt, fit_data, choice_data, width, seed):
     """The file of a probe, by all that it depends on; None: the checkpoint has no folder here."""
     name = Path(ckpt.name)
     folder = name if name.is_dir() else name.parent
     if not (name.is_file() or checkpoint.file_of(name).is_file()):
         return None
     digest = hashlib.sha256(f"{width} {seed} {torch.__version__} {sha256(__file__)}".encode())
-    for tensor in (*fitted, *chosen):  # what the model gave for the tokens, and their labels
+    for tensor in (*fit_data, *choice_data):  # what the model gave for the tokens, and their labels
         digest.update(f"{list(tensor.shape)} {tensor.device.type}".encode())
         digest.update(tensor.contiguous().cpu().numpy())
     return folder / "probes" / f"{digest.hexdigest()[:16]}.pt"
