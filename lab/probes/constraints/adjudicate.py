@@ -104,8 +104,8 @@ def row_of(setup, task, name, models, cuts, classes_of_task, seed):
     is_paired = len(setup.plain) == len(setup.ckpts)
     intervals, differences = compare(figures_of, METRICS, draws_interval, is_paired)
     return dict(task=task, name=name, terciles=terciles, passages=[len(part_classes) for part_classes in y],
-                positive=[float(part_classes.mean()) for part_classes in y], documents=len(np.unique(document)),
-                figures=intervals, heads_less=differences)
+                positive=[float(part_classes.mean()) for part_classes in y],
+                documents=len(np.unique(document)), figures=intervals, heads_less=differences)
 
 
 def probe(args):
