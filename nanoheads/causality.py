@@ -39,11 +39,11 @@ from nanoheads.scoring import rows_at_once
 def two_texts(vocab_size, shape, generator):
     """Random ids, and others that differ from them at every place, where there is a second token."""
     ids = torch.randint(vocab_size, shape, generator=generator)
-    other = (ids + torch.randint(1, max(2, vocab_size), shape, generator=generator)) % vocab_size
-    return ids, other
+    other_ids = (ids + torch.randint(1, max(2, vocab_size), shape, generator=generator)) % vocab_size
+    return ids, other_ids
 
 
-def apart(a, b):
+def largest_differences(a, b):
     """The largest difference at each token of a and b [B, T, C]: [B, T]. Two infinities of one sign are the
     same, and so are two NaN.
     """
@@ -65,13 +65,14 @@ class Ahead(NamedTuple):
 class Perturbation:
     """What ask(ids [B, T]) -> [B, T, C] computes of each token, before and after some ids are changed.
 
-    other [B, T]: what they are changed to. A difference of more than `tolerance` is a change, and so is a NaN
-    that was none; `most` is the largest difference that is none.
+    outputs: what it computes of the unchanged ids. other_ids [B, T]: what ids are changed to. A difference of
+    more than `tolerance` is a change, and so is a NaN that was none; largest_difference is the largest one
+    that counts as none.
     """
 
-    def __init__(self, ask, ids, other, tolerance=0.0):
-        self.ask, self.ids, self.other, self.before = ask, ids, other, ask(ids)
-        self.tolerance, self.most = tolerance, 0.0
+    def __init__(self, ask, ids, other_ids, tolerance=0.0):
+        self.ask, self.ids, self.other_ids, self.outputs = ask, ids, other_ids, ask(ids)
+        self.tolerance, self.largest_difference = tolerance, 0.0
 
     def allow_for_noise(self, rounding, again, remedy):
         """Set the tolerance: four times what changes when the functions `again` read the same ids, or a part,
@@ -79,22 +80,23 @@ class Perturbation:
 
         UserError, which ends with the remedy, where 1 % of that number changes.
         """
-        noise = max(apart(ask(self.ids), self.before).max().item() for ask in again)
-        size = self.before[~self.before.isinf()].abs()
+        noise = max(largest_differences(ask(self.ids), self.outputs).max().item() for ask in again)
+        size = self.outputs[~self.outputs.isinf()].abs()
         size = size.max().item() if size.numel() else 1.0
         if not noise <= 0.01 * size:  # nor where it is NaN
             raise UserError(f"the same tokens give other results when they are read again: they differ by "
                             f"{noise:.1e} (the largest is {size:.1e}); {remedy}")
         self.tolerance = max(4 * noise, rounding * size)
 
-    def changed(self, ids, stays):
+    def changes(self, ids, stays):
         """Where what should stay does not with these ids, bool [B, T]. stays, bool [B, T]: what should."""
-        difference = apart(self.ask(ids), self.before)
+        difference = largest_differences(self.ask(ids), self.outputs)
         small = difference <= self.tolerance
-        self.most = max(self.most, torch.where(small & stays, difference, 0.0).max().item())
+        allowed_difference = torch.where(small & stays, difference, 0.0).max().item()
+        self.largest_difference = max(self.largest_difference, allowed_difference)
         return stays & ~small
 
-    def ahead(self, positions):
+    def find_ahead(self, positions):
         """Change tokens; yield the Ahead of the first position, for each batch in which one looks ahead.
 
         positions: for each batch, which token is changed in each row, [B]; T: none. All batches are tried
@@ -104,14 +106,14 @@ class Perturbation:
         place = torch.arange(T, device=self.ids.device)
         for all_after in (False, True):
             for tokens in positions:
-                changed = torch.tensor(tokens, device=self.ids.device)[:, None]
-                ids = torch.where(place >= changed if all_after else place == changed, self.other, self.ids)
-                wrong = self.changed(ids, place < changed)
-                if wrong.any():
-                    position = int(wrong.any(0).nonzero()[0])
-                    yield Ahead(position, tokens[int(wrong[:, position].nonzero()[0])], all_after)
+                token = torch.tensor(tokens, device=self.ids.device)[:, None]
+                ids = torch.where(place >= token if all_after else place == token, self.other_ids, self.ids)
+                is_changed = self.changes(ids, place < token)
+                if is_changed.any():
+                    position = int(is_changed.any(0).nonzero()[0])
+                    yield Ahead(position, tokens[int(is_changed[:, position].nonzero()[0])], all_after)
 
-    def rows(self):
+    def find_mixed_rows(self):
         """A sentence about a row of the batch that other ones change; None.
 
         Rows are changed by the digits of their numbers in base two. So a few batches suffice for every row to
@@ -121,10 +123,10 @@ class Perturbation:
         number = torch.arange(rows, device=self.ids.device)
         for bit in range((rows - 1).bit_length()):
             for digit in (0, 1):
-                kept = ((number >> bit & 1) == digit)[:, None]
-                wrong = self.changed(torch.where(kept, self.ids, self.other), kept)
-                if wrong.any():
-                    return f"row {int(wrong.any(1).nonzero()[0])} of a batch changes with other rows"
+                is_kept = ((number >> bit & 1) == digit)[:, None]
+                is_changed = self.changes(torch.where(is_kept, self.ids, self.other_ids), is_kept)
+                if is_changed.any():
+                    return f"row {int(is_changed.any(1).nonzero()[0])} of a batch changes with other rows"
 
 
 # ---- a GPT at its size ----
@@ -187,10 +189,10 @@ def positions_of(T, rows, generator):
     All of 1 to T - 1 where BATCHES of so many rows hold them. Before the first token there is nothing.
     """
     near = {2**k + d for k in range(T.bit_length()) for d in (-1, 0, 1)} | {T - 1}
-    named = sorted(p for p in near if 1 <= p < T)
+    chosen = sorted(p for p in near if 1 <= p < T)
     others = [p for p in torch.randperm(T, generator=generator).tolist() if p and p not in near]
-    batches = max(BATCHES, -(-len(named) // rows))
-    return sorted(named + others[:batches * rows - len(named)])
+    batches = max(BATCHES, -(-len(chosen) // rows))
+    return sorted(chosen + others[:batches * rows - len(chosen)])
 
 
 def perturbation_of(model, mode, of_documents=None):
@@ -200,37 +202,37 @@ def perturbation_of(model, mode, of_documents=None):
     """
     c, device = model.config, next(model.parameters()).device
     ask, generator = HiddenStates(model, mode, of_documents), torch.Generator().manual_seed(1)
-    ids, other = two_texts(c.vocab_size, (mode.rows, c.block_size), generator)
+    ids, other_ids = two_texts(c.vocab_size, (mode.rows, c.block_size), generator)
     positions = positions_of(c.block_size, mode.rows, generator)
-    perturbation = Perturbation(ask, ids.to(device), other.to(device))
+    perturbation = Perturbation(ask, ids.to(device), other_ids.to(device))
     perturbation.allow_for_noise(
         rounding_of(mode.dtype, device), [ask],
         f"what is random must be PyTorch's, and nothing may be kept from one batch for the next ({mode})")
     return perturbation, positions
 
 
-def wrong_in(perturbation, positions):
+def describe_leak(perturbation, positions):
     """A sentence about rows that are mixed, or about a position that looks ahead; None.
 
     A batch changes a position in each of its rows.
     """
-    if wrong := perturbation.rows():
-        return wrong
+    if mixed_rows := perturbation.find_mixed_rows():
+        return mixed_rows
     rows, T = perturbation.ids.shape
     batches = [positions[i:i + rows] for i in range(0, len(positions), rows)]
     batches = [batch + [T] * (rows - len(batch)) for batch in batches]
-    ahead = next(perturbation.ahead(batches), None)
+    ahead = next(perturbation.find_ahead(batches), None)
     return ahead and f"it looks ahead: {ahead}"
 
 
-def crossing(model, mode):
+def describe_crossing(model, mode):
     """A sentence about a document that another one in its row changes; None."""
     device, T = next(model.parameters()).device, model.config.block_size
     column = torch.arange(T, device=device)
     positions = torch.where(column < T // 2, column, column - T // 2).expand(mode.rows, -1)
     perturbation, _ = perturbation_of(model, mode, positions)
-    ids = torch.where(column < T // 2, perturbation.other, perturbation.ids)
-    if perturbation.changed(ids, (column >= T // 2).expand_as(ids)).any():
+    ids = torch.where(column < T // 2, perturbation.other_ids, perturbation.ids)
+    if perturbation.changes(ids, (column >= T // 2).expand_as(ids)).any():
         return (f"a document changes with the one before it in its row ({mode}; leave documents_packed out, "
                 "or see begins in docs/add-a-mechanism.md)")
 
@@ -247,24 +249,24 @@ TRIED = [
     "Sink", "DepthAttention", "MUDD", "StreamScalars", "UNet", "Window"]
 
 
-def untried(config):
+def untried_classes(config):
     """The classes of the mechanisms that a GPTConfig turns on and no test has TRIED."""
     return [cls for cls in config.mechanisms() if cls.__name__ not in TRIED or cls.__module__ not in (
         "model", "nanoheads.rivals")]
 
 
 @torch.no_grad()
-def grown(model):
+def with_noise(model):
     """A copy of a model with noise on each of its parameters, so that nothing is hidden behind a zero.
 
     As it is, where its results would not be finite.
     """
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
-    for p in other.parameters():
+    noisy_model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    for p in noisy_model.parameters():
         size = 0.15 if p.dim() < 2 else p.size(-1) ** -0.5
         p.add_((size * torch.randn(p.shape, generator=generator)).to(p))
     ids = torch.arange(model.config.block_size, device=p.device)[None] % model.config.vocab_size
-    return other if other.eval().hidden(ids).isfinite().all() else copy.deepcopy(model)
+    return noisy_model if noisy_model.eval().hidden(ids).isfinite().all() else copy.deepcopy(model)
 
 
 def modes_of(model, batch_size, dtype="float32", scores=False):
@@ -287,14 +289,15 @@ def leak_in(model, modes, step=None, of_documents=False):
     # generators are seeded within, and then are as before: PyTorch's on the CPU, and on this CUDA device
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         for mode in modes:
-            other = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
+            # no gradient is made, nor memory taken for it
+            model_copy = copy.deepcopy(model).requires_grad_(False)
             if mode.training and step is not None:
-                other.at_step(step)
-            perturbation, positions = perturbation_of(other, mode)
-            if wrong := wrong_in(perturbation, positions):
-                return f"{wrong} ({mode}, a block of {model.config.block_size})", counts
-            if of_documents and mode.training and (wrong := crossing(other, mode)):
-                return wrong, counts
+                model_copy.at_step(step)
+            perturbation, positions = perturbation_of(model_copy, mode)
+            if leak := describe_leak(perturbation, positions):
+                return f"{leak} ({mode}, a block of {model.config.block_size})", counts
+            if of_documents and mode.training and (leak := describe_crossing(model_copy, mode)):
+                return leak, counts
             counts.append(len(positions))
     return None, counts
 
@@ -305,13 +308,13 @@ def refuse(model, config, when, step=None):
     config: the run's TrainConfig. when: before or after training, for the message. step: see leak_in().
     """
     modes = modes_of(model, config.batch_size, config.dtype, bool(config.labels or config.teacher))
-    wrong, counts = leak_in(model, modes, step, bool(config.documents_packed))
-    if wrong:
-        raise UserError(f"{when} {wrong}: its score would mean nothing")
-    return described(model, modes, counts)
+    leak, counts = leak_in(model, modes, step, bool(config.documents_packed))
+    if leak:
+        raise UserError(f"{when} {leak}: its score would mean nothing")
+    return describe_trial(model, modes, counts)
 
 
-def described(model, modes, counts):
+def describe_trial(model, modes, counts):
     """What was tried, in words: the modes in training have the same rows, and so have those in evaluation."""
     of_mode = {mode.training: (count, mode.rows) for mode, count in zip(modes, counts)}
     parts = ["{} positions in {} rows {}".format(*of_mode[training], how)

@@ -78,14 +78,14 @@ def perturbations(model):
 @torch.no_grad()
 def causal(model, plain):
     for when, perturbation in perturbations(model):
-        for ahead in perturbation.ahead([[t, t] for t in range(T - 1, 0, -1)]):
+        for ahead in perturbation.find_ahead([[t, t] for t in range(T - 1, 0, -1)]):
             return f"it looks ahead: {ahead} ({when})"
 
 
 @torch.no_grad()
 def rows(model, plain):
     for when, perturbation in perturbations(model):
-        if wrong := perturbation.rows():
+        if wrong := perturbation.find_mixed_rows():
             return f"{wrong} ({when})"
 
 
@@ -405,7 +405,7 @@ def at_size(model_config, config):
 
     def promise(new, plain):
         return causality.leak_in(new, causality.modes_of(new, config.batch_size, config.dtype), step=0)[0]
-    return broken(promise, lambda: causality.grown(GPT(model_config).to(pick_device("auto"))))
+    return broken(promise, lambda: causality.with_noise(GPT(model_config).to(pick_device("auto"))))
 
 
 def configs_of(command):

@@ -201,8 +201,9 @@ def begin(model_config, config, set_flags, process):
     if goes_on:
         check_extensions(state, path)
     if path:
-        old = checkpoint.config_of(state, path)
-        model_config, new_mechanisms = adapt_config(old, path, model_config, config, set_flags, goes_on)
+        old_config = checkpoint.config_of(state, path)
+        model_config, new_mechanisms = adapt_config(old_config, path, model_config, config, set_flags,
+                                                    goes_on)
     dataset = data_of(config, model_config.block_size)
     if path:
         checkpoint.check_vocabulary(state, dataset, path)
@@ -241,12 +242,12 @@ def checkpoint_of(config):
     """(the path of the checkpoint that a run's model comes from, whether the run goes on from it); (None,
     False): the model is new.
     """
-    last = Path(config.out_dir) / "ckpt.pt"
+    path = Path(config.out_dir) / "ckpt.pt"
     if config.resume and not config.eval_only:
-        if last.is_file():
-            return last, True
+        if path.is_file():
+            return path, True
         if not config.init_from:
-            print_once(f"{last} is not there yet: the run starts anew")
+            print_once(f"{path} is not there yet: the run starts anew")
     if config.init_from or config.eval_only:
         return config.init_from or config.out_dir, False
     return None, False
@@ -264,8 +265,8 @@ def check_extensions(state, path):
 # ---- its model ----
 
 
-def adapt_config(old, path, model_config, config, set_flags, goes_on):
-    """(the GPTConfig old of a checkpoint with what a run may change of it, {class: {flag: value}} of the
+def adapt_config(old_config, path, model_config, config, set_flags, goes_on):
+    """(the GPTConfig of a checkpoint with what a run may change of it, {class: {flag: value}} of the
     mechanisms that the flags turn on over its weights). UserError: the run would change more.
     """
     # what may change: how a model is trained, and in a new run also dropout, the data's order, a shorter
@@ -273,32 +274,32 @@ def adapt_config(old, path, model_config, config, set_flags, goes_on):
     may_change, new_mechanisms = {"checkpoint_activations", "loss_chunks"}, {}
     if not goes_on:
         may_change |= {"dropout", "attn_dropout", "seed"}
-        if "block_size" in set_flags and model_config.block_size < old.block_size:
+        if "block_size" in set_flags and model_config.block_size < old_config.block_size:
             may_change.add("block_size")
     if config.init_from and not goes_on:
         may_change |= {"unet_from", "unet_ramp"}
         new_mechanisms = {cls: {key: set_flags[key] for key in flags_of(cls) if key in set_flags}
                           for cls in MECHANISM_CLASSES
-                          if cls.flag in set_flags and cls.is_on(model_config) and not cls.is_on(old)}
+                          if cls.flag in set_flags and cls.is_on(model_config) and not cls.is_on(old_config)}
 
     # what must not: any flag of a run that goes on; of another checkpoint what is set, since it says the rest
     must_agree = set(GPTConfig.defaults()) if goes_on and not config.init_from else set(set_flags)
     if goes_on and config.acts_between_steps:  # heads may have come and gone
         must_agree.discard("head_ids")
     must_agree -= may_change | {key for cls in new_mechanisms for key in flags_of(cls)}
-    check_same_model(old, path, model_config, must_agree)
-    return replace(old, **{key: getattr(model_config, key) for key in may_change}), new_mechanisms
+    check_same_model(old_config, path, model_config, must_agree)
+    return replace(old_config, **{key: getattr(model_config, key) for key in may_change}), new_mechanisms
 
 
-def check_same_model(old, path, config, must_agree):
-    """UserError, which names the flags, unless a config and that of a checkpoint, old, agree in these."""
+def check_same_model(old_config, path, config, must_agree):
+    """UserError, which names the flags, unless a config and that of a checkpoint agree in these."""
     differences = []
     for key in GPTConfig.defaults():
-        here, there = getattr(config, key), getattr(old, key)
-        if key == "vocab_size" and here is None:
+        value, old_value = getattr(config, key), getattr(old_config, key)
+        if key == "vocab_size" and value is None:
             continue  # that is the checkpoint's, or the data's
-        if key in must_agree and here != there:
-            differences.append(f"{key}={here!r} here is {there!r} there")
+        if key in must_agree and value != old_value:
+            differences.append(f"{key}={value!r} here is {old_value!r} there")
     if differences:
         raise UserError(f"{path} holds another model: {'; '.join(differences)}")
 
@@ -377,14 +378,14 @@ def try_mechanisms(model, config):
     from nanoheads import causality, class_checks, own_mechanism, promises  # only here: few models do
     if OWN_FILES and model.changes_scores:
         try_scores(model)
-    untried = causality.untried(model.config)
-    for cls in untried:  # a file of one's own was asked this when it was added
+    classes = causality.untried_classes(model.config)
+    for cls in classes:  # a file of one's own was asked this when it was added
         problems = () if cls in own_mechanism.FILES else class_checks.problems_of_models(cls)
         for problem in problems:
             raise UserError(f"{cls.__name__}: {problem}")
-    if untried:
-        causality.refuse(causality.grown(model), config, "before training", step=0)
-        if note := promises.note_on_cache(model.config, untried):
+    if classes:
+        causality.refuse(causality.with_noise(model), config, "before training", step=0)
+        if note := promises.note_on_cache(model.config, classes):
             print_once(note)
 
 

@@ -118,7 +118,7 @@ def run(folder, spec, train):
     data = data_of(config, model_config.block_size)
     if not (folder / "ckpt.pt").is_file():
         (folder / "best.pt").unlink(missing_ok=True)  # without a ckpt.pt nothing goes on from it
-        if not causality.untried(model_config):  # else train() asks by itself
+        if not causality.untried_classes(model_config):  # else train() asks by itself
             refuse_look_ahead(model_config, config, data, device)
     last_row = train(model_config, config)
 
@@ -140,7 +140,7 @@ def config_of(spec, folder):
 def refuse_look_ahead(model_config, config, data, device):
     """UserError where the new model, with every weight moved off its start, looks ahead or mixes rows."""
     model = GPT(new_model_config(model_config, config, data)).to(device)
-    causality.refuse(causality.grown(model), config, "before training", step=0)
+    causality.refuse(causality.with_noise(model), config, "before training", step=0)
 
 
 def score_on_text(model, data, score_spec):

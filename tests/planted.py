@@ -163,7 +163,7 @@ FAULTS = (
           ("test_golden.py::test_every_figure_follows_from_the_scores_as_it_did",)),
     # ---- probes ----
     Fault("one token ahead is not looked at", "causality.py",
-          "self.changed(ids, place < changed)", "self.changed(ids, place < changed - 1)",
+          "self.changes(ids, place < token)", "self.changes(ids, place < token - 1)",
           ("test_leak.py::test_a_leak_is_found_at_its_place",)),
 )
 

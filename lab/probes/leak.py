@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from nanoheads.causality import Perturbation, apart, two_texts
+from nanoheads.causality import Perturbation, largest_differences, two_texts
 from nanoheads.common import UserError, as_program, pick_device, writable, write_json
 from nanoheads.configurator import describe_failure
 from lab.probes.shared import parser_of, positive
@@ -93,7 +93,7 @@ class Leaks(Perturbation):
 
     def __init__(self, ask, ids, other_ids, tolerance=None):
         super().__init__(ask, ids, other_ids)
-        rounding = min(32 * torch.finfo(self.before.dtype).eps, 0.01)
+        rounding = min(32 * torch.finfo(self.outputs.dtype).eps, 0.01)
         self.allow_for_noise(rounding, [ask, partial(ask, seed=2)], "turn dropout and sampling off")
         self.fixed = tolerance is not None
         if self.fixed:
@@ -105,14 +105,17 @@ class Leaks(Perturbation):
         Of the tokens that it reads the first one, where one alone is enough; else the last from which on.
         """
         rows, T = self.ids.shape
-        return min(self.ahead([[token] * rows for token in range(1, T)]), default=None, key=lambda ahead: (
-            ahead.position, ahead.all_after, -ahead.token if ahead.all_after else ahead.token))
+
+        def rank(ahead):
+            return ahead.position, ahead.all_after, -ahead.token if ahead.all_after else ahead.token
+
+        return min(self.find_ahead([[token] * rows for token in range(1, T)]), default=None, key=rank)
 
     def shape_tolerance(self):
         """The tolerance between other shapes, once rows are known to be apart."""
         if self.fixed:
             return self.tolerance
-        alone = apart(self.ask(self.ids[:1]), self.before[:1]).max().item()
+        alone = largest_differences(self.ask(self.ids[:1]), self.outputs[:1]).max().item()
         return max(self.tolerance, 4 * alone)
 
     def prefixes(self):
@@ -120,9 +123,10 @@ class Leaks(Perturbation):
         T, tolerance = self.ids.size(1), self.shape_tolerance()
         for cut in sorted({1, 3, T // 2}):
             if cut < T:
-                differs = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
-                if differs.any():
-                    position = int(differs.nonzero()[0])
+                differences = largest_differences(self.ask(self.ids[:, :-cut]), self.outputs[:, :-cut])
+                is_changed = differences.amax(0) > tolerance
+                if is_changed.any():
+                    position = int(is_changed.nonzero()[0])
                     last = "token is" if cut == 1 else f"{cut} tokens are"
                     return f"position {position} changes when the last {last} cut off"
 
@@ -136,7 +140,7 @@ def find_leak(text):
         return str(ahead), skipped
     if len(text.ids) == 1:
         skipped["rows"] = "there is one row alone, --batch"
-    elif mixed_rows := text.rows():
+    elif mixed_rows := text.find_mixed_rows():
         return mixed_rows, skipped
     try:
         return text.prefixes(), skipped
@@ -158,7 +162,7 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
     for ids, other_ids in zip(*texts(vocab, draws, batch, length, device)):
         text = Leaks(ask, ids, other_ids, tolerance)
         leak, skipped = find_leak(text)
-        largest_difference = max(largest_difference, text.most)
+        largest_difference = max(largest_difference, text.largest_difference)
         if leak:
             break
     return leak, skipped, ask.calls, largest_difference

@@ -25,7 +25,8 @@ def leaks(own_mechanisms_go):
 
 def gpt(mechanism=None, **keys):
     """A GPT of the tiny scale, with noise on each weight."""
-    return causality.grown(GPT(GPTConfig(**{**TINY, **(MECHANISMS[mechanism] if mechanism else {}), **keys})))
+    flags = {**TINY, **(MECHANISMS[mechanism] if mechanism else {}), **keys}
+    return causality.with_noise(GPT(GPTConfig(**flags)))
 
 
 def wrong(model, dtype="float32", batch_size=16):
@@ -85,7 +86,7 @@ def test_no_mechanism_of_the_repository_is_refused(name, recipe):
     flags = {"plain": {}, "all_on": ALL_ON, **MECHANISMS}[name]
     config = GPTConfig(**{**TINY, "recipe": recipe, "dropout": 0.1, **flags})
     config = replace(config, dropout=0.0, attn_dropout=0.0) if config.problems() else config
-    model = causality.grown(GPT(config))
+    model = causality.with_noise(GPT(config))
     modes = causality.modes_of(model, 16, "bfloat16", scores=True)
     found = causality.leak_in(model, [mode._replace(rows=4) for mode in modes], step=3)
     assert found == (None, [32] * 4)
