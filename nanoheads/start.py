@@ -194,8 +194,7 @@ def begin(model_config, config, set_flags, process):
     """
     check_folder(config)
     settings = settings_of(model_config, config)
-    for extension in EXTENSIONS:
-        model_config = extension.new_model(model_config, config)
+    model_config = new_model_config(model_config, config)
     path, goes_on = checkpoint_of(config)
     state, new_mechanisms = checkpoint.read(path, process.device) if path else {}, {}
     if goes_on:
@@ -263,6 +262,13 @@ def check_extensions(state, path):
 
 
 # ---- its model ----
+
+
+def new_model_config(model_config, config):
+    """The GPTConfig with which extensions have a new model begin."""
+    for extension in EXTENSIONS:
+        model_config = extension.new_model(model_config, config)
+    return model_config
 
 
 def adapt_config(old_config, path, model_config, config, set_flags, goes_on):

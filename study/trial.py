@@ -139,7 +139,9 @@ def config_of(spec, folder):
 
 def refuse_look_ahead(model_config, config, data, device):
     """UserError where the new model, with every weight moved off its start, looks ahead or mixes rows."""
-    model = GPT(new_model_config(model_config, config, data)).to(device)
+    model_config = new_model_config(model_config, config)
+    model_config = replace(model_config, vocab_size=model_config.vocab_size or data.vocab_size)
+    model = GPT(model_config).to(device)
     causality.refuse(causality.with_noise(model), config, "before training", step=0)
 
 
