@@ -10,7 +10,7 @@ from nanoheads.configurator import convert_fields
 from nanoheads.dataset import Dataset
 from nanoheads.extensions import EXTENSIONS
 from nanoheads.mechanism import flag, no_dropout, range_problems
-from nanoheads.optim import CUDA_GRAPHS, OPTIMIZERS, TUNED, of_mechanisms
+from nanoheads.optim import CUDA_GRAPHS, OPTIMIZERS, TUNED, added_parameters
 from nanoheads.tasks import TaskConfig, TaskData
 
 
@@ -320,7 +320,7 @@ def trained_alone(model):
     """Names of the parameters that are trained while the trunk is frozen."""
     c = model.config
     skips_are_off = c.unet and not c.unet_skips
-    return {name for name in of_mechanisms(model) if not (skips_are_off and name.startswith("fuse."))}
+    return {name for name in added_parameters(model) if not (skips_are_off and name.startswith("fuse."))}
 
 
 # ---- the command line's `mechanism` ----

@@ -1,8 +1,8 @@
 """
-The optimizers, AdamW and Muon: which parameters each takes, and at which rates. At the end what a training
-step needs beside: precision, compilation, seeds, moments.
+The optimizers, AdamW and Muon: which parameters each takes, and at which rates. At the end is what else a
+training step needs: precision, compilation, seeds, moments.
 
-To add an optimizer is a class, as Configured describes it, and a line of OPTIMIZERS.
+A new optimizer is a class, as Configured describes it, and a line of OPTIMIZERS.
 """
 
 import functools
@@ -31,27 +31,30 @@ class Role(NamedTuple):
     name: str         # its name in the model
     kind: str         # "matrix" of a block, "embedding", "head" (the output head) or "other"
     rate: str         # the key of the peak learning rate that it has where AdamW trains it
-    stacked: object   # of a matrix: how many are stacked in it, see Linear
+    stacked: object   # of a matrix: how many matrices are stacked in it, see Linear
     decays: bool      # whether weight decay acts on it
     added: bool       # whether a mechanism adds it to the plain GPT
 
 
-OWN_RATES = {"fuse": "skip_lr"}  # a mechanism between blocks, by its name in the model -> the key of its rate
+# name of a mechanism between blocks that has a rate of its own -> the key of that rate
+OWN_RATES = {"fuse": "skip_lr"}
 
 
 def roles(model):
     """{parameter: its Role} of a GPT, in the order of model.named_parameters().
 
-    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Of a mechanism those inside its
-    layers do, and what the mechanism holds itself does not, whatever its shape.
+    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Of a mechanism the matrices of
+    its layers decay, and its own parameters do not, whatever their shape.
     """
-    outside = {name for cls in MECHANISM_CLASSES for name in cls.model_modules(model.config)}
-    added, held, kinds, stacked = set(), set(), {model.lm_head.weight: "head"}, {}
+    outside_layers = {name for cls in MECHANISM_CLASSES for name in cls.model_modules(model.config)}
+    added = set()       # names of all parameters of mechanisms
+    never_decay = set()  # names of those that are their own, and of no layer in them
+    kinds, stacked = {model.lm_head.weight: "head"}, {}
     for path, module in model.named_modules():
-        if isinstance(module, Mechanism) or path in outside:
+        if isinstance(module, Mechanism) or path in outside_layers:
             added.update(f"{path}.{name}" for name, _ in module.named_parameters())
         if isinstance(module, Mechanism):
-            held.update(f"{path}.{name}" for name, _ in held_by(module))
+            never_decay.update(f"{path}.{name}" for name, _ in own_parameters(module))
         if isinstance(module, torch.nn.Embedding):  # also one that shares its weight with the head
             kinds[module.weight] = "embedding"
         if isinstance(module, Linear) and module.stacked:
@@ -64,20 +67,20 @@ def roles(model):
         if kind == "embedding":
             rate = "embed_lr"
         rate = OWN_RATES.get(name.split(".")[0], rate)
-        decays = p.dim() >= 2 and name not in held
+        decays = p.dim() >= 2 and name not in never_decay
         model_roles[p] = Role(name, kind, rate, stacked.get(p), decays, name in added)
     return model_roles
 
 
-def held_by(mechanism):
-    """(name, parameter) of what a mechanism holds itself, also in a ParameterList, and not in a layer."""
+def own_parameters(mechanism):
+    """Yield (name, parameter) of a mechanism's own, also in a ParameterList, but not of layers in it."""
     yield from mechanism.named_parameters(recurse=False)
     for name, child in mechanism.named_children():
         if isinstance(child, torch.nn.ParameterList):
             yield from child.named_parameters(prefix=name)
 
 
-def of_mechanisms(model):
+def added_parameters(model):
     """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
     return {role.name for role in roles(model).values() if role.added}
 
@@ -85,12 +88,12 @@ def of_mechanisms(model):
 # ---- AdamW and Muon ----
 
 class Configured:
-    """What a class of OPTIMIZERS says of itself beside its step()."""
+    """What a class of OPTIMIZERS has beside its step()."""
 
-    kinds = ()        # the kinds of parameters that it takes, see Role; AdamW trains all others
+    kinds = ()        # the kinds of parameters that it trains, see Role; AdamW trains all others
     rate = None       # the key of their peak learning rate
-    tuned = ()        # its keys that a search for the best rates moves
-    # the values of keys of TrainConfig that are left at None, and embed_lr as a multiple of the main rate
+    tuned = ()        # its keys that a search for the best rates varies
+    # defaults of keys of TrainConfig with this optimizer, and that of embed_lr as a multiple of adamw_lr
     values = dict(adamw_lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
                   warmup_iters=100)
     embed_factor = 1
@@ -105,32 +108,34 @@ class Configured:
     def make(cls, parameters, config, rank, world, compiled):
         """An optimizer of {parameter: its Role} for a TrainConfig in which every key has its value.
 
-        rank, world: this process among those that train together, where work may be shared. compiled:
-        whether a step may be compiled.
+        rank, world: the number of this process and how many there are, to share work. compiled: whether a
+        step may be compiled.
         """
         raise NotImplementedError
 
     def moments(self, p, group):
-        """{what is kept of a parameter of a group: its shape}."""
+        """{name in the state of a parameter of a group: its shape}, by which a loaded state is checked."""
         raise NotImplementedError
 
 
-# torch.optim has the compiler leave these alone, and imports it for that: 1 s of every start
+# torch keeps these methods out of compiled graphs, and imports its compiler for that when one is first
+# called, which is 1 s of every start. It calls what it finds under this attribute instead
 for method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
     plain = inspect.unwrap(getattr(torch.optim.Optimizer, method))
     setattr(plain, "__dynamo_disable", plain)
 
 
 class AdamW(Configured, torch.optim.AdamW):
-    """PyTorch's own, whose step does not import the compiler either. It trains what no other one takes, so
-    that its rates and betas are keys of every run.
+    """PyTorch's AdamW. It trains what no other optimizer takes, so its rates and betas are keys of every run.
     """
 
+    # without the decorator that imports torch's compiler
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
     @classmethod
     def make(cls, parameters, config, rank, world, compiled):
-        groups = {}  # by role, not by value: the same whatever the rates, which a resumed run may change
+        # groups go by the keys of rates, not by their values, which a resumed run may change
+        groups = {}
         for p, role in parameters.items():
             group = dict(params=[], lr=getattr(config, role.rate) or config.mechanism_lr,
                          weight_decay=config.weight_decay if role.decays else 0.0)
@@ -143,10 +148,10 @@ class AdamW(Configured, torch.optim.AdamW):
 
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
-# ax + bx^3 + cx^5. Alone they throw a singular value that rounding has put a little above 1 out to infinity,
-# so, like the paper, we leave room: all but the last are stretched by MARGIN, and so is the norm. Singular
-# values above 0.1 % of the matrix's norm come out between 0.4 and 1.6. Muon's own choice is five times the
-# same (3.4445, -4.7750, 2.0315); these four train better at 4/5 of the cost (docs/log.md).
+# ax + bx^3 + cx^5. As they are, a singular value that rounding puts a little above 1 diverges. So, as in the
+# paper, all but the last are stretched by MARGIN, and so is the norm. Singular values above 0.1 % of the
+# matrix's norm come out between 0.4 and 1.6. The original Muon takes (3.4445, -4.7750, 2.0315) five times;
+# these four train better at 4/5 of the cost (docs/log.md).
 MARGIN = 1.02
 STRETCHED = ((8.28721, -23.59589, 17.30039), (4.10706, -2.94785, 0.54484), (3.94869, -2.90890, 0.55182))
 QUINTICS = [(a / MARGIN, b / MARGIN**3, c / MARGIN**5) for a, b, c in STRETCHED]
@@ -154,11 +159,11 @@ QUINTICS += [(3.31842, -2.48849, 0.51005)]
 
 
 def orthogonalise(G, low_precision):
-    """The nearest semi-orthogonal matrices to G [n, r, c], r <= c, as nearly as Muon needs.
+    """The nearest semi-orthogonal matrices to G [n, r, c], r <= c, as exactly as Muon needs them.
 
-    A step maps X to (aI + bA + cA^2) X with A = XX', which pulls every singular value towards 1. In
-    low precision (bf16, where that is faster) step by step. Wide matrices in float32 go on A alone, and X is
-    multiplied once at the end: the same polynomial in r x r products, half the time for an MLP's matrices.
+    A step maps X to (aI + bA + cA^2) X with A = XX', which moves every singular value towards 1. In low
+    precision, which is bf16, each step is computed so. For wide matrices in float32 the steps multiply r x r
+    polynomials of A alone, and X is multiplied once at the end, in half the time for an MLP's matrices.
     """
     X = G.float()
     X = X / (MARGIN * X.norm(dim=(-2, -1), keepdim=True)).clamp_min(1e-7)
@@ -185,8 +190,8 @@ def cpu_multiplies_bfloat16():
 
 
 def in_low_precision(updates):
-    """Whether matrices [n, r, c] are orthogonalised in bf16: on a GPU, and where it pays on a CPU, which
-    takes half the time at r = 128 and as much as in float32 at 64 and 96.
+    """Whether matrices [n, r, c] are orthogonalised in bf16: on a GPU always, and on a CPU where that is
+    faster. There it takes half the time at r = 128, and as much as in float32 at 64 and 96.
     """
     return updates.is_cuda or (updates.size(1) >= 128 and updates.device.type == "cpu"
                                and cpu_multiplies_bfloat16())
@@ -200,14 +205,15 @@ def quintic(A, a, b, c):
 
 
 def even_rows(updates, squares, beta2, transposed):
-    """NorMuon (Li et al. 2025, arXiv 2510.05491): each output's row of orthogonal updates [n, r, c] is
-    divided by the root of its mean square over the past, and each matrix then has the norm that it had.
+    """NorMuon (Li et al. 2025, arXiv 2510.05491): in orthogonal updates [n, r, c] the row of each output is
+    divided by the root of a moving average of its mean square. The norm of each matrix stays what it was.
 
-    squares: those means, [r, 1] for each matrix, in place. transposed: whether both are.
+    squares: these averages, [r, 1] for each matrix, which are updated in place. transposed: whether updates
+    and squares are, so that the outputs are columns.
     """
     now = updates.square().mean(-2 if transposed else -1, keepdim=True)
     past = torch.stack(squares)
-    past = torch.where(past > 0, past.lerp(now, 1 - beta2), now)  # a row that begins has no past
+    past = torch.where(past > 0, past.lerp(now, 1 - beta2), now)  # a new row has no average yet
     torch._foreach_copy_(squares, past.unbind())
     scale = past.clamp_min(1e-20).rsqrt()
     after = (now * scale.square()).sum((-2, -1), keepdim=True)
@@ -216,7 +222,7 @@ def even_rows(updates, squares, beta2, transposed):
 
 
 def matrices_in(t, slices):
-    """The matrices stacked in t by rows: how many, or their heights in proportion."""
+    """The matrices stacked in t by rows. slices: how many, or their heights in proportion."""
     if isinstance(slices, int):
         return t.chunk(slices)
     return t.split([len(t) * height // sum(slices) for height in slices])
@@ -225,12 +231,13 @@ def matrices_in(t, slices):
 class Muon(Configured, torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, as the update (Jordan et al. 2024).
 
-    Like torch.optim.Muon, with four differences: beta2 makes the rows even, see even_rows(), 0: as they are;
-    a parameter may be several matrices stacked by rows (q, k and v in one projection), given as (parameter,
-    number of slices, or their heights in proportion); all slices of one shape are orthogonalised in one
-    batched call, which is where the time goes in small models; and of several ranks each does a share of
-    that, whose result is on its way to the others while the next shape is worked on. compiled: orthogonalise
-    by torch.compile, a graph a shape.
+    It differs from torch.optim.Muon in four ways:
+    - With beta2 above 0 the rows of an update are made even, see even_rows().
+    - A parameter may be several matrices stacked by rows, such as q, k and v in one projection. matrices:
+      (parameter, number of slices, or their heights in proportion).
+    - All slices of one shape are orthogonalised in one batched call, which saves time in small models.
+    - Each of several ranks orthogonalises a share of a shape, and sends it while it works on the next shape.
+    compiled: orthogonalise by torch.compile, with a graph for each shape.
     """
     kinds, rate, tuned = ("matrix",), "muon_lr", ("muon_lr", "muon_momentum")
     # tuned on Shakespeare's characters (docs/log.md)
@@ -246,7 +253,7 @@ class Muon(Configured, torch.optim.Optimizer):
             0.95, "of the mean square of each output's updates, by which Muon divides them (NorMuon); 0: it "
                   "does not", at_least=0, below=1)
 
-    # what a copy is, since an optimizer's attributes are not copied: one that does all of the work
+    # a copy of an optimizer does not get its attributes, so that it takes these and does all of the work
     rank, world, orthogonalise = 0, 1, staticmethod(orthogonalise)
 
     def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0, beta2=0.0, rank=0, world=1,
@@ -292,14 +299,14 @@ class Muon(Configured, torch.optim.Optimizer):
                 stacks = (matrices_in(t, group["slices"]) for t in (p, updates, squares))
                 for weight, update, square in zip(*stacks):
                     rows, cols = weight.shape
-                    # the same change of output per unit of input
+                    # so that a step changes the output of a matrix of any shape as much per unit of input
                     step_size = -group["lr"] * math.sqrt(max(1.0, rows / cols))
-                    transposed = rows > cols  # a tall matrix is orthogonalised so: its Gram matrix is smaller
+                    transposed = rows > cols  # the Gram matrix of a transposed tall matrix is smaller
                     if transposed:
                         weight, update, square = weight.mT, update.mT, square.mT
                     key = weight.shape, transposed, group["beta2"]
                     by_shape.setdefault(key, []).append((weight, update, square, step_size))
-        pending = []  # for each of these a function that gives the orthogonal matrices
+        pending = []  # for each entry of by_shape a function that returns the orthogonal matrices
         for slices in by_shape.values():
             updates = torch.stack([update for _, update, *_ in slices])
             low_precision = in_low_precision(updates)
@@ -314,13 +321,13 @@ class Muon(Configured, torch.optim.Optimizer):
         return loss
 
     def shared(self, updates):
-        """A function that waits for the orthogonal matrices of updates [n, r, c], of which this rank makes
-        every world-th part.
+        """A function that waits for and returns the orthogonal matrices of updates [n, r, c], of which this
+        rank computes one of `world` shares.
         """
         size = -(-len(updates) // self.world)
         share = updates[self.rank * size:(self.rank + 1) * size]
         low_precision = in_low_precision(updates)
-        dtype = torch.bfloat16 if low_precision else updates.dtype  # what the values are anyway
+        dtype = torch.bfloat16 if low_precision else updates.dtype  # bf16 holds the values exactly
         orthogonal = updates.new_zeros(size, *updates.shape[1:], dtype=dtype)
         if len(share):
             orthogonal[:len(share)] = self.orthogonalise(share, low_precision)
@@ -337,14 +344,14 @@ OPTIMIZERS = {"adamw": AdamW, "muon": Muon}  # by the names that `optimizer` cho
 
 
 def make_optimizers(model, config, rank=0, world=1, compiled=False):
-    """The optimizers of a model: the one of a TrainConfig for what it takes, AdamW for the rest.
+    """The optimizers of a model: the one that a TrainConfig chooses for its kinds, AdamW for the rest.
 
     Learning rates are peaks, which each group keeps as its peak_lr. rank, world, compiled: see
     Configured.make().
     """
-    chosen, of_chosen, rest = OPTIMIZERS[config.optimizer], {}, {}
-    for p, role in roles(model).items():
-        (of_chosen if role.kind in chosen.kinds else rest)[p] = role
+    chosen, model_roles = OPTIMIZERS[config.optimizer], roles(model)
+    of_chosen = {p: role for p, role in model_roles.items() if role.kind in chosen.kinds}
+    rest = {p: role for p, role in model_roles.items() if role.kind not in chosen.kinds}
     optimizers = [cls.make(parameters, config, rank, world, compiled)
                   for cls, parameters in ((chosen, of_chosen), (AdamW, rest)) if parameters]
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -357,15 +364,16 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
 # the keys of all peak learning rates, of which skip_lr may be None
 PEAK_RATES = (*(cls.rate for cls in OPTIMIZERS.values() if cls.rate), MAIN_RATE, "embed_lr", "mechanism_lr",
               "skip_lr")
-# what a search for the best rates moves, and the keys that go with it: min_lr must not exceed the main rate
+# key that a search for the best rates varies -> the keys that change with it: min_lr must not exceed the main
+# rate
 TUNED = {**{key: (key,) for cls in OPTIMIZERS.values() for key in cls.tuned},
          MAIN_RATE: (MAIN_RATE, "min_lr"), "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
-# what the learning rate of a step follows from, see lr_multiplier()
+# the keys that determine the learning rate of a step, see lr_multiplier()
 SCHEDULE = (MAIN_RATE, "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
 
 
 def rate_of(role, optimizer):
-    """The key of the peak learning rate of a Role, in a run with an optimizer of this name."""
+    """The key of the peak learning rate of a parameter with this Role, with an optimizer of this name."""
     cls = OPTIMIZERS[optimizer]
     return cls.rate if role.kind in cls.kinds else role.rate
 
@@ -396,19 +404,19 @@ def lr_multiplier(step, config):
     return low + (1 - low) * min(1.0, left)
 
 
-# ---- what a step needs beside ----
+# ---- what else a training step needs ----
 
 def precision(dtype, kind):
     """(float32 | bfloat16 | float16, the autocast context for it) on a kind of device; dtype may be auto."""
     if dtype == "auto" and kind == "cuda":
         dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    elif dtype == "auto":  # on CPUs with bfloat16, too: what a study finds must not depend on the machine
+    elif dtype == "auto":  # also on CPUs with bfloat16, so that a study's result is the same on all machines
         dtype = "float32"
     return dtype, torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
 
 
 def check_precision(dtype, device):
-    """UserError where a Mac's GPU cannot train in a dtype: that depends on the GPU, macOS and PyTorch."""
+    """UserError where a Mac's GPU cannot train in a dtype, which depends on the GPU, macOS and PyTorch."""
     if dtype == "float32" or torch.device(device).type != "mps":
         return
     try:
@@ -424,7 +432,7 @@ def check_precision(dtype, device):
 
 
 def scaler_gives_back(device):
-    """Whether a gradient of 1 is 1 again after float16's scaling of the loss."""
+    """Whether a gradient of 1 is 1 again after the loss was scaled, as for float16, and unscaled."""
     weight = torch.zeros(8, device=device, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler(torch.device(device).type)
     scaler.scale(weight.sum()).backward()
@@ -433,7 +441,8 @@ def scaler_gives_back(device):
 
 
 def compiles(config, kind):
-    """Whether a run's model is compiled on a kind of device: without the flag, on CUDA outside Windows."""
+    """Whether a run's model is compiled on a kind of device; with compile=None on CUDA, but not on Windows.
+    """
     if config.compile is None:
         return kind == "cuda" and sys.platform != "win32"
     return config.compile
@@ -447,7 +456,7 @@ def check_compile(config, kind):
 
 
 def note_on_compile(config, kind):
-    """Why a GPU's run is not compiled where nobody said so, in a line; None: it is, or there is no GPU."""
+    """A line that says why a run on a GPU is not compiled although compile is None; else None."""
     if config.compile is not None:
         return None
     if kind == "mps":
@@ -460,15 +469,15 @@ def note_on_compile(config, kind):
         return "torch.compile is off on Windows; --compile=True compiles with the Triton that is installed"
 
 
-# what a step with dtype=bfloat16 and compile=True takes of its time in float32, docs/results/speed.md
+# time of a step with dtype=bfloat16 and compile=True, as a share of that in float32: docs/results/speed.md
 BFLOAT16_TIMES = {"amx_bf16": "about half", "avx512_bf16": "0.7 to 0.9 of"}
 LONG_RUN = 3e13  # floating-point operations, some five minutes: a shorter run ends before compiling has paid
 LARGE_MODEL = 5_000_000  # parameters: with AVX-512 a step of one with 0.8 million took more time, not less
 
 
 def note_on_bfloat16(config, kind, model, tokens):
-    """What bfloat16 would gain on a CPU that has it, in a line; None where a dtype was chosen, or the run is
-    too short or the model too small for it. tokens: those that are still to be trained on.
+    """A line that says what bfloat16 would gain on this CPU; None where it would gain nothing, or a dtype was
+    chosen. tokens: how many the run still trains on.
     """
     if kind != "cpu" or config.dtype != "auto" or tokens * model.flops_per_token() < LONG_RUN:
         return None
@@ -481,7 +490,7 @@ def note_on_bfloat16(config, kind, model, tokens):
 
 
 def seed_step(kind, *key):
-    """Make all randomness of a step follow from `key`, so that a resumed run draws the same dropout masks."""
+    """Seed all randomness of a step by `key`, so that a resumed run draws the same dropout masks."""
     seed = zlib.crc32(repr(key).encode())
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, and takes 0.1 ms
     if kind != "cpu":
@@ -492,7 +501,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that
 
 
 def carry_moments(before, after):
-    """Give optimizers made anew the moments that those before them have of the same parameters."""
+    """Give the new optimizers `after` the moments that those `before` have of the same parameters."""
     moments = {p: state for optimizer in before for p, state in optimizer.state.items()}
     for optimizer in after:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -501,19 +510,19 @@ def carry_moments(before, after):
 
 
 def load_moments(optimizers, saved, path):
-    """Give optimizers the moments that were saved of them; rates, betas and decay stay those of the config.
+    """Load the saved moments into optimizers; rates, betas and decay stay those of the config.
 
-    UserError where they do not fit. PyTorch gives moments to parameters by their number alone, and a fused
-    step takes those of a wrong shape without an error, and writes beyond the end of those that are too small.
+    UserError where they do not fit. PyTorch itself matches moments and parameters by their order alone. A
+    fused step raises no error for moments of a wrong shape, and writes beyond the end of small ones.
     """
     try:
         if len(optimizers) != len(saved):
             raise ValueError(f"{len(saved)} optimizers there, {len(optimizers)} here")
         for optimizer, state in zip(optimizers, saved):
-            fresh = [{key: value for key, value in group.items() if key != "params"}
-                     for group in optimizer.param_groups]
+            settings = [{key: value for key, value in group.items() if key != "params"}
+                        for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
-            for group, values in zip(optimizer.param_groups, fresh):
+            for group, values in zip(optimizer.param_groups, settings):
                 group.update(values)
                 for p in group["params"]:
                     check_moments(optimizer.state.get(p), optimizer.moments(p, group))
@@ -523,7 +532,7 @@ def load_moments(optimizers, saved, path):
 
 
 def check_moments(moments, shapes):
-    """ValueError where what is kept of a parameter has other shapes than {name: shape}, or is not finite."""
+    """ValueError where a parameter's moments have other shapes than {name: shape}, or are not finite."""
     for name, shape in shapes.items() if moments else ():
         if name not in moments or moments[name].shape != shape:
             there = f"has {list(moments[name].shape)}" if name in moments else "is missing"

@@ -1,20 +1,20 @@
 """
-What every mechanism promises, tried on a small model in float64, in a minute.
+What every mechanism promises, tried on a small model in float64. It takes a minute.
 
     python train.py --mechanism=mine.py --check       # a mechanism in a file of one's own, or any by its name
 
 acts      with every weight off its start, not the logits or the loss of the plain GPT
 causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
-cache     token by token as all at once                    padding  ... as without padding before a row
+cache     token by token as all at once                    padding  before a row changes nothing
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
 grouped   heads that share keys are heads with copies      dtypes   float32 as float64; bfloat16 is finite
-neutral   where it says so, the logits of the plain GPT    documents a document behind another in its row
-                                                                    is as alone
+neutral   where it says so, the logits of the plain GPT    documents  a document before another one in a row
+                                                                      changes nothing of it
 
---check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
-scale, as nanoheads/causality.py does. compare.py tries all of them before a study of a mechanism of one's
-own, and refuses one that does not run, does not act or is not causal. A run tries causal and rows at its own
-size before it trains a new mechanism, and prints a line where cache is broken; a study does with each run.
+--check also tries causal and rows at the size of a run with the same command line, or of tiny if that names
+no scale, as nanoheads/causality.py does. Before a study of a mechanism of one's own compare.py tries all of
+them, and refuses one that does not run, does not act, is not causal or mixes rows. Before a run trains a new
+mechanism, also in a study, it tries causal and rows at its own size, and prints a line where cache is broken.
 """
 
 import math
@@ -30,13 +30,13 @@ from nanoheads.common import UserError, fault_of_own_file, pick_device, table, w
 from nanoheads.config import flags_by_name
 from nanoheads.mechanism import flags_of
 from nanoheads.neutral import make_neutral
-from nanoheads.optim import of_mechanisms
+from nanoheads.optim import added_parameters
 from nanoheads.pruning import HeadAxis, head_axes, prune_heads
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
 T = 13
-LONG = 256  # tokens on which a mechanism has to act, since a window or a distance may show itself late alone
-NEEDED = ("runs", "acts", "causal", "rows")  # what no comparison survives
+LONG = 256  # tokens on which a mechanism has to act, since some act on distant tokens alone
+NEEDED = ("runs", "acts", "causal", "rows")  # where one of these is broken, a comparison means nothing
 
 
 def tokens(seed, *shape):
@@ -64,10 +64,10 @@ def far(a, b):
     return (a - b).abs().nan_to_num(math.inf).amax().item()
 
 
-# ---- the promises: what is wrong, in words, or None ----
+# ---- the promises: each function returns what is wrong, in words, or None ----
 
 def perturbations(model):
-    """Yield ("in training" or "when evaluated", the Perturbation of the model's logits) of both modes."""
+    """Yield ("in training" or "when evaluated", a Perturbation of the model's logits) of both modes."""
     idx = tokens(1, 2, T)
     for training in (False, True):
         model.train(training)
@@ -99,12 +99,12 @@ def cache(model, plain):
 
 
 def note_on_cache(config, classes):
-    """A line where mechanisms of these classes, as a GPTConfig has them, differ with a cache; None."""
+    """A line where mechanisms of these classes, with a GPTConfig's flags, differ with a cache; else None."""
     flags = {key: getattr(config, key) for cls in classes for key in flags_of(cls)}
     try:
         with torch.random.fork_rng(devices=[]):
             wrong = cache(random_model(flags, config.recipe), None)
-    except Exception:  # they cannot be so small, or are wrong in another way, of which training will tell
+    except Exception:  # they cannot be so small, or have another fault, which training will show
         return None
     return wrong and (f"Note: {', '.join(cls.__name__ for cls in classes)}: {wrong}. Training and scores use "
                       "none, but what is sampled will be wrong (promise 'cache' of train.py --check)")
@@ -121,7 +121,7 @@ def padding(model, plain):
 
 @torch.no_grad()
 def documents(model, plain):
-    """Behind any other one in its row."""
+    """Two other documents are put before the same one in its row."""
     idx = tokens(1, 2, T - 5)
     want, first = model.hidden(idx), tokens(2, 2, 5)
     positions = torch.cat((torch.arange(5), torch.arange(T - 5))).expand(2, -1)
@@ -159,15 +159,15 @@ HIDDEN = ("; a score function is also computed where s > t, and what it gives th
 
 
 def with_added_heads(flags, recipe):
-    """The model beside constraint heads in both blocks; None where they do not go together."""
+    """A model with these flags and constraint heads in both blocks; None where they do not go together."""
     added = {**flags, "constraint_names": ["a"], "constraint_layers": [0, 1]}
     fits = "constraint_names" not in flags and not GPTConfig(**SIZES, recipe=recipe, **added).problems()
     return random_model(added, recipe) if fits else None
 
 
 def declared(model, plain):
-    """Whether each tensor that per_head names has rows for the layer's own heads, or for all heads, and then
-    learns in all.
+    """Each tensor that per_head names has rows for the layer's own heads, or for all heads, which then all
+    get a gradient. model: with_added_heads().
     """
     if model is None:
         return None
@@ -194,7 +194,8 @@ def declared(model, plain):
 
 
 def learns(model, plain):
-    """Also what acts far back alone: where a parameter has no gradient, a longer text is tried."""
+    """A model with a longer block_size reads a longer text, for parameters that act on distant tokens alone.
+    """
     length = min(model.config.block_size, LONG - 1) if model.config.block_size > SIZES["block_size"] else T
     idx, targets = tokens(1, 2, length), tokens(2, 2, length)
     labels = {name: (tokens(3, 2, length) % 2).to(model.lm_head.weight.dtype)
@@ -203,7 +204,7 @@ def learns(model, plain):
     if not out.loss.isfinite():
         return "the loss is not finite" + HIDDEN * model.changes_scores
     sum(out.aux.values(), out.loss).backward()
-    for name in sorted(of_mechanisms(model)):
+    for name in sorted(added_parameters(model)):
         grad = model.get_parameter(name).grad
         if grad is None or not grad.any():
             return f"{name} has no gradient"
@@ -213,7 +214,7 @@ def learns(model, plain):
 
 @torch.no_grad()
 def grouped(model, plain):
-    """model: two heads to a key and value. The same as with a copy of these for each head."""
+    """A model whose heads share keys and values in pairs computes what one with a copy for each head does."""
     copies = GPT(replace(model.config, n_kv_head=None)).double().eval()
     weights, c = model.state_dict(), model.config
     for name in [name for name in weights if ".attn.c_attn." in name]:
@@ -222,7 +223,7 @@ def grouped(model, plain):
         k, v = (t.unflatten(0, (c.n_kv_head, -1)).repeat_interleave(c.group, 0).flatten(0, 1) for t in (k, v))
         weights[name] = torch.cat((q, k, v))
     if any(weights[name].shape != t.shape for name, t in copies.state_dict().items()):
-        return None  # a mechanism has tensors for each key and value, too
+        return None  # a mechanism has tensors for each key and value head, of which there are no copies
     copies.load_state_dict(weights)
     idx = tokens(1, 2, T)
     if (off := far(logits_of(model, idx), logits_of(copies, idx))) > 1e-9:
@@ -248,25 +249,24 @@ def dtypes(model, plain):
 
 @torch.no_grad()
 def neutral(model, plain):
-    """model: as it starts, at its neutral setting."""
+    """model: at_neutral(). It gets the weights of the plain GPT."""
     idx = tokens(1, 2, T)
-    with_same = plain.state_dict()
-    model.load_state_dict({**model.state_dict(), **with_same})
+    model.load_state_dict({**model.state_dict(), **plain.state_dict()})
     if (off := far(model(idx).logits, plain(idx).logits)) > 1e-9:
         return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's"
 
 
 def runs(model, plain):
-    """Tried first and shown only where it fails: an error in it would be that of every promise."""
+    """This is tried first, and is in the table only where it fails, since every promise would fail so."""
     if wrong := learns(model, plain):
         return wrong if "loss is not finite" in wrong else None
-    with torch.no_grad():  # some of the text alone may be hit
+    with torch.no_grad():  # all logits, since the loss may be finite without some of them
         if not logits_of(model.eval(), tokens(1, 2, T)).isfinite().all():
             return "the logits are not finite" + HIDDEN * model.changes_scores
 
 
 def acts(model, plain):
-    """With noise on all weights, its own too, and those it shares with the plain GPT as that one has them."""
+    """model: random_model(). It gets the weights of the plain GPT where that has them."""
     weights = model.state_dict()
     shared = {name: t for name, t in plain.state_dict().items()
               if name in weights and weights[name].shape == t.shape}
@@ -277,7 +277,7 @@ def acts(model, plain):
             torch.manual_seed(3)
             out = model.train(training)(idx, tokens(2, 4, LONG), logits=True)
             want = plain.train(training)(idx).logits
-            # a loss of its own acts too, through what is learned from it
+            # a mechanism may act by a loss of its own alone, through what the model learns from it
             if far(out.logits, want) > 1e-9 or any(loss.any() for loss in out.aux.values()):
                 return None
     return (f"it does nothing: with noise on all its parameters the logits of {LONG} tokens are those of the "
@@ -290,8 +290,8 @@ PROMISES = (causal, rows, cache, padding, documents, pruned, learns, dtypes)
 def check(name, flags):
     """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS.
 
-    Where it does not run at all, that alone, once. Where its class says why it has no effect yet, nobody asks
-    whether it acts.
+    Where it does not run at all, there is one such tuple, for "runs". Where its class says why it has no
+    effect, acts is not tried.
     """
     may_be_idle = any(cls.flag in flags and cls.no_effect_because for cls in MECHANISM_CLASSES)
     for recipe in ("gpt2", "modern"):
@@ -317,14 +317,14 @@ def check(name, flags):
         if not GPTConfig(**SIZES, recipe=recipe, n_kv_head=2, **flags).problems():
             wrong = broken(grouped, lambda: random_model(flags, recipe, n_kv_head=2))
             yield name, recipe, "grouped", wrong
-        # it is that of the mode's own flags
+        # a neutral setting belongs to the mode's own flags
         if name in NEUTRAL and all(MECHANISMS[name].get(key) == value for key, value in flags.items()):
             yield name, recipe, "neutral", broken(neutral, lambda: at_neutral(name, flags, recipe),
                                                   random_model({}, recipe))
 
 
 def how_to_declare(flags, recipe):
-    """What to write into a mechanism's class so that its tensors with rows for each head are pruned."""
+    """A hint, in words: what to write into a mechanism's class so that pruning slices its tensors."""
     advice = []
     for cls, (axes, declared_names) in tensors_with_heads(flags, recipe).items():
         if set(axes) <= declared_names:
@@ -341,9 +341,9 @@ def how_to_declare(flags, recipe):
 
 
 def tensors_with_heads(flags, recipe):
-    """{class of a mechanism: ({tensor with rows for each head: HeadAxis}, what its per_head names)}.
+    """{class of a mechanism: ({tensor with rows for each head: HeadAxis}, the names in its per_head)}.
 
-    Which tensors these are is seen from a model of more heads.
+    A tensor has rows for each head if it is larger in a model of more heads.
     """
     sizes = dict(SIZES, recipe=recipe, head_dim=SIZES["n_embd"] // SIZES["n_head"], **flags)
     by_class = {}
@@ -366,12 +366,12 @@ def tensors_with_heads(flags, recipe):
 
 
 def tensors_of(module):
-    """[(name, parameter or buffer)] of a module and what is in it."""
+    """[(name, parameter or buffer)] of a module and its submodules."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 
 def code_of(axis):
-    """A HeadAxis as it is written."""
+    """The Python code of a HeadAxis."""
     details = [f"dim={axis.dim}"] * (axis.dim > 0) + [f"size={axis.size}"] * (axis.size > 1)
     return f"HeadAxis({', '.join(details)})"
 
@@ -387,7 +387,7 @@ def at_neutral(name, flags, recipe):
 
 
 def broken(promise, build, plain=None):
-    """What is wrong with a promise of the model that build() makes, in words; None."""
+    """What is wrong with a promise for the model that build() makes, in words; None: nothing."""
     try:
         return promise(build(), plain)
     except UserError as e:
@@ -400,8 +400,8 @@ def broken(promise, build, plain=None):
 
 
 def at_size(model_config, config):
-    """What is wrong in a new model of these configs, GPTConfig and TrainConfig, in words, or None."""
-    model_config = replace(model_config, vocab_size=256)  # bytes, whatever text a run reads
+    """What causal and rows find in a GPTConfig's model, at a TrainConfig's batch size and dtype, or None."""
+    model_config = replace(model_config, vocab_size=256)  # bytes, since the run's text is not read here
 
     def promise(new, plain):
         return causality.leak_in(new, causality.modes_of(new, config.batch_size, config.dtype), step=0)[0]
@@ -410,7 +410,7 @@ def at_size(model_config, config):
 
 def configs_of(command):
     """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of
-    train.py's Command; but each mechanism is turned on by itself. UserError.
+    train.py's Command, with each of its mechanisms turned on by itself. UserError: a config is invalid.
     """
     named, configs = flags_by_name(), {}
     if not (command.files or "scale" in command.values()):
@@ -429,7 +429,7 @@ def configs_of(command):
 
 
 def main(command):
-    """--check: a table of the promises of the mechanisms that train.py's Command names. UserError: one is
+    """Print a table of the promises of the mechanisms that train.py's Command names. UserError: one is
     broken.
     """
     scale, config, configs = configs_of(command)
@@ -439,7 +439,7 @@ def main(command):
     for name, (model_config, flags) in configs.items():
         tried = [*check(name, flags)]
         results += tried
-        if not any(promise == "runs" for _, _, promise, _ in tried):  # else the same error once more
+        if not any(promise == "runs" for _, _, promise, _ in tried):  # where it runs
             size = f"of {scale}" if scale else "as set"
             results.append((name, size, "causal, rows", at_size(model_config, config)))
     if config.json:
@@ -452,9 +452,8 @@ def main(command):
 
 
 def refuse_broken(variants):
-    """UserError where a mechanism of one's own does not run, does nothing, looks ahead or mixes rows.
-
-    Returns a line for each other promise that is broken, which stops no study.
+    """[a line for each other broken promise]; UserError where a mechanism of one's own does not run, does
+    nothing, looks ahead or mixes rows.
 
     variants: {name: flags}; those that turn a mechanism of one's own on are tried.
     """
@@ -465,7 +464,7 @@ def refuse_broken(variants):
         for _, recipe, promise, wrong in check(name, of_own) if of_own else ():
             if wrong and promise in NEEDED:
                 raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
-            if wrong:  # of two recipes the first is enough
+            if wrong:  # one line is enough where it is broken in both recipes
                 words = f"Note: {name!r} is compared all the same, although {wrong}"
                 notes.setdefault((name, promise), f"{words} (promise {promise!r} of train.py --check)")
     return [*notes.values()]

@@ -18,7 +18,7 @@ from nanoheads.common import ROOT, UserError
 from nanoheads.config import TrainConfig
 from nanoheads.batches import DocumentBatches, PackedBatches, best_fit
 from nanoheads.dataset import Dataset
-from nanoheads.optim import make_optimizers, of_mechanisms
+from nanoheads.optim import make_optimizers, added_parameters
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
 import train
@@ -175,7 +175,7 @@ def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
     main(tuned("start", max_iters=1, adamw_lr=1e-30, min_lr=0, muon_lr=1e-30,
                **{**keys, "mechanism_lr": 1e-30, "skip_lr": 1e-30, "weight_decay": 0}))
     states = {out: checkpoint.read(tmp_path / out / "ckpt.pt") for out in ("frozen", "thawed", "start")}
-    start, added = states["start"]["model"], of_mechanisms(GPT(GPTConfig(**states["start"]["config"])))
+    start, added = states["start"]["model"], added_parameters(GPT(GPTConfig(**states["start"]["config"])))
     assert added == {name for name in start if "sentinel" in name or name.startswith("fuse.")}
     for name, before in start.items():
         assert torch.equal(states["frozen"]["model"][name], before) == (name not in added), name
