@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from nanoheads import threads  # imported before torch: sets how long its threads spin while they wait
+from nanoheads import threads  # before torch, since it sets how long torch's threads spin while they wait
 
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -52,25 +52,25 @@ from nanoheads.timing import mfu
 # ---- a training step, and the loop around it ----
 
 def forward_backward(run, x, y, targets=None, scored=None, positions=None):
-    """Forward and backward on this rank's rows x, y [B, T], a portion of them at a time.
+    """Forward and backward on this rank's rows x, y [B, T], in portions.
 
     targets: {name: [B, T]} of constraint heads, -1 where unknown. scored: how many tokens of this step have a
-    target, over all portions and ranks, where rows differ in that; None: all portions weigh the same.
-    positions [B, T]: those of the tokens in their documents, where rows hold several; else None.
-    Returns {name: 0-dim tensor}, the loss first, then the mechanisms' own terms: means over these rows.
+    target, over all portions and ranks; None: as many in each portion. positions [B, T]: of the tokens in
+    their documents, where rows hold several; else None.
+    Returns {name: 0-dim tensor}, means over these rows: the loss first, then the mechanisms' own losses.
     """
     means = {}
     for i, (x_part, y_part) in enumerate(zip(x.chunk(run.portions), y.chunk(run.portions))):
         if run.replays_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        more = for_constraint_heads(run, x_part, targets, i)
+        arguments = for_constraint_heads(run, x_part, targets, i)
         if positions is not None:
-            more["positions"] = positions.chunk(run.portions)[i]
+            arguments["positions"] = positions.chunk(run.portions)[i]
         with run.autocast:
-            out = run.forward(x_part, y_part, **more)
+            out = run.forward(x_part, y_part, **arguments)
         terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in out.aux.items()}}
-        # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch: so
-        # divide by the number of portions or, where they differ in tokens, weigh each one by its tokens
+        # the loss is a mean over this portion's tokens, and the gradient is that of the mean over the whole
+        # batch: divide by the number of portions or, where they differ in tokens, weigh each by its tokens
         divisor = run.portions if scored is None else scored / ((y_part != -1).sum() * run.process.world)
         run.scaler.scale(sum(terms.values()) / divisor).backward()
         for name, term in terms.items():
@@ -79,14 +79,15 @@ def forward_backward(run, x, y, targets=None, scored=None, positions=None):
 
 
 def training_step(run, x, y, targets=None, scored=None, positions=None):
-    """One update of the weights; the arguments and what is returned are those of forward_backward().
+    """One update of the weights. It takes and returns what forward_backward() does, with clipping also the
+    gradient's norm.
 
-    Nothing here waits for a GPU, except that float16 has to see whether its gradients overflowed.
+    Nothing here waits for a GPU, except that with float16 it has to know whether the gradients overflowed.
     """
     config, model = run.config, run.model
 
-    # learning rates and the seed of all randomness follow from the step's number, so a resumed run draws the
-    # same dropout masks as one that was never stopped
+    # learning rates and the seed of all randomness depend on the step's number alone, so that a resumed run
+    # draws the same dropout masks as one that was never stopped
     multiplier = lr_multiplier(run.step, config)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -100,7 +101,7 @@ def training_step(run, x, y, targets=None, scored=None, positions=None):
     means = forward_backward(run, x, y, targets, scored, positions)
     run.process.average_gradients(model.parameters())
 
-    # clip; float16 needs the norm without clipping too, since it shows an overflow
+    # clip; with float16 the norm is needed without clipping too, since it shows an overflow
     optimizers = [optimizer for optimizer in run.optimizers if has_gradients(optimizer)]
     overflow = False
     if config.grad_clip or run.scaler.is_enabled():
@@ -110,7 +111,7 @@ def training_step(run, x, y, targets=None, scored=None, positions=None):
         overflow = run.scaler.is_enabled() and not means["grad_norm"].isfinite()
 
     # update: all optimizers, or none of them where float16 overflowed. In other dtypes a NaN does reach the
-    # weights here; read_values() and save_checkpoint() end the run before any of it is saved
+    # weights here, and read_values() or save_checkpoint() ends the run before any of it is saved
     if not overflow:
         for optimizer in optimizers:
             run.scaler.step(optimizer)
@@ -120,7 +121,7 @@ def training_step(run, x, y, targets=None, scored=None, positions=None):
 
 
 def loop(run):
-    """Train until max_iters, until patience is at its end, or until a rank is asked to stop."""
+    """Train until max_iters, patience or task_enough ends the run, or a signal stops it."""
     config, stop = run.config, run.process.stop
     run.timed_from = run.step, time.perf_counter()
     batch = batch_at(run, run.step)
@@ -150,8 +151,8 @@ def loop(run):
         if run.step < config.max_iters:
             batch = batch_at(run, run.step)
 
-        # read what the step computed where it is logged, and before an evaluation, a save or an action of an
-        # extension (such as dynamic heads, docs/heads.md); only here do we wait for a GPU. All ranks must
+        # read what the step computed, where it is logged and before an evaluation, a save or an action of an
+        # extension (such as dynamic heads, docs/heads.md). Only here do we wait for a GPU. All ranks have to
         # read in the same step, so with several of them a signal to stop waits for the next such step
         logging, saving = run.is_due(config.log_interval), run.is_due(config.save_interval)
         acting = any(run.is_due(actor.interval) for actor in run.acting.values())
@@ -166,7 +167,7 @@ def loop(run):
         if run.profile and run.profile.is_done():
             write_profile(run)
 
-        # log and save, also before the last evaluation: that may be killed before it saves once more
+        # log and save, also before the last evaluation, in which the run may be killed
         if logging:
             log_step(run, values)
         run.bar.update(1)
@@ -185,7 +186,7 @@ def loop(run):
 
 
 def read_values(run, means, stop_asked):
-    """({name: value} of the step just made, means over ranks; whether any rank has been asked to stop).
+    """({name: value} of the last step, means over ranks; whether any rank has been asked to stop).
 
     UserError where a value is not finite. A float16 run goes on after an overflow of its gradients.
     """
@@ -200,10 +201,10 @@ def read_values(run, means, stop_asked):
     return values, stops > 0
 
 
-# ---- the parts of a step that have a name ----
+# ---- the parts of a step ----
 
 def for_constraint_heads(run, x, targets, i):
-    """The model's arguments for what constraint heads are trained on, of the i-th portion x [B, T]."""
+    """The model's arguments with targets and teacher of constraint heads, for the i-th portion x [B, T]."""
     arguments = {}
     if targets:
         arguments["constraint_targets"] = {name: t.chunk(run.portions)[i] for name, t in targets.items()}
@@ -213,24 +214,24 @@ def for_constraint_heads(run, x, targets, i):
 
 
 def is_frozen(config, step):
-    """Whether what no mechanism adds stays as it is in a step: freeze_trunk, before thaw_from."""
+    """Whether the trunk, which is what no mechanism adds, is frozen in a step."""
     return config.freeze_trunk and (config.thaw_from is None or step < config.thaw_from)
 
 
 def freeze_or_thaw(run):
-    """Freeze all parameters but those that mechanisms add; from step thaw_from on, let all learn again."""
+    """Freeze all parameters but those that mechanisms add, or from step thaw_from on, thaw them."""
     frozen = is_frozen(run.config, run.step)
     for p, role in roles(run.model).items():
         p.requires_grad_(not frozen or role.added)
 
 
 def has_gradients(optimizer):
-    """Whether an optimizer has anything to do: one of the blocks' matrices has not while they are frozen."""
+    """Whether an optimizer has a gradient to step by. Muon may have none while the trunk is frozen."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def clear_gradients(run):
-    """Forget the gradients. CUDA graphs add theirs to what is there, so there they become zeros in place."""
+    """Clear the gradients. CUDA graphs add to the tensors that are there, so with them these become 0."""
     for p in run.model.parameters():
         if not run.replays_graphs:
             p.grad = None
@@ -239,7 +240,7 @@ def clear_gradients(run):
 
 
 def end_stopped(run, name):
-    """End this process after a signal of that name (None: to another rank), all ranks in the same step."""
+    """End this process after a signal of that name (None: another rank got one), with all other ranks."""
     run.process.barrier()
     by = "what read its output, which is gone" if name == "SIGPIPE" else name or "a signal to another rank"
     line = f"stopped by {by} at step {run.step:,}: saved {run.out_dir / 'ckpt.pt'}; go on with --resume"
@@ -253,9 +254,9 @@ def end_stopped(run, name):
 def batch_at(run, step):
     """(x, y, targets, scored, positions) of the batch at `step`, as training_step() takes them.
 
-    x and y [B, T] are this rank's rows, on their way to the device; targets are those of its constraint
-    heads, {name: [B, T]} for the tokens of x, or None; scored is None unless rows differ in their number of
-    tokens with an answer (documents, tasks); positions is None unless rows hold several documents.
+    x and y [B, T] are this rank's rows, on their way to the device. targets are those of constraint heads,
+    {name: [B, T]} for the tokens of x, or None. scored is None unless rows differ in how many tokens have a
+    target (documents, tasks). positions is None unless rows hold several documents.
     """
     batches, process = run.batches, run.process
     if run.config.task:
@@ -282,15 +283,15 @@ def send(t, process):
 # ---- evaluation, log and checkpoints ----
 
 def evaluate_splits(run):
-    """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share.
+    """A row of log.jsonl: train and val loss on fixed tokens, without dropout. Every rank scores its share.
 
-    val_bpb takes a token to have as many bytes as the mean token of the whole split. With eval_tokens below
-    that, and tokens of unequal length, `evaluate.py --tokens` counts the bytes of what it scores.
+    val_bpb counts each token with the bytes of the mean token of the whole split. That is inexact where
+    eval_tokens is less than the split; `evaluate.py --tokens` counts the bytes of what it scores.
     """
     process, dataset = run.process, run.dataset
     row = dict(step=run.step, tokens=run.tokens(run.step))
     if run.config.task:
-        return {**row, **of_task(run), "elapsed_s": round(run.elapsed_s, 3)}
+        return {**row, **evaluate_task(run), "elapsed_s": round(run.elapsed_s, 3)}
     for split in ("train", "val"):
         share = score(run.model, dataset, split, rank=process.rank, world=process.world,
                       max_tokens=run.config.eval_tokens or dataset.splits["val"]["tokens"],
@@ -302,9 +303,9 @@ def evaluate_splits(run):
     return {**row, **critic_metrics(run.model, dataset, "val")}
 
 
-def of_task(run):
-    """What an evaluation says of a task: val_loss in nats an answer, val_acc the mean over levels of the
-    share of answers that are right, acc/<level> that share; every rank scores its share of the rows.
+def evaluate_task(run):
+    """The values of an evaluation on a task: val_loss in nats per answer, acc/<level> the share of right
+    answers at each level, and val_acc the mean of these. Every rank scores its share of the rows.
     """
     process = run.process
     share = tasks.score_levels(run.model, run.dataset, "val", rank=process.rank, world=process.world,
@@ -315,6 +316,7 @@ def of_task(run):
 
 
 def eval_line(row):
+    """A row of evaluate_splits() as a line."""
     if "val_acc" in row:
         levels = "  ".join(f"{level}: {right:.3f}" for level, right in tasks.level_shares(row).items())
         return (f"step {row['step']:>7,}   val {row['val_loss']:.4f} nats/answer   "
@@ -325,7 +327,7 @@ def eval_line(row):
 
 
 def log_eval(run):
-    """The last evaluation, into the log, onto the bar and as a line."""
+    """Write the last evaluation into the log, onto the bar and as a line."""
     if run.log:
         run.log.write(run.last_eval)
     if run.config.task:
@@ -336,10 +338,10 @@ def log_eval(run):
 
 
 def count_time(run, seconds):
-    """Add the time of a step just made to elapsed_s.
+    """Add the time of the last step to elapsed_s.
 
-    The time of a step that compiled a graph goes into compile_s. For elapsed_s it is taken to be as long as
-    the next step that compiled none.
+    The time of a step that compiled a graph goes into compile_s, and elapsed_s counts it as long as the next
+    step that compiled none.
     """
     so_far = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.compiled else 0
     if so_far != run.compiled_graphs:
@@ -353,12 +355,12 @@ def count_time(run, seconds):
 
 
 def log_step(run, values):
-    """The values of the step just made as a row of the log, on the bar, and as a line above it."""
+    """Write the values of the last step as a row of the log, onto the bar, and as a line above it."""
     if not run.log:
         return
     config, now = run.config, time.perf_counter()
     since_step, since = run.timed_from
-    if run.step > since_step:  # else nothing was done since but compilation
+    if run.step > since_step:  # else all steps since then were compilation
         run.speed = (run.tokens(run.step) - run.tokens(since_step)) / (now - since)
         run.timed_from = run.step, now
     rates = rates_at(config, run.step - 1)
@@ -384,7 +386,7 @@ def log_step(run, values):
 
 
 def write_profile(run):
-    """The trace of the steps of `profile` into the run's folder, what it comes to as lines."""
+    """Write the trace of the recorded steps into the run's folder, and print its summary."""
     path = run.out_dir / "trace.json"
     run.process.print0(run.profile.write(path))
     run.process.print0(f"trace, for chrome://tracing or ui.perfetto.dev: {path}")
@@ -393,7 +395,7 @@ def write_profile(run):
 
 
 def open_bar(run, closing):
-    """The bar of a run's steps, which `closing` closes; shown on the first rank's terminal alone."""
+    """Make the progress bar, which `closing` closes; it is shown on the first rank's terminal alone."""
     shown = run.process.rank == 0 and sys.stderr.isatty()
     run.bar = tqdm(total=run.config.max_iters, initial=run.step, unit="step", dynamic_ncols=True,
                    disable=not shown)
@@ -403,8 +405,8 @@ def open_bar(run, closing):
 def save_checkpoint(run, name, resumable=True):
     """Write out_dir/name, from the first rank alone. UserError where the weights are not finite.
 
-    resumable: with the states of optimizers, scaler and extensions, as ckpt.pt; best.pt is the model alone,
-    as it was scored.
+    resumable: with the states of optimizers, scaler and extensions, for ckpt.pt. best.pt has none, and the
+    weights of scored_model().
     """
     if run.process.rank:
         return
@@ -416,8 +418,8 @@ def save_checkpoint(run, name, resumable=True):
     content.update({key: getattr(run, key) for key in checkpoint.PROGRESS})
     if run.model.config.own:
         from nanoheads import own_mechanism
-        if mine := own_mechanism.record(run.model.config):
-            content["own_mechanism"] = mine
+        if record := own_mechanism.record(run.model.config):
+            content["own_mechanism"] = record
     if resumable:
         content["optimizers"] = [optimizer.state_dict() for optimizer in run.optimizers]
         content["scaler"] = run.scaler.state_dict()
@@ -431,17 +433,17 @@ def save_checkpoint(run, name, resumable=True):
 
 @dataclass
 class Run:
-    """A run, and how far it is."""
+    """A run: its configs, model and data, how far it is, and what its steps need."""
     config: TrainConfig              # every key has its value
     model: GPT                       # never compiled, never wrapped
     dataset: Dataset | tasks.TaskData
     process: Process
     asked: dict = field(default_factory=dict)  # what was set for it, for config.json: start.settings_of()
-    # checkpoint.PROGRESS
+    # progress, which checkpoints save: checkpoint.PROGRESS
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
     evals_since_best: int = 0        # evaluations since the one with that loss
-    elapsed_s: float = 0.0           # in training steps, over all launches, compilation aside
+    elapsed_s: float = 0.0           # in training steps, over all launches, without compilation
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
     # what a step needs: see make_ready() and set_up()
@@ -477,11 +479,11 @@ class Run:
         return self.step % interval == 0 or self.step == self.config.max_iters
 
     def between_steps(self):
-        """Let extensions act after a step; whether parameters of the model came or went."""
+        """Let extensions act after a step. Returns whether the model gained or lost parameters."""
         return any([actor.step(self) for actor in self.acting.values()])
 
     def scored_model(self):
-        """The model as it is scored, with what extensions have set beside its weights worked into them."""
+        """A model that computes the same by its weights alone, for best.pt: see Extension."""
         model = self.model
         for actor in self.acting.values():
             model = actor.as_scored(model)
@@ -501,7 +503,7 @@ class Run:
         return None
 
     def end_line(self):
-        """By what it ended, and its best loss."""
+        """A line that says what ended the run, and its best loss."""
         return (f"ended at step {self.step:,} by {self.ended_by}={getattr(self.config, self.ended_by):,}, "
                 f"best val loss {self.best_val_loss:.4f} nats")
 
@@ -524,7 +526,7 @@ def set_up(run):
         what = "is not compiled" if process.kind == "cuda" else f"is on {process.kind}"
         raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run {what}: "
                         "use compile_mode=default")
-    # an optimizer's step is compiled on a GPU alone: on a CPU the last bits would be others
+    # an optimizer's step is compiled on a GPU only, since on a CPU that would change the last bits
     run.optimizers = make_optimizers(model, config, process.rank, process.world,
                                      run.compiled and process.kind == "cuda")
     run.dtype, run.autocast = precision(config.dtype, process.kind)
@@ -542,7 +544,8 @@ def set_up(run):
 
 
 def set_up_again(run):
-    """set_up() after parameters came or went; the optimizers go on with the moments of what is left."""
+    """set_up() after parameters came or went. New optimizers take the moments of the parameters that stayed.
+    """
     before = run.optimizers
     set_up(run)
     carry_moments(before, run.optimizers)
@@ -559,7 +562,7 @@ def ready_to_step(model, config, process=Process()):
 
 
 def make_ready(run, state):
-    """Make all that a run's steps need, and give it what was saved of it; state: the read checkpoint, or {}.
+    """Make all that a run's steps need, and load its saved state. state: the read checkpoint, or {}.
 
     UserError where the data, the labels, the teacher or what was saved do not fit the model.
     """
@@ -584,7 +587,8 @@ def make_ready(run, state):
 
 
 def targets_of(run):
-    """The labels of a text that constraint heads are trained on. UserError: there are none of either."""
+    """The Targets of constraint heads, from labels of the text. UserError: there are no such heads or labels.
+    """
     labels, names = run.config.labels, run.model.config.constraint_names
     if not names:
         raise UserError(f"labels={labels!r} is for constraint heads, and {run.config.init_from} has none")
@@ -628,7 +632,7 @@ def evaluate_once(run):
 
 
 def write_result(run):
-    """What a run that did what was asked has come to, into the file of --json, from the first rank alone.
+    """Write the result of a run into the file of --json, from the first rank alone.
 
     val_bpb is that of the last evaluation in bits per byte, best_val_loss the lowest in nats a token.
     """
@@ -639,7 +643,7 @@ def write_result(run):
 
 
 def print_run(run):
-    """What is trained on what, before the first step."""
+    """Print, before the first step, what is trained on which data, and how."""
     config, process, targets = run.config, run.process, run.targets
     steps = plural(config.max_iters, "step")
     if run.step:
@@ -674,7 +678,7 @@ def device_name(process):
 
 
 def open_run(run, closing):
-    """Make the run's folder with config.json, its log and its bar, and print what is trained on what.
+    """Make the run's folder with config.json, its log and its bar, and print_run().
 
     closing: the ExitStack that closes them, and puts signal handlers back.
     """
@@ -706,12 +710,12 @@ def open_run(run, closing):
 
 
 def batches_of(run):
-    """The training batches of a run. UserError where the data has not enough for one."""
+    """The training batches of a run. UserError where the data is too short for one."""
     c, config = run.model.config, run.config
     which = run.dataset, "train", c.block_size, config.batch_size * config.grad_accum, c.seed
     if config.task:
         return tasks.TaskBatches(run.dataset, config.batch_size * config.grad_accum, c.seed)
-    run.dataset.tokens("val")  # what is wrong with it is said now, not at an evaluation hours from here
+    run.dataset.tokens("val")  # raises now if it is damaged, and not in an evaluation hours from here
     if not config.documents:
         return Batches(*which)
     if config.documents_packed:

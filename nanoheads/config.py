@@ -14,14 +14,14 @@ from nanoheads.optim import CUDA_GRAPHS, OPTIMIZERS, TUNED, added_parameters
 from nanoheads.tasks import TaskConfig, TaskData
 
 
-# (flag of a mechanism, its key that weighs a mean over all tokens of a row, padding included)
+# (flag of a mechanism, its weight of a loss that is a mean over all tokens of a row, padding included)
 MEANS_OVER_ROWS = (("routing", "routing_coef"), ("constraint_names", "constraint_sparsity_coef"),
                    ("constraint_names", "constraint_entropy_coef"))
 
 
 @dataclass
 class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values()), TaskConfig):
-    """The keys of training that need nothing beside the core; TrainConfig, below, has all keys."""
+    """The keys of training that the core itself has; TrainConfig, below, has those of extensions too."""
 
     of_recipe = (*TUNED,)  # the keys that a scale sets for its own recipe alone
 
@@ -120,7 +120,7 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
 
     def __post_init__(self):
         if self.out_dir is None:
-            self.out_dir = "out/gpt"  # the configurator knows better, from the names
+            self.out_dir = "out/gpt"  # start.configure() chooses a better name
 
     def for_recipe(self, recipe):
         """A copy in which every key has a value: what was None follows from recipe and optimizer."""
@@ -143,7 +143,7 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
             c.warmup_iters = end // 10
         return c
 
-    def of_task(self):
+    def task_flags(self):
         """{key: value} of the flags of a task, see tasks.TaskConfig."""
         return {f.name: getattr(self, f.name) for f in fields(TaskConfig)}
 
@@ -174,7 +174,7 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
                        f"{self.documents} has rows of several widths")
         if self.documents and (self.labels or self.teacher):
             bad.append(f"documents={self.documents} has rows without labels or a teacher: leave those out")
-        for key, value in self.of_task().items():
+        for key, value in self.task_flags().items():
             if value not in (None, TaskConfig.__dataclass_fields__[key].default) and not self.task:
                 bad.append(f"{key}={value!r} means nothing without task")
         for key in ("documents", "labels"):
@@ -206,13 +206,14 @@ def trained_with(flags, path):
 
 def data_of(config, block_size):
     """What a run is trained on: the rows of its task, or else its dataset. UserError."""
-    return TaskData(config.of_task(), block_size) if config.task else Dataset(config.dataset)
+    return TaskData(config.task_flags(), block_size) if config.task else Dataset(config.dataset)
 
 
 # ---- what does not go together ----
 
 def check_configs(model_config, config):
-    """UserError: what is wrong with each of both configs, or else with both together, as lines."""
+    """UserError with a line for each thing that is wrong with one of the configs, or else with both together.
+    """
     bad = [*model_config.problems(), *config.problems()]
     if config.init_from and any("means nothing while" in problem for problem in bad):
         bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
@@ -229,13 +230,14 @@ def check_configs(model_config, config):
 
 
 def check_data(model_config, config, data):
-    """UserError: what a new model is to learn from its data, a Dataset or TaskData, and cannot, as lines."""
+    """UserError with a line for each reason why a new model cannot learn from its Dataset or TaskData."""
     bad = []
     if (model_config.vocab_size or data.vocab_size) < data.vocab_size:
         bad.append(f"vocab_size={model_config.vocab_size} is smaller than {data.meta['name']}'s "
                    f"{data.vocab_size:,}")
     if config.task and data.length > model_config.block_size:
         bad.append(f"task_length={data.length} must be at most block_size={model_config.block_size}")
+    # of train and of val, in pieces of block_size
     for split, pieces in () if config.task else (("train", 2), ("val", 1)):
         try:
             data.need(split, pieces * model_config.block_size, model_config.block_size)
@@ -251,7 +253,7 @@ def refuse(problems):
 
 
 def training_problems(model_config, config):
-    """What is wrong with a GPTConfig beside a TrainConfig, as sentences; also what extensions find."""
+    """What does not go together of a GPTConfig and a TrainConfig, extensions' keys too, as sentences."""
     checks = [*(extension.problems for extension in EXTENSIONS), constraint_conflicts, skip_conflicts]
     bad = [problem for check in checks for problem in check(model_config, config)]
     if model_config.agency_learned and not config.acts_between_steps:
@@ -261,7 +263,7 @@ def training_problems(model_config, config):
 
 
 def constraint_conflicts(model, training):
-    """Yield what does not go together of constraint heads and what they are trained on."""
+    """Yield what does not go together of the flags of constraint heads and their labels or teacher."""
     if not model.constraint_names:
         for key in ("labels", "teacher"):
             if getattr(training, key) and not training.init_from:  # a checkpoint may bring them
@@ -284,7 +286,7 @@ def constraint_conflicts(model, training):
 
 
 def skip_conflicts(model, training):
-    """Yield what does not go together of the steps in which U-Net skips begin and a run's steps."""
+    """Yield what does not go together of the steps in which U-Net skips begin and the run's steps."""
     if not model.unet:
         return
     if model.unet_from >= training.max_iters:
@@ -296,7 +298,7 @@ def skip_conflicts(model, training):
 
 
 def check_model(model, config):
-    """UserError where a model, wherever it comes from, has no use for what is asked of its training."""
+    """UserError where a model, new or from a checkpoint, cannot be trained as a TrainConfig says."""
     bad, c = [], model.config
     if config.skip_lr and not c.unet:
         bad.append(f"skip_lr={config.skip_lr:g} is of U-Net skips, and the model has none")
@@ -317,7 +319,7 @@ def check_model(model, config):
 
 
 def trained_alone(model):
-    """Names of the parameters that are trained while the trunk is frozen."""
+    """Names of the parameters that freeze_trunk=True leaves to train."""
     c = model.config
     skips_are_off = c.unet and not c.unet_skips
     return {name for name in added_parameters(model) if not (skips_are_off and name.startswith("fuse."))}
@@ -326,11 +328,10 @@ def trained_alone(model):
 # ---- the command line's `mechanism` ----
 
 def flags_by_name():
-    """{name: flags} that `mechanism` chooses from: model.MECHANISMS and all_on.
+    """{name: flags} that `mechanism` chooses from: model.MECHANISMS and all_on, with keys of extensions.
 
-    A scale may have dropout, and some mechanisms have no kernel for it on the attention weights: their names
-    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0. The name of learned
-    agency has its heads measured.
+    A scale may have dropout, and some mechanisms have no kernel for it on the attention weights. Their names
+    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0.
     """
     named = {**MECHANISMS, "all_on": ALL_ON}
     for name, flags in named.items():
@@ -351,7 +352,7 @@ def with_extensions(flags):
 
 
 def note_on_warmup(config):
-    """What becomes of a warm-up as long as the whole schedule, as that of a longer run is; else None."""
+    """A line that says how a warm-up changes which is as long as the whole schedule; else None."""
     end = config.lr_decay_iters or config.max_iters
     if config.warmup_iters and config.warmup_iters >= end:
         first = f"rises in the first {end // 10:,} steps instead" if end >= 20 else "does not rise first"
@@ -360,7 +361,9 @@ def note_on_warmup(config):
 
 
 def note_on_dropout(model_config):
-    """What to compare with, where a mechanism takes a model's dropout on the attention weights; else None."""
+    """A line that says what to compare with, where a mechanism turned dropout on the attention weights off;
+    else None.
+    """
     if model_config.attn_dropout == 0 and replace(model_config, attn_dropout=None).problems():
         return ("no dropout on the attention weights, for which there is no fused kernel here: "
                 "the plain GPT to compare with is the one with --attn_dropout=0")
