@@ -120,21 +120,21 @@ def chunks(columns, width):
     return [[" ".join(words) for words in zip(*block)] for block in [*blocks, block]]
 
 
-def row_of_task(names, row, wanted, answers, width):
-    """A row of a task as text: its tokens, below them what is wanted and each checkpoint's answers.
+def row_of_task(names, row, targets, answers, width):
+    """A row of a task as text: its tokens, below them the right answers and each checkpoint's answers.
 
-    wanted, answers [of each checkpoint]: see task_scores.rows_with_answers(). Behind a wrong one is a "!".
+    targets, answers [of each checkpoint]: see task_scores.rows_with_answers(). Behind a wrong one is a "!".
     """
     labels = ["", "wanted", *names]
     label_width = max(map(len, labels))
-    places = [i for i, word in enumerate(wanted) if word is not None]
-    n_right = [sum(run_answers[i] == wanted[i] for i in places) for run_answers in answers]
+    places = [i for i, word in enumerate(targets) if word is not None]
+    n_right = [sum(run_answers[i] == targets[i] for i in places) for run_answers in answers]
     columns = []
     for i, token in enumerate(row):
         cells = [""] * len(answers)
         if i in places:
-            cells = [run_answers[i] + ("" if run_answers[i] == wanted[i] else "!") for run_answers in answers]
-        columns.append([token, wanted[i] or "", *cells])
+            cells = [run_answers[i] + "!" * (run_answers[i] != targets[i]) for run_answers in answers]
+        columns.append([token, targets[i] or "", *cells])
     lines, ends = [], {}
     for block in chunks(columns, max(1, width - label_width)):
         for label, line in zip(labels, block):
@@ -162,11 +162,11 @@ def run_task(args):
     names, width, results = [run.name for run in runs], shutil.get_terminal_size((120, 40)).columns, []
     for level in levels:
         rows = task_scores.rows_with_answers(runs, level, length, args.split, n, args.seed)
-        for number, (row, wanted, answers) in enumerate(rows, 1):
+        for number, (row, targets, answers) in enumerate(rows, 1):
             which = f", row {number}" if n > 1 else ""
             say(f"==== {data.name}, {level} {data.task.unit}{which} ====",
-                row_of_task(names, row, wanted, answers, width), "")
-            results.append(dict(level=level, row=row, wanted=wanted, answers=dict(zip(names, answers))))
+                row_of_task(names, row, targets, answers, width), "")
+            results.append(dict(level=level, row=row, wanted=targets, answers=dict(zip(names, answers))))
     if out:
         write_json(out, results)
     if files:

@@ -132,7 +132,7 @@ def legend_of(study, comparisons, rows, letters):
                           for c, resources in limits if not resources}
     entries = [(verdict, colours_of_verdict[verdict]) for verdict in MEANING if verdict in colours_of_verdict]
     if limited := [(c, resources) for c, resources in limits if resources]:
-        resources = dict.fromkeys(resource for _, own in limited for resource in own)
+        resources = dict.fromkeys(resource for _, names in limited for resource in names)
         entries.insert(int("better" in colours_of_verdict), (f"better{BUT}{join_words(resources, 'or')}",
                                                              colours_of(study, comparisons, limited[0][0])))
     interim = INTERIM * (not study.finished)

@@ -221,9 +221,9 @@ class Planner:
                            for factors in itertools.product(FACTORS, FACTORS)
                            if factors[0] == 1 or own_rate in model.groups()}
             runs[name] = {}
-            for (own, rest), rates in grids[name].items():
-                words = f"{name}, matrices x {own:g}, rest x {rest:g}"
-                runs[name][own, rest] = [
+            for (own_factor, other_factor), rates in grids[name].items():
+                words = f"{name}, matrices x {own_factor:g}, rest x {other_factor:g}"
+                runs[name][own_factor, other_factor] = [
                     self.run("tune", self.models.with_rates(model, rates), seed, "val", words)
                     for seed in seeds]
         all_runs = [run for by_factors in runs.values() for seed_runs in by_factors.values()
@@ -332,7 +332,7 @@ class Planner:
         for pair in pairs:
             if pair.variant in variants and pair.baseline == PLAIN:
                 first = Pair(pair.variant, PLAIN, pair.texts[:1])
-                if any(self.seems_better(each, scores) for each in dict.fromkeys((first, pair))):
+                if any(self.seems_better(candidate, scores) for candidate in dict.fromkeys((first, pair))):
                     better_pairs.append(pair)
         return better_pairs
 
@@ -408,8 +408,9 @@ def best_candidates(scores):
 
 def factors_by_group(factors, groups, own_rate):
     """{group: factor} of a pair of factors: of the optimizer's own rate, and of all other learning rates."""
-    own, rest = factors
-    return {group: own if group == own_rate else rest for group in groups if group in PEAK_RATES}
+    own_factor, other_factor = factors
+    return {group: own_factor if group == own_rate else other_factor
+            for group in groups if group in PEAK_RATES}
 
 
 def best_pair(runs, outcomes):

@@ -156,9 +156,9 @@ def start(run, slots, gpu):
 
 def command_of(run):
     """The command that trains a Run. It names the files of one's own that may be run for it."""
-    mine = run.spec["train"].get("own_mechanism")
+    mechanism_file = run.spec["train"].get("own_mechanism")
     return [sys.executable, str(ROOT / "train.py"), "--trial", str(trial.folder_of(run)), trial.WITH_PARENT,
-            *([f"--mechanism={mine}"] if mine else [])]
+            *([f"--mechanism={mechanism_file}"] if mechanism_file else [])]
 
 
 def stop(processes):

@@ -221,7 +221,7 @@ class Study:
 
     def variant(self, name):
         """The Variant of this name."""
-        return next(each for each in self.variants if each.name == name)
+        return next(variant for variant in self.variants if variant.name == name)
 
     @property
     def finished(self):

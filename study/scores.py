@@ -42,7 +42,7 @@ def score_follows(result):
     if result.nats is None:  # of another program
         return True
     if result.levels:
-        score = sum(right / asked for _, right, asked in result.levels.values()) / len(result.levels)
+        score = sum(n_right / n_asked for _, n_right, n_asked in result.levels.values()) / len(result.levels)
     else:
         score = result.nats / math.log(2) / result.bytes
     return math.isclose(result.score, score, rel_tol=1e-9)
