@@ -90,8 +90,8 @@ class Command(NamedTuple):
     def keys(self):
         """{key: Key} that may be set here; where it trains, also by the names that others have for them."""
         keys = keys_of(self.classes)
-        theirs = {name: Key(t, None, "") for name, (t, _) in other_names.NAMES.items()}
-        return {**theirs, **keys} if "optimizer" in keys else keys
+        other_keys = {name: Key(t, None, "") for name, (t, _) in other_names.NAMES.items()}
+        return {**other_keys, **keys} if "optimizer" in keys else keys
 
     def values(self):
         """{key: value} of all that is set. UserError: a key is unknown, or a value of another type."""

@@ -24,14 +24,14 @@ def portions(chunks, x, vocab_size):
     return max(1, math.ceil(tokens * vocab_size * product_dtype(x).itemsize / MAX_LOGIT_BYTES))
 
 
-def discounted_return(r, scored, gamma, positions=None):
-    """G_t = sum_k gamma^k r_(t+k) / sum_k gamma^k over the `scored` tokens that are left, [B, T].
+def discounted_return(r, is_scored, gamma, positions=None):
+    """G_t = sum_k gamma^k r_(t+k) / sum_k gamma^k over the tokens that are left and `is_scored`, [B, T].
 
     That is (1 - gamma) sum_k gamma^k r_(t+k), the weights beyond the text's end shared out among the rest.
     positions [B, T]: tokens of its document before each token, where a row has several documents; a return
     ends with its own. The sums are made by doubling steps: log2(T) passes and no T x T matrix.
     """
-    sums, step = torch.stack((r * scored, scored.to(r.dtype))), 1
+    sums, step = torch.stack((r * is_scored, is_scored.to(r.dtype))), 1
     while step < r.size(1):
         later = sums[..., step:]
         if positions is not None:
@@ -66,25 +66,26 @@ def label_losses(scores, targets, coefs=None, focal=0.0, positive=1.0):
     return terms
 
 
-def distance_to_teacher(ours, theirs, by):
+def distance_to_teacher(scores, teacher_scores, by):
     """The distance of scores or outputs from a teacher's, both any shape.
 
     kl: of the teacher's probabilities to these, nats a token; huber: of the values.
     """
     if by == "huber":
-        return F.huber_loss(ours, theirs)
-    p = theirs.sigmoid()
-    return F.binary_cross_entropy_with_logits(ours, p) - F.binary_cross_entropy_with_logits(theirs, p)
+        return F.huber_loss(scores, teacher_scores)
+    p = teacher_scores.sigmoid()
+    entropy = F.binary_cross_entropy_with_logits(teacher_scores, p)
+    return F.binary_cross_entropy_with_logits(scores, p) - entropy
 
 
-def distance_to_features(ours, theirs, by):
+def distance_to_features(features, teacher_features, by):
     """The distance of features from a teacher's, both [B, T, C].
 
     kl: of the softmax over the teacher's features to that over these, nats a token; huber: of the values.
     """
     if by == "huber":
-        return F.huber_loss(ours, theirs)
-    log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+        return F.huber_loss(features, teacher_features)
+    log_p, log_q = teacher_features.log_softmax(-1), features.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 

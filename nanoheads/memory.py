@@ -124,8 +124,8 @@ def advising(config):
     except Exception as e:
         if not ran_out_of_memory(e):
             raise
-        less = advice(config, int(os.environ.get("WORLD_SIZE", 1)))
-        raise UserError(f"out of memory; {less}; a model that is too large itself needs a lower n_embd, "
+        hint = advice(config, int(os.environ.get("WORLD_SIZE", 1)))
+        raise UserError(f"out of memory; {hint}; a model that is too large itself needs a lower n_embd, "
                         "n_layer or vocab_size") from None
 
 
@@ -140,8 +140,8 @@ def advice(config, world, share=None):
     share: of today's rows, what would fit; None: not known, then the next smaller number is named.
     """
     rows, sequences = rows_at_once(config, world), config.batch_size * config.grad_accum
-    most = rows - 1 if share is None else min(rows - 1, int(share * rows))
-    smaller = (n for n in range(most, max(0, most - 10**6), -1)  # a million rows are beyond all memory
+    largest = rows - 1 if share is None else min(rows - 1, int(share * rows))
+    smaller = (n for n in range(largest, max(0, largest - 10**6), -1)  # a million rows are beyond all memory
                if sequences % n == 0 and sequences // n % world == 0)
     if n := next(smaller, None):
         return f"--batch_size={n} --grad_accum={sequences // n} makes the same step in less"

@@ -66,16 +66,16 @@ def translate(values, all_values):
 
     values: {any name: value}. all_values: {key: value} of all keys, with their defaults.
     """
-    ours, lines = {}, []
+    translated, lines = {}, []
     for name, value in values.items():
         if name not in NAMES and not (name == "init_from" and value in ("scratch", "resume")):
-            ours[name] = value
+            translated[name] = value
             continue
         translated_values, words = meaning(name, value, values, all_values)
-        ours.update(translated_values)
+        translated.update(translated_values)
         what = ", ".join(f"{key}={setting}" for key, setting in translated_values.items()) or "nothing here"
         lines.append(f"{name}={value} sets {what}{words and f': {words}'}")
-    return ours, lines
+    return translated, lines
 
 
 def meaning(name, value, values, all_values):

@@ -58,17 +58,17 @@ def teacher_of(config, model, device):
         return teacher
     state = checkpoint.read(config.teacher)
     teacher = checkpoint.build(state, config.teacher, device).requires_grad_(False)
-    ours, theirs = c, teacher.config
+    teacher_config = teacher.config
     heads, their_heads = constraint_heads(model), constraint_heads(teacher)
-    checks = {"vocab_size": ours.vocab_size == theirs.vocab_size,
-              "constraint_names": ours.constraint_names == theirs.constraint_names,
+    checks = {"vocab_size": c.vocab_size == teacher_config.vocab_size,
+              "constraint_names": c.constraint_names == teacher_config.constraint_names,
               "blocks with constraint heads": len(heads) == len(their_heads),
-              "constraint heads' sizes": heads == their_heads or ours.constraint_match == "kl",
-              "block_size": ours.block_size <= theirs.block_size}
+              "constraint heads' sizes": heads == their_heads or c.constraint_match == "kl",
+              "block_size": c.block_size <= teacher_config.block_size}
     for quantity, is_same in checks.items():
         if not is_same:
             raise UserError(f"teacher={config.teacher}: its {quantity} are not this model's, "
-                            f"so that constraint_match={ours.constraint_match} cannot compare them")
+                            f"so that constraint_match={c.constraint_match} cannot compare them")
     return teacher
 
 

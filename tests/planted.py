@@ -121,7 +121,7 @@ FAULTS = (
           ("test_files.py::test_a_text_is_hashed_once_and_again_where_it_was_touched_or_copied",)),
     # ---- configuration ----
     Fault("of two names for one key the first wins", "other_names.py",
-          "ours.update(translated_values)", "ours = {**translated_values, **ours}",
+          "translated.update(translated_values)", "translated = {**translated_values, **translated}",
           ("test_typed_elsewhere.py::test_of_two_names_for_one_key_the_later_wins",)),
     Fault("a scale's rates also for another recipe", "configurator.py",
           "if key not in of_recipe}", "}",
