@@ -159,15 +159,15 @@ def blocks_to_drop(model, flops_saved, x, y):
 
 # ---- what it costs and brings ----
 
-def held_bytes(model):
+def memory_bytes(model):
     """Bytes of weights and buffers, and of the cache of one full context."""
     return cache_bytes(model) + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
-def decoding(model, smaller, args):
+def decoding_figures(model, smaller, args):
     """{figure: value} of memory and cached decoding, both models packed and in turns; speed: whole = 1."""
     models = dict(whole=pack(model), pruned=pack(smaller))
-    figures = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
+    figures = dict(bytes=memory_bytes(models["pruned"]), bytes_before=memory_bytes(models["whole"]))
     if args.rounds:
         n = min(model.config.block_size - 1, DECODED)
         idx = torch.zeros(1, 1, dtype=torch.long, device=args.device)
@@ -258,34 +258,35 @@ def rows_of(args, number):
     """Yield a row for each criterion and share of one checkpoint; of blocks, where one is cheap enough."""
     state, model, data = args.loaded[number]
     x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
-    heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
-    goes = {to: heads - heads_kept(to, heads, model.config.unit) for to in args.to}
+    heads, whole_flops = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
+    n_removed = {to: heads - heads_kept(to, heads, model.config.unit) for to in args.to}
 
     def score_model(scored_model):
         return scores(scored_model, data, args)
 
     scores_before = {f"{key}_before": value for key, value in score_model(model).items()}
-    for by in progress_bar(args.by, f"checkpoint {number + 1}"):
+    for criterion in progress_bar(args.by, f"checkpoint {number + 1}"):
         # blocks: they save no more FLOPs than heads at random
-        score = {"importance_rescored": "importance", "blocks": "random"}.get(by, by)
-        order = removal_order(model, score, max(goes.values()), args.floor, x, y, args.seed + number,
-                              rescore=by == "importance_rescored")
+        score = {"importance_rescored": "importance", "blocks": "random"}.get(criterion, criterion)
+        order = removal_order(model, score, max(n_removed.values()), args.floor, x, y, args.seed + number,
+                              rescore=criterion == "importance_rescored")
         for to in args.to:
-            gone, blocks = order[:goes[to]], []
+            gone, blocks = order[:n_removed[to]], []
             smaller = without_heads(model, gone)
-            if by == "blocks":
-                gone, blocks = [], blocks_to_drop(model, whole - smaller.flops_per_token(), x, y)
+            if criterion == "blocks":
+                gone, blocks = [], blocks_to_drop(model, whole_flops - smaller.flops_per_token(), x, y)
                 if not blocks:
                     continue
                 smaller = without_blocks(model, blocks)
             n_kept = sum(attn.n_head for attn in attentions(smaller))
-            row = dict(ckpt=args.ckpt[number], by=by, to=to, heads=heads, kept=n_kept, gone=gone,
+            row = dict(ckpt=args.ckpt[number], by=criterion, to=to, heads=heads, kept=n_kept, gone=gone,
                        blocks=smaller.config.n_layer, blocks_gone=blocks,
                        **scores_before, **score_model(smaller),
                        params_before=model.num_params(), params=smaller.num_params(),
-                       flops_before=whole, flops=smaller.flops_per_token(), **decoding(model, smaller, args))
+                       flops_before=whole_flops, flops=smaller.flops_per_token(),
+                       **decoding_figures(model, smaller, args))
             if args.out_dir:
-                folder = args.folders[number, by, to]
+                folder = args.folders[number, criterion, to]
                 save(folder / ("pruned.pt" if args.recover else "best.pt"), state, smaller, dict(row))
                 row["folder"] = str(folder)
             if args.recover:
@@ -312,11 +313,13 @@ def result_table(rows):
         return f"{mean(values):,.{digits}f}{text}" if values else "-"
 
     lines = []
-    for (by, _), group in groups(rows).items():
-        size = plural(group[0]["blocks"], "block") if by == "blocks" else plural(group[0]["kept"], "head")
+    for (criterion, _), group in groups(rows).items():
+        first_row = group[0]
+        size = plural(first_row["blocks"], "block") if criterion == "blocks" \
+            else plural(first_row["kept"], "head")
         score_cells = [cell(f"{key}{end}", span=bool(end != "_before")) for key in ("bpb", "right", "nats")
                        for end in ("_before", "", "_recovered")]
-        lines.append((by, size, *score_cells, cell("tokens_per_s", 0), cell("speed", 2),
+        lines.append((criterion, size, *score_cells, cell("tokens_per_s", 0), cell("speed", 2),
                       cell("bytes", 2, 2**20), cell("bytes", 2, over="bytes_before"),
                       cell("params", 0), cell("flops", 2, 1e6), cell("flops", 2, over="flops_before")))
     head = ("criterion", "kept", "bits/byte", "pruned", "recovered", "right", "pruned", "recovered",
@@ -336,7 +339,8 @@ def draw_curves(rows):
     shares = sorted({100 * row["to"] for row in rows})
     if len(shares) == 1:
         return None
-    groups_of, names = groups(rows), [by for by in CRITERIA if any(row["by"] == by for row in rows)]
+    groups_of = groups(rows)
+    names = [criterion for criterion in CRITERIA if any(row["by"] == criterion for row in rows)]
     colours = dict(zip(CRITERIA, ("0.45", *COLOURS)))
     score, words = ("right", "answers right") if "right" in rows[0] else ("bpb", "bits/byte")
     titles = {key: title for key, title in ((score, "pruned"),
@@ -348,15 +352,15 @@ def draw_curves(rows):
     for ax, (key, title) in zip(axes, titles.items()):
         ends, reach = [], 0.2 * min(np.diff(shares))  # how far points are moved apart
         asides = np.linspace(reach, -reach, len(names)) if len(names) > 1 else np.zeros(1)
-        for by, aside in zip(names, asides):
+        for criterion, aside in zip(names, asides):
             points = [(100 * to, [row[key] for row in group]) for (b, to), group in groups_of.items()
-                      if b == by]
+                      if b == criterion]
             x, y = [x + aside for x, _ in points], [mean(scores) for _, scores in points]
             low, high = zip(*((min(scores), max(scores)) for _, scores in points))
-            ax.vlines(x, low, high, color=colours[by], linewidth=1)
-            dash = "--" if by in ("random", "blocks") else "-"
-            ax.plot(x, y, "o" + dash, color=colours[by], markersize=4, linewidth=1.5)
-            ends.append((y[-1], by, colours[by]))
+            ax.vlines(x, low, high, color=colours[criterion], linewidth=1)
+            dash = "--" if criterion in ("random", "blocks") else "-"
+            ax.plot(x, y, "o" + dash, color=colours[criterion], markersize=4, linewidth=1.5)
+            ends.append((y[-1], criterion, colours[criterion]))
         ax.axhline(whole, color="black", linewidth=1)
         ax.set(title=title, xlabel="heads kept, %" + ", or of equal FLOPs (blocks)" * ("blocks" in names),
                xlim=(shares[-1] + reach + 3, shares[0] - reach - 3))
@@ -389,18 +393,18 @@ def arguments(argv):
     return p.parse_args(argv)
 
 
-def why_unfit(by, model):
+def why_unfit(criterion, model):
     """Why a criterion means nothing for a model; None: it does."""
-    if by == "gate" and any(constant_gate(attn) is None for attn in attentions(model)):
+    if criterion == "gate" and any(constant_gate(attn) is None for attn in attentions(model)):
         return "has no gates: it was trained without sentinel and agency"
-    if by == "blocks" and model.config.unet:
+    if criterion == "blocks" and model.config.unet:
         return "has U-Net skips, which join blocks in pairs"
     keys = "window_layers", "constraint_loss_layers"
     numbering_keys = [key for key in keys if getattr(model.config, key)]
-    if by == "blocks" and numbering_keys:
+    if criterion == "blocks" and numbering_keys:
         return f"has {', '.join(numbering_keys)}, which names blocks by their numbers"
     uneven = [cls.flag for cls in model.config.mechanisms() if cls.flag in DIFFER_BY_BLOCK]
-    if by == "blocks" and uneven:
+    if criterion == "blocks" and uneven:
         return f"has {', '.join(uneven)}, for which blocks are not of one kind"
 
 
@@ -416,9 +420,9 @@ def check_model(args, path, state, model):
                         f"and --floor {args.floor} keeps {n_least}")
     if args.recover and not state.get("train"):
         raise UserError(f"{path} does not say how it was trained, which --recover goes on with")
-    for by in args.by:
-        if by != "all" and (reason := why_unfit(by, model)):
-            raise UserError(f"--by {by}: {path} {reason}")
+    for criterion in args.by:
+        if criterion != "all" and (reason := why_unfit(criterion, model)):
+            raise UserError(f"--by {criterion}: {path} {reason}")
 
 
 def folders(args):
@@ -427,11 +431,11 @@ def folders(args):
     if not args.out_dir:
         return folder_of
     writable_folder(args.out_dir, "--out_dir")
-    for (number, path), by, to in product(enumerate(args.ckpt, 1), args.by, args.to):
+    for (number, path), criterion, to in product(enumerate(args.ckpt, 1), args.by, args.to):
         run = Path(path) if Path(path).is_dir() else Path(path).parent
         names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
-        names += [f"{by}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
-        folder = folder_of[number - 1, by, to] = Path(args.out_dir, *names)
+        names += [f"{criterion}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
+        folder = folder_of[number - 1, criterion, to] = Path(args.out_dir, *names)
         if any((folder / name).exists() for name in ("best.pt", "ckpt.pt", "pruned.pt")):
             raise UserError(f"{folder} already holds a run; choose another --out_dir")
     return folder_of
@@ -448,11 +452,11 @@ def check(args):
         raise UserError(f"--text {args.text} must be at least 1: criteria read the heads on it")
     if bad := [to for to in args.to if not 0 < to <= 1]:
         raise UserError(f"--to {bad[0]:g} must be above 0 and at most 1")
-    for by in args.by:
-        if by not in (*CRITERIA, "all"):
-            suggestion = likely_name(by, CRITERIA)
+    for criterion in args.by:
+        if criterion not in (*CRITERIA, "all"):
+            suggestion = likely_name(criterion, CRITERIA)
             words = f"did you mean {suggestion}?" if suggestion else f"there are {', '.join(CRITERIA)}, all"
-            raise UserError(f"--by {by}: unknown criterion; {words}")
+            raise UserError(f"--by {criterion}: unknown criterion; {words}")
     if args.out_dir == "":
         raise UserError("--out_dir is empty, as it is when a variable of the shell is not set")
     if args.recover and not args.out_dir:
@@ -467,8 +471,9 @@ def check(args):
         check_model(args, path, state, model)
         if head_ids != ids[0] or data.digests != args.loaded[0][2].digests:
             raise UserError(f"{path} and {args.ckpt[0]} have other heads or other data: one at a time")
-    args.by = [by for by in CRITERIA if by in args.by or "all" in args.by]
-    args.by = [by for by in args.by if not any(why_unfit(by, model) for _, model, _ in args.loaded)]
+    args.by = [criterion for criterion in CRITERIA if criterion in args.by or "all" in args.by]
+    args.by = [criterion for criterion in args.by
+               if not any(why_unfit(criterion, model) for _, model, _ in args.loaded)]
     folders(args)
 
 

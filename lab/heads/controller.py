@@ -131,7 +131,7 @@ class Controller:
         if model.config.agency:
             states = states_of(model)
             row["state"] = [[states[layer, head] for head in heads] for layer, heads in enumerate(ids)]
-            kinds = [kind for _, _, kind in self.states.violating]
+            kinds = [kind for _, _, kind in self.states.violations]
             row.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
         if self.events:
             row["events"] = self.events

@@ -226,8 +226,9 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, first_toke
     if maps:
         line["maps"] = {str(block): heads[:viewer.layers[block].n_head] for block, heads in rows.items()}
     line["explain"] = [row for name in viewer.names for row in explain(traces, tokens, name, TOP).split("\n")]
-    scored = [split_key(key)[0] for key in traces if key.endswith(".head_scores")]
-    line["blocks"] = {str(block): constraint_block(viewer, traces, block, tokens, rows) for block in scored}
+    scored_blocks = [split_key(key)[0] for key in traces if key.endswith(".head_scores")]
+    line["blocks"] = {str(block): constraint_block(viewer, traces, block, tokens, rows)
+                      for block in scored_blocks}
     check_numbers(viewer, nats, series)
     return Look(line, series)
 

@@ -94,15 +94,15 @@ def conditions(mean, limits, current=None):
 class States:
     """What moves the states of a run's heads; what is done goes into the list `events`.
 
-    since: [blocks, heads], the measurement of the last change of state. violating: {(layer, head, type)} now;
-    refused: {(who, layer, head, state)} that rules have refused.
+    since: [blocks, heads], the measurement of the last change of state. violations: {(layer, head, type)}
+    now; refusals: {(who, layer, head, state)} that rules have refused.
     """
 
     def __init__(self, config, events, shape):
         self.config, self.events = config, events
         self.rules = Rules.read(config.policy_rules) if config.policy_rules else Rules()
         self.no_consent = [tuple(map(int, name.split("."))) for name in config.policy_no_consent]
-        self.violating, self.refused, self.since = set(), set(), np.full(shape, -10**9)  # none has changed
+        self.violations, self.refusals, self.since = set(), set(), np.full(shape, -10**9)  # none has changed
 
     # ---- by the policy ----
 
@@ -114,10 +114,10 @@ class States:
         attn, i = run.model.find_head(*place)
         if not self.rules.allow(who, *place, state):
             refusal = (who, *place, state)
-            if refusal not in self.refused:
+            if refusal not in self.refusals:
                 gate = constant_gate(attn)[i].item()
                 log_violation(run, violation(run.model, *place, f"refused to {who}", gate, state))
-            self.refused.add(refusal)
+            self.refusals.add(refusal)
             return
         attn.agency.set(i, state, step=run.step)
         self.since[place] = count
@@ -147,15 +147,15 @@ class States:
         states, metrics = states_of(run.model), measurements.heads
         free = [key for key in states if key not in self.no_consent
                 and measurements.count - self.since[key] >= self.config.policy_dwell]
-        resting = self.heads_beyond_budget(metrics, states, free)
+        at_rest = self.heads_beyond_budget(metrics, states, free)
         for key in free:
-            state = self.state_by_metrics(metrics, key, states[key], key in resting)
+            state = self.state_by_metrics(metrics, key, states[key], key in at_rest)
             if state != states[key]:
                 self.change(run, "policy", key, state, measurements.count)
 
-    def state_by_metrics(self, metrics, key, current, resting):
+    def state_by_metrics(self, metrics, key, current, at_rest):
         """The state that follows from the metrics of a head (layer, head); current: its present one."""
-        if resting:
+        if at_rest:
             return "withdrawn"
         if current == "withdrawn":
             return "active"  # it was left out long enough: it may try again
@@ -191,12 +191,12 @@ class States:
             return favour * np.mean([importance[key] for key in group])
 
         # of a layer that cannot move as a whole, what rests goes on resting
-        resting = {key for group in unmovable for key in group if states[key] == "withdrawn"}
-        n_working = sum(map(len, groups.values())) - len(resting)
+        at_rest = {key for group in unmovable for key in group if states[key] == "withdrawn"}
+        n_working = sum(map(len, groups.values())) - len(at_rest)
         for group in sorted(movable, key=mean_importance):
             if n_working > room and len(group) < n_working:
-                resting, n_working = resting | set(group), n_working - len(group)
-        return resting
+                at_rest, n_working = at_rest | set(group), n_working - len(group)
+        return at_rest
 
     # ---- learned ----
 
@@ -215,23 +215,23 @@ class States:
 
     def watch(self, run):
         """Log each head whose consent begins to be disregarded."""
-        violations = {(row["layer"], row["head"], row["type"]): row for row in find_violations(run.model)}
-        for key, row in violations.items():
-            if key not in self.violating:
+        rows = {(row["layer"], row["head"], row["type"]): row for row in find_violations(run.model)}
+        for key, row in rows.items():
+            if key not in self.violations:
                 log_violation(run, row)
-        self.violating = set(violations)
+        self.violations = set(rows)
 
     # ---- keeping ----
 
     def state(self):
         """For a checkpoint: a dict of tensors and lists."""
         return dict(since=torch.from_numpy(self.since.copy()),
-                    violating=[list(v) for v in sorted(self.violating)],
-                    refused=[list(v) for v in sorted(self.refused)])
+                    violating=[list(v) for v in sorted(self.violations)],
+                    refused=[list(v) for v in sorted(self.refusals)])
 
     def load(self, state):
         self.since = state["since"].cpu().numpy().copy()
-        self.violating, self.refused = ({tuple(v) for v in state[key]} for key in ("violating", "refused"))
+        self.violations, self.refusals = ({tuple(v) for v in state[key]} for key in ("violating", "refused"))
 
 
 def log_violation(run, row):

@@ -102,8 +102,8 @@ class Surgery:
         self.config, self.events = config, events
         self.frozen, self.ramps = [], {}
 
-    def event(self, what, layer, head, **more):
-        self.events.append(dict(what=what, layer=layer, head=head, **more))
+    def event(self, what, layer, head, **details):
+        self.events.append(dict(what=what, layer=layer, head=head, **details))
 
     # ---- pruning ----
 

@@ -455,14 +455,14 @@ def tensors_by_their_names(model, names):
     return out
 
 
-def their_config(model, kind, name, **more):
+def their_config(model, kind, name, **other_fields):
     """The fields of config.json that Llama's families and nanochat share, and more."""
     c = model.config
     return dict(model_type=kind, architectures=[f"{name}ForCausalLM"], max_position_embeddings=c.block_size,
                 hidden_size=c.n_embd, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
                 num_key_value_heads=c.n_kv_head or c.n_head, head_dim=c.head_size,
                 intermediate_size=model.transformer.h[0].mlp.c_proj.in_features, attention_bias=False,
-                attention_dropout=c.weight_dropout, tie_word_embeddings=c.tied, **more)
+                attention_dropout=c.weight_dropout, tie_word_embeddings=c.tied, **other_fields)
 
 
 def write_nanochat(model):

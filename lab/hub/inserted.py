@@ -150,9 +150,9 @@ class LateCache:
     def __init__(self, cache, x, keeps_x):
         self.cache, self.x, self.keeps_x = cache, x, keeps_x
 
-    def update(self, k, v, *where, **more):
+    def update(self, k, v, *args, **kwargs):
         """For the model's own attention, which calls it too early."""
-        self.where, self.more, self.dtype = where, more, k.dtype
+        self.args, self.kwargs, self.dtype = args, kwargs, k.dtype
         return k, v
 
     def append(self, layer, k, v):
@@ -162,7 +162,7 @@ class LateCache:
             heads = self.heads_for_x(k.size(-1))
             x = F.pad(self.x, (0, 2 * heads * k.size(-1) - self.x.size(-1))).unflatten(-1, (2, heads, -1))
             k, v = (torch.cat((t, half), 1) for t, half in zip((k, v), x.permute(2, 0, 3, 1, 4)))
-        k, v = self.cache.update(k.to(self.dtype), v.to(self.dtype), *self.where, **self.more)
+        k, v = self.cache.update(k.to(self.dtype), v.to(self.dtype), *self.args, **self.kwargs)
         return k[:, :n].to(dtype), v[:, :n].to(dtype)
 
     def heads_for_x(self, width):
@@ -171,7 +171,7 @@ class LateCache:
 
     def inputs(self):
         """x of the tokens before, [B, S, C], or None. Raises UserError for a cache of another kind."""
-        layers, i = self.cache.layers, self.where[0]
+        layers, i = self.cache.layers, self.args[0]
         kind = type(layers[i]) if i < len(layers) else self.cache.layer_class_to_replicate
         if kind.__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
             raise UserError(f"constraint heads need a dynamic cache, for what their router reads: this one "

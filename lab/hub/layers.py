@@ -155,14 +155,14 @@ class ConstraintAttention(AttentionLayer):
         total = (x.to(dtype) * real[..., None]).sum(1)
         return total / real.sum(-1, keepdim=True).clamp_min(1)
 
-    def losses(self, traces, labels, **how):
+    def losses(self, traces, labels, **options):
         """{name: its part of the cross-entropy, nats} of forward()'s traces beside labels {name: [B, T]}.
 
-        Labels are from 0 to 1, below 0: not known. how: as label_losses() takes it. Add their sum, weighted,
-        to the model's own loss.
+        Labels are from 0 to 1, below 0: not known. options: of label_losses(). Add their sum, weighted, to
+        the model's own loss.
         """
         scores = {name: traces[f"blocks.0.constraint.{name}"] for name in self.config.constraint_names}
-        return label_losses(scores, labels, **how)
+        return label_losses(scores, labels, **options)
 
 
 class CriticAttention(AttentionLayer):

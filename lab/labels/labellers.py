@@ -127,12 +127,12 @@ class Weak:
         self.names = args.names or CONSTRAINTS
         if unknown := [name for name in self.names if name not in weak.LABELLERS]:
             raise UserError(f"no weak labeller {unknown[0]!r}; there are {', '.join(weak.LABELLERS)}")
-        self.whole = args.reach == "start"
+        self.whole_sentence = args.reach == "start"
         self.note = (f"{', '.join(self.names)} by the rules of text/weak.py ({sha256(weak.__file__)[:12]}), "
-                     f"from the {'start of a sentence' if self.whole else 'trigger'} on")
+                     f"from the {'start of a sentence' if self.whole_sentence else 'trigger'} on")
 
     def __call__(self, piece):
-        return {name: to_tokens(paint(weak.LABELLERS[name](piece.text, piece.before, self.whole),
+        return {name: to_tokens(paint(weak.LABELLERS[name](piece.text, piece.before, self.whole_sentence),
                                       len(piece.text)), piece) for name in self.names}
 
 
@@ -270,7 +270,7 @@ class Spans:
         if not files or len(files) != len(splits) or len(set(splits)) < len(splits):
             raise UserError("--by=spans needs --file=labels.jsonl --split=val, or several such pairs, "
                             "a file for a split")
-        self.rest, self.spans, self.bases = 0 if args.rest == "0" else UNKNOWN, {}, {}
+        self.rest_code, self.spans, self.bases = 0 if args.rest == "0" else UNKNOWN, {}, {}
         for path, split in zip(files, splits):
             self.bases[split], chars = {}, 0
             for piece in Text(dataset, self.size).pieces(split):
@@ -286,7 +286,8 @@ class Spans:
             raise UserError(f"{', '.join(files)}: holds no label")
         sources = ", ".join(f"{split} from {Path(path).name} ({sha256(path)[:12]})"
                             for path, split in zip(files, splits))
-        self.note = f"{', '.join(self.names)} of {sources}; the rest {'not labelled' if self.rest else '0'}"
+        rest = "not labelled" if self.rest_code else "0"
+        self.note = f"{', '.join(self.names)} of {sources}; the rest {rest}"
 
     def __call__(self, piece):
         labels = {}
@@ -301,7 +302,7 @@ class Spans:
                 is_held[max(a, 0):b] = 0
             if unit == "characters":
                 codes_of_spans, is_held = to_tokens(codes_of_spans, piece), to_tokens(is_held, piece)
-            labels[name] = np.where(is_held == UNKNOWN, self.rest, codes_of_spans).astype(np.uint8)
+            labels[name] = np.where(is_held == UNKNOWN, self.rest_code, codes_of_spans).astype(np.uint8)
         return labels
 
 

@@ -95,8 +95,8 @@ class Leaks(Perturbation):
         super().__init__(ask, ids, other_ids)
         rounding = min(32 * torch.finfo(self.outputs.dtype).eps, 0.01)
         self.allow_for_noise(rounding, [ask, partial(ask, seed=2)], "turn dropout and sampling off")
-        self.fixed = tolerance is not None
-        if self.fixed:
+        self.has_fixed_tolerance = tolerance is not None
+        if self.has_fixed_tolerance:
             self.tolerance = tolerance
 
     def first_ahead(self):
@@ -113,7 +113,7 @@ class Leaks(Perturbation):
 
     def shape_tolerance(self):
         """The tolerance between other shapes, once rows are known to be apart."""
-        if self.fixed:
+        if self.has_fixed_tolerance:
             return self.tolerance
         alone = largest_differences(self.ask(self.ids[:1]), self.outputs[:1]).max().item()
         return max(self.tolerance, 4 * alone)

@@ -198,13 +198,13 @@ def probe(args):
     for ckpt in ckpts:
         texts, speed = continuations(ckpt, prompts, args, settings)
         sets, samples = measure(texts, prompts, tokenizer, judge, stop)
-        figures, less = with_intervals(sets), None
+        figures, differences = with_intervals(sets), None
         lines.append((ckpt.name, figures, speed))
         if first:
-            less = with_intervals({key: sets[key] - first[key] for key in sets})
-            lines.append((LESS, less, None))
+            differences = with_intervals({key: sets[key] - first[key] for key in sets})
+            lines.append((LESS, differences, None))
         first = first or sets
-        results.append(dict(figures=figures, less_the_first=less, tokens_per_s=speed, samples=samples))
+        results.append(dict(figures=figures, less_the_first=differences, tokens_per_s=speed, samples=samples))
     sets, samples = measure([[ids] for ids in real_texts], prompts, tokenizer, judge, stop)
     lines.append((TEXT, with_intervals(sets), None))
     numbers = dict(numbers_of(ckpts, data, args, results), prompts=[*map(tokenizer.decode, prompts)],

@@ -21,7 +21,7 @@ from nanoheads.pruning import prune_heads
 from nanoheads.scoring import evaluate, score
 from nanoheads.tasks import TaskData, score_levels, summary
 from lab.heads.measuring import closed, fixed_text, measure, nats_on
-from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main,
+from lab.prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, memory_bytes, main,
                        removal_order, why_unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
@@ -264,9 +264,9 @@ def test_blocks_with_constraint_heads_stay():
 def test_memory_is_weights_and_cache():
     model = tiny().float()
     n = sum(p.numel() for p in model.parameters())
-    assert held_bytes(model) == 4 * (n + 2 * 3 * 16 * 32)  # k and v, blocks, positions, width
+    assert memory_bytes(model) == 4 * (n + 2 * 3 * 16 * 32)  # k and v, blocks, positions, width
     smaller = without_heads(model, [(0, 1), (2, 3)])
-    assert held_bytes(model) - held_bytes(smaller) == 4 * (2 * 4 * 32 * 8 + 2 * 2 * 16 * 8)
+    assert memory_bytes(model) - memory_bytes(smaller) == 4 * (2 * 4 * 32 * 8 + 2 * 2 * 16 * 8)
 
 
 # ---- the program ----
@@ -436,14 +436,14 @@ def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
 def test_the_rows_that_are_done_are_kept_where_the_next_one_fails(run, data, tmp_path, monkeypatch, capsys):
     two = [saved(tmp_path / name, tiny(draw=seed, n_layer=2), data)
            for seed, name in enumerate(("a.pt", "b.pt"))]
-    real, calls = prune.decoding, []
+    real, calls = prune.decoding_figures, []
 
     def stops(*args):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return real(*args)
-    monkeypatch.setattr(prune, "decoding", stops)
+    monkeypatch.setattr(prune, "decoding_figures", stops)
     out = tmp_path / "rows.json"
     with pytest.raises(SystemExit):
         main(["--ckpt", two[0], "--ckpt", two[1], "--to", "0.5", "--by", "random", "--rounds=0",
