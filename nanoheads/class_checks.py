@@ -7,7 +7,6 @@ causality.py and promises.py.
 """
 
 import difflib
-import math
 import re
 import typing
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from nanoheads.configurator import check, keys_of, likely_name, type_name
 from nanoheads.mechanism import Mechanism, flags_of
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # flags of the small models
+AS_NEW = 0.375  # in place of what PyTorch draws for a plain layer: another value was put there afterwards
 
 
 # ---- its declarations ----
@@ -100,14 +100,14 @@ def did_you_mean(name, names):
 
 @contextmanager
 def values_missing():
-    """A context in which torch.empty() gives NaN, and plain layers fill their parameters with NaN."""
+    """A context in which torch.empty() gives NaN, and plain layers fill their parameters with AS_NEW."""
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     methods = {layer: layer.reset_parameters for layer in (nn.Linear, nn.Embedding, nn.LayerNorm)}
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         for layer in methods:
-            layer.reset_parameters = lambda self: [p.data.fill_(math.nan) for p in self.parameters()]
+            layer.reset_parameters = lambda self: [p.data.fill_(AS_NEW) for p in self.parameters()]
         yield
     finally:
         torch.use_deterministic_algorithms(strict, warn_only=warns)
@@ -148,6 +148,11 @@ def problems_of_models(cls):
                 yield (f"neutral: {mode} names {pattern!r}, which is none of its flags and parameters"
                        f"{did_you_mean(pattern, candidates)}")
         yield from problems_of_values(mode, layer)
+    for _, _, layer in small_models(cls):
+        if isinstance(layer.per_head, str):
+            yield (f"per_head={layer.per_head!r} must be a tuple of names, ({layer.per_head!r},), or a dict "
+                   "of names and HeadAxis")
+            return
     if per_head := {name for _, _, layer in small_models(cls) for name in layer.per_head}:
         tensors = {name for _, gpt, _ in small_models(cls) for m in gpt.modules() if isinstance(m, cls)
                    for name, _ in (*m.named_parameters(), *m.named_buffers())}
@@ -157,16 +162,17 @@ def problems_of_models(cls):
 
 def problems_of_values(mode, mechanism):
     """Yield a sentence for each parameter of a mechanism, built in values_missing(), that has no initial
-    value, and for each weight of a plain layer whose value the model would overwrite.
+    value, and for each one of a plain layer that holds values, some or all, which the model would overwrite.
     """
     for path, module in mechanism.named_modules():
         for name, p in module.named_parameters(recurse=False):
-            name, missing = f"{path}.{name}".lstrip("."), p.isnan().any()
             if hasattr(p, "initial_value"):
                 continue
-            if not isinstance(module, model.PLAIN_LAYERS) and missing:
+            name = f"{path}.{name}".lstrip(".")
+            code = "self." + re.sub(r"\.(\d+)", r"[\1]", name)
+            if not isinstance(module, model.PLAIN_LAYERS) and p.isnan().any():
                 yield (f"{mode}: {name} has no initial value: fill it in __init__, as torch.zeros() does, or "
-                       f"have the model draw it, start_at(self.{name}, Normal(0.02))")
-            if isinstance(module, model.PLAIN_LAYERS) and not missing:
-                yield (f"{mode}: __init__ fills {name}, and the model would start it as GPT-2 starts a "
-                       f"{type(module).__name__}; say start_at(self.{name}, value)")
+                       f"have the model draw it, start_at({code}, Normal(0.02))")
+            if isinstance(module, model.PLAIN_LAYERS) and (p != AS_NEW).any():
+                yield (f"{mode}: __init__ fills {name}, and the model would start it as GPT-2 starts all "
+                       f"such layers; say start_at({code}, value)")

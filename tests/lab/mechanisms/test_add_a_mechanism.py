@@ -195,16 +195,16 @@ class Gates(Mechanism):
         heads.gates[self.name] = gate.sigmoid().transpose(1, 2)[..., None]
 '''
 MADE = {
-    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_head)", "self.proj(heads.x)"),
-    "no bias": ("self.proj = nn.Linear(config.n_embd, attn.n_head, bias=False)", "self.proj(heads.x)"),
-    "in a sequence": ("self.net = nn.Sequential(nn.Linear(config.n_embd, 5), nn.Linear(5, attn.n_head))",
+    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_total)", "self.proj(heads.x)"),
+    "no bias": ("self.proj = nn.Linear(config.n_embd, attn.n_total, bias=False)", "self.proj(heads.x)"),
+    "in a sequence": ("self.net = nn.Sequential(nn.Linear(config.n_embd, 5), nn.Linear(5, attn.n_total))",
                       "self.net(heads.x)"),
-    "columns": ("self.back = nn.Linear(attn.n_head, config.n_embd, bias=False)",
+    "columns": ("self.back = nn.Linear(attn.n_total, config.n_embd, bias=False)",
                 "heads.x @ self.back.weight"),
-    "wide": ("self.proj = nn.Linear(config.n_embd, 3 * attn.n_head)",
+    "wide": ("self.proj = nn.Linear(config.n_embd, 3 * attn.n_total)",
              "self.proj(heads.x).unflatten(-1, (-1, 3)).sum(-1)"),
-    "beside a vector": ("self.proj = nn.Linear(config.n_embd, attn.n_head); "
-                        "self.scale = nn.Parameter(torch.ones(attn.n_head))",
+    "beside a vector": ("self.proj = nn.Linear(config.n_embd, attn.n_total); "
+                        "self.scale = nn.Parameter(torch.ones(attn.n_total))",
                         "self.scale * self.proj(heads.x)")}
 
 
@@ -280,6 +280,7 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     ("def score_mod", "def scoremod", "scoremod is .* did you mean score_mod?"),
     ("    per_head = ", "    per_heads = ", "per_heads is nothing .*; did you mean per_head?"),
     ('per_head = ("slope",)', 'per_head = ("slop",)', "per_head names 'slop', .*; did you mean slope?"),
+    ('per_head = ("slope",)', 'per_head = ("slope")', r"per_head='slope' must be a tuple .* \('slope',\)"),
     ('    flag = "forget" ', '    need_positions = True\n    flag = "forget" ',
      "need_positions is nothing .* did you mean needs_positions?"),
     ('{"forgetting.slope": -60.0}', '{"forgeting.slope": -60.0}',
@@ -315,16 +316,36 @@ def test_a_parameter_without_a_value_is_refused(mine):
 LAYER = "self.slope = nn.Parameter(torch.full((attn.n_head,), config.forget_init))"
 
 
+def test_what_has_no_value_in_a_list_is_named_as_python_reads_it(mine):
+    with pytest.raises(UserError, match=r"maps\.1 has no .*start_at\(self\.maps\[1\], Normal"):
+        own.add(mine(LAYER, f"{LAYER}; self.maps = nn.ParameterList([torch.zeros(2), torch.empty(2)])"))
+
+
+@pytest.mark.parametrize("fill", ["torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
+                                  "nn.Parameter(nn.Linear(4, 4).weight.detach().clone())",
+                                  "nn.Conv1d(4, 4, 3)"])
+def test_what_is_made_of_pytorchs_own_values_keeps_them(fill, mine):
+    """It draws them from the seed of the model, whatever was drawn before."""
+    own.add(mine(LAYER, f"{LAYER}; self.map = {fill}"))
+    config = model.GPTConfig(**SIZES, forget=True, seed=5)
+    first, second = (model.GPT(config).state_dict() for _ in range(2))
+    made = [name for name in first if ".map" in name and not name.endswith("bias")]
+    assert made and all(first[name].any() and torch.equal(first[name], second[name]) for name in made)
+
+
 @pytest.mark.parametrize("fill, says", [
     ("nn.init.zeros_(self.map.weight)", "fills map.weight"),
     ("nn.init.eye_(self.map.weight)", "fills map.weight"),
     ("nn.init.normal_(self.map.weight, std=0.1)", "fills map.weight"),
     ("nn.init.ones_(self.map.bias)", "fills map.bias"),
+    ("self.map.weight.data[0] = 0.5", "fills map.weight"),
+    ("self.map.weight.data.mul_(0.1)", "fills map.weight"),
+    ("self.map.weight.data.add_(torch.eye(4))", "fills map.weight"),
 ])
 def test_a_layers_weight_that_would_be_overwritten_is_refused_whatever_its_value(fill, says, mine):
     code = f"self.map = nn.Linear(4, 4); {LAYER}; {fill}"
     with pytest.raises(UserError, match=f"forget: __init__ {says}, and the model would start it as GPT-2 "
-                                        r"starts a Linear; say start_at\(self.map"):
+                                        r"starts all such layers; say start_at\(self.map"):
         own.add(mine(LAYER, code))
 
 
