@@ -89,9 +89,9 @@ class InsertedAttention(CausalSelfAttention):
         return self.qkv
 
     def attend(self, heads):
+        y, row_stats = super().attend(heads)
         n = heads.q.size(1)  # a gate is a query head's
         heads.k, heads.v = for_each_head(heads.k, n), for_each_head(heads.v, n)
-        y, row_stats = super().attend(heads)
         # XSA wants the queries' own values and takes the last ones: a static cache has rows behind them
         if self.xsa is not None and heads.v.size(2) > heads.q.size(2):
             last_keys = last_visible_key(heads.forward_pass.mask)
