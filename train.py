@@ -213,14 +213,11 @@ def for_constraint_heads(run, x, targets, i):
     return arguments
 
 
-def is_frozen(config, step):
-    """Whether the trunk, which is what no mechanism adds, is frozen in a step."""
-    return config.freeze_trunk and (config.thaw_from is None or step < config.thaw_from)
-
-
 def freeze_or_thaw(run):
-    """Freeze all parameters but those that mechanisms add, or from step thaw_from on, thaw them."""
-    frozen = is_frozen(run.config, run.step)
+    """With freeze_trunk: freeze all parameters but those that mechanisms add, or thaw them from thaw_from on.
+    """
+    config = run.config
+    frozen = config.freeze_trunk and (config.thaw_from is None or run.step < config.thaw_from)
     for p, role in roles(run.model).items():
         p.requires_grad_(not frozen or role.added)
 
