@@ -422,7 +422,8 @@ def save_checkpoint(run, name, resumable=True):
         content["scaler"] = run.scaler.state_dict()
         content.update({name: actor.state() for name, actor in run.acting.items()})
     else:
-        content["model"] = run.scored_model().state_dict()
+        scored = run.scored_model()
+        content.update(model=scored.state_dict(), config=scored.config.flags())
     checkpoint.save(run.out_dir / name, content)
 
 

@@ -18,15 +18,22 @@ from lab.heads.measuring import attentions, closed, head_ids
 
 
 def fold_gates(model):
-    """A copy whose output projections hold the gates that were set by hand: the same logits.
+    """A copy of the same logits, whose output projections hold the gates that were set by hand.
 
-    Mechanisms that read what a head holds go on reading one that was closed by hand.
+    A head that is closed by hand leaves the copy where others read what it holds: they take nothing from a
+    closed head, but would go on reading one whose projection is 0.
     """
-    model = copy.deepcopy(model)
-    for attn in attentions(model):
-        if attn.gate_by_hand is not None:
-            scale_heads(attn, attn.gate_by_hand)
-            attn.gate_by_hand = None
+    model, closed = copy.deepcopy(model), {}
+    for layer, attn in enumerate(attentions(model)):
+        if attn.gate_by_hand is None:
+            continue
+        heads = [head for head, gate in zip(attn.head_ids, attn.gate_by_hand.tolist()) if gate == 0]
+        if heads and is_read_by_others(attn):
+            closed[layer] = heads
+        scale_heads(attn, attn.gate_by_hand)
+        attn.gate_by_hand = None
+    if closed:
+        prune_heads(model, closed)
     return model
 
 

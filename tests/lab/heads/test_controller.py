@@ -437,6 +437,19 @@ def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
     assert (found - want).abs().max() < 1e-6 * largest  # a gate by hand is float32
 
 
+@pytest.mark.parametrize("flags", [dict(head_mix=True), dict(value_residual=True),
+                                   dict(head_mix=True, value_residual=True, sentinel="sigmoid",
+                                        constraint_names=["a"], constraint_layers=[0])])
+def test_a_head_that_others_read_and_that_is_closed_by_hand_leaves_the_copy(flags):
+    model = make_model(n_head=4, n_embd=64, **flags)
+    x = torch.arange(96).view(3, 32)
+    model.set_gate(0, 1, 0.0)
+    model.set_gate(0, 2, 0.5)
+    folded = fold_gates(model)
+    assert folded.config.head_ids[0] == [0, 2, 3] and model.transformer.h[0].attn.head_ids == [0, 1, 2, 3]
+    assert torch.allclose(folded(x).logits, model(x).logits, atol=1e-5)
+
+
 def test_a_head_whose_own_gate_is_0_stays_closed_in_the_copy():
     model = make_model(n_head=4, n_embd=64, agency=True)
     model.set_state(0, 1, state="withdrawn")
