@@ -507,7 +507,8 @@ class GPT(HeadControl, nn.Module):
             raise ValueError("; ".join(bad))
         self.config = config
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(config.seed)  # for what constructors of mechanisms may draw
+            # for what constructors of mechanisms may draw
+            torch.default_generator.manual_seed(config.seed % 2**63)
             self.build(config)
         self.init_weights()
 

@@ -121,10 +121,15 @@ class Normal(NamedTuple):
 def start_at(parameter, value):
     """Declare the initial value of a parameter, and return the parameter.
 
-    value: a number, a tensor, Normal or Uniform. A parameter of a mechanism keeps what its constructor fills
-    in, so only two kinds need this: a random one, which the model draws from the seed and the parameter's
-    name, and a weight of a plain layer (nn.Linear, nn.Embedding), which would otherwise start as in GPT-2.
+    value: a number, a tensor, Normal or Uniform. TypeError for what is no parameter, such as a layer.
+
+    A parameter of a mechanism keeps what its constructor fills in, so only two kinds need this: a random one,
+    which the model draws from the seed and the parameter's name, and a weight of a plain layer (nn.Linear,
+    nn.Embedding), which would otherwise start as in GPT-2.
     """
+    if not isinstance(parameter, nn.Parameter):
+        raise TypeError(f"start_at() takes a parameter, such as self.proj.weight: not a "
+                        f"{type(parameter).__name__}")
     parameter.initial_value = value
     return parameter
 

@@ -73,10 +73,10 @@ def roles(model):
 
 
 def own_parameters(mechanism):
-    """Yield (name, parameter) of a mechanism's own, also in a ParameterList, but not of layers in it."""
+    """Yield (name, parameter) of a mechanism's own, also in a list or dict of them, but not of layers in it."""
     yield from mechanism.named_parameters(recurse=False)
     for name, child in mechanism.named_children():
-        if isinstance(child, torch.nn.ParameterList):
+        if isinstance(child, (torch.nn.ParameterList, torch.nn.ParameterDict)):
             yield from child.named_parameters(prefix=name)
 
 

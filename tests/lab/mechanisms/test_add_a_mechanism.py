@@ -23,6 +23,7 @@ from nanoheads.class_checks import problems_of_values, small_models
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, build_configs, keys_of, parse_command
+from nanoheads.mechanism import start_at
 from lab.hub import huggingface as hf
 from study import digest
 from study.config import StudyConfig, variants_of
@@ -355,6 +356,11 @@ def test_what_start_at_declares_is_what_a_layer_starts_with(mine):
     own.add(path)
     layer = model.GPT(model.GPTConfig(**SIZES, forget=True)).transformer.h[0].attn.forgetting.map
     assert torch.equal(layer.weight.detach(), torch.eye(4)) and not layer.bias.any()
+
+
+def test_a_value_declared_of_a_layer_and_not_of_its_weight_is_refused():
+    with pytest.raises(TypeError, match="takes a parameter, such as self.proj.weight: not a Linear"):
+        start_at(torch.nn.Linear(2, 2), 0.0)
 
 
 def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
