@@ -73,7 +73,7 @@ def roles(model):
 
 
 def own_parameters(mechanism):
-    """Yield (name, parameter) of a mechanism's own, also in a list or dict of them, but not of layers in it."""
+    """Yield (name, parameter) of a mechanism's own, also in a list or dict of them, not of layers in it."""
     yield from mechanism.named_parameters(recurse=False)
     for name, child in mechanism.named_children():
         if isinstance(child, (torch.nn.ParameterList, torch.nn.ParameterDict)):
