@@ -551,7 +551,7 @@ class GPT(HeadControl, nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Set the initial values that depend on the seed, and those of plain layers.
+        """Set the initial values that depend on the seed, and those of plain layers: once, when it is made.
 
             what start_at() declared                   that value; a random one is drawn here
             weights of plain layers (PLAIN_LAYERS)     N(0, 0.02), as in GPT-2; scales 1, biases 0

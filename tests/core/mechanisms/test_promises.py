@@ -1050,7 +1050,7 @@ def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
 
 @pytest.mark.slow
 @singles
-def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
+def test_a_deep_copy_is_optimised_alike(cases):
     settings = train.TrainConfig(optimizer="muon", weight_decay=0.1).for_recipe("gpt2")
     for name, flags in cases:
         model = GPT(GPTConfig(**{**TINY_GPT, **flags}))
@@ -1061,9 +1061,6 @@ def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
             groups.append([[(sorted(names[id(p)] for p in group["params"]), group["weight_decay"])
                             for group in o.param_groups] for o in optimizers])
         assert groups[0] == groups[1], name
-        again = alive(copy.deepcopy(model))
-        again.init_weights()
-        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters())), name
 
 
 def test_cropping_leaves_the_callers_config_alone():
