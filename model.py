@@ -12,8 +12,8 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
     x       = x + merge(y)        # the heads side by side, projected out
 
 score_mod returns a function (score, b, h, t, s) -> score, which the kernel applies to each score before the
-softmax: that of query t for key s in row b and head h. t and s count columns, so t - s is a distance; where a
-token stands in its text says forward_pass.positions, in a class with needs_positions. No hook sees the
+softmax: that of query t for key s in row b and head h. t and s count columns, so t - s is a distance; a
+token's place in its text is in forward_pass.positions, for a class with needs_positions. No hook sees the
 weights of attention, which fused kernels do not store: after_kernel acts on y, right after the kernel.
 
 A gate is a factor on the heads' outputs, which broadcasts over [B, H, T, D]. Any hook may put one into
