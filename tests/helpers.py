@@ -341,9 +341,11 @@ def answer(command, capsys):
 
 
 def files_in(folder):
-    """{path: when it was written} of a folder, but for locks and notes of what was checked; folders: None."""
+    """{path: when it was written} of a folder, but for locks, notes of what was checked and what Python has
+    compiled; folders: None.
+    """
     return {path: path.stat().st_mtime_ns if path.is_file() else None for path in Path(folder).rglob("*")
-            if path.name != "lock" and path.suffix != ".checked"}
+            if path.name != "lock" and path.suffix != ".checked" and "__pycache__" not in path.parts}
 
 
 def check_refusal(command, words, home, capsys):

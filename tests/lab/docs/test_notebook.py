@@ -72,7 +72,7 @@ def table_of(text):
 
 def copy_into(folder):
     """What of the repository the notebook needs, as in a fresh clone."""
-    for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
+    for path in (path for pattern in COPIED for path in ROOT.glob(pattern) if path.is_file()):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
