@@ -163,6 +163,12 @@ class RMSNorm(nn.Module):
 PLAIN_LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm  # whose initial values GPT.init_weights() sets
 
 
+def plain_parameters(module):
+    """The parameters of the plain layers in a module, as a set."""
+    return {p for layer in module.modules() if isinstance(layer, PLAIN_LAYERS)
+            for p in layer.parameters(recurse=False)}
+
+
 def make_norm(config):
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, config.norm_scale, config.norm_eps or 1e-6)
@@ -562,8 +568,7 @@ class GPT(HeadControl, nn.Module):
         Each parameter has a generator of its own, keyed by the seed and its name. So two models start
         bit-identical in every parameter that they share, whatever else they have.
         """
-        plain = {p for layer in self.modules() if isinstance(layer, PLAIN_LAYERS)
-                 for p in layer.parameters(recurse=False)}
+        plain = plain_parameters(self)
         for name, p in self.named_parameters():
             start = getattr(p, "initial_value", None)
             if start is None:

@@ -139,8 +139,9 @@ def problems_of_models(cls):
     """Yield a sentence for each fault in small models of a class's modes: a name in `per_head` or `neutral`
     that no tensor or flag has, and an initial value that is missing or would be overwritten.
     """
-    for mode, gpt, layer in small_models(cls):
-        tensors = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+    models = [*small_models(cls)]
+    for mode, gpt, layer in models:
+        tensors = [name for name, _ in tensors_of(layer)]
         for pattern in cls.neutral.get(mode, ()):
             names = [*model.GPTConfig.defaults(), *(name for name, _ in gpt.named_parameters())]
             if pattern not in names and not any(fnmatch(name, f"*{pattern}") for name in names):
@@ -148,16 +149,21 @@ def problems_of_models(cls):
                 yield (f"neutral: {mode} names {pattern!r}, which is none of its flags and parameters"
                        f"{did_you_mean(pattern, candidates)}")
         yield from problems_of_values(mode, layer)
-    for _, _, layer in small_models(cls):
+    for _, _, layer in models:
         if isinstance(layer.per_head, str):
             yield (f"per_head={layer.per_head!r} must be a tuple of names, ({layer.per_head!r},), or a dict "
                    "of names and HeadAxis")
             return
-    if per_head := {name for _, _, layer in small_models(cls) for name in layer.per_head}:
-        tensors = {name for _, gpt, _ in small_models(cls) for m in gpt.modules() if isinstance(m, cls)
-                   for name, _ in (*m.named_parameters(), *m.named_buffers())}
-        for name in sorted(per_head - tensors):
-            yield f"per_head names {name!r}, which is none of its tensors{did_you_mean(name, tensors)}"
+    per_head = {name for _, _, layer in models for name in layer.per_head}
+    tensors = {name for _, gpt, _ in models for m in gpt.modules() if isinstance(m, cls)
+               for name, _ in tensors_of(m)}
+    for name in sorted(per_head - tensors):
+        yield f"per_head names {name!r}, which is none of its tensors{did_you_mean(name, tensors)}"
+
+
+def tensors_of(module):
+    """[(name, parameter or buffer)] of a module and the modules in it."""
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def problems_of_values(mode, mechanism):

@@ -26,6 +26,7 @@ import torch
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads import causality, configurator, own_mechanism
 from nanoheads.causality import Perturbation
+from nanoheads.class_checks import tensors_of
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.config import flags_by_name
 from nanoheads.mechanism import flags_of
@@ -363,11 +364,6 @@ def tensors_with_heads(flags, recipe):
                     dim = grown[0]
                     axes[name] = HeadAxis(dim, (of_larger[name].size(dim) - t.size(dim)) // 2)
     return by_class
-
-
-def tensors_of(module):
-    """[(name, parameter or buffer)] of a module and its submodules."""
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def code_of(axis):

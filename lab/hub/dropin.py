@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, PLAIN_LAYERS, XSA, Agency, ConstraintHeads, GPTConfig,
-                   HeadNorm, OutputGate, Routing, Sentinel, Sink)
+from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
+                   OutputGate, Routing, Sentinel, Sink, plain_parameters)
 from nanoheads.checkpoint import IGNORED_FLAGS
 from nanoheads.common import UserError
 from nanoheads.configurator import likely_name
@@ -204,8 +204,7 @@ def start(m, config, anyway):
     elif isinstance(m, Routing) and m.in_eval and m.k + m.n_shared == config.n_head:
         values = dict.fromkeys(("out.weight", "out.bias", "split.weight", "shared.weight"), 0.0)
         constant, neutral = 1 / config.n_head if m.mode == "published" else 1.0, True
-    plain = {p for layer in m.modules() if isinstance(layer, PLAIN_LAYERS)
-             for p in layer.parameters(recurse=False)}
+    plain = plain_parameters(m)
     for name, p in m.named_parameters():
         value = values.get(name, getattr(p, "initial_value", None))
         if value is None and p in plain:
