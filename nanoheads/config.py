@@ -256,7 +256,7 @@ def training_problems(model_config, config):
     """What does not go together of a GPTConfig and a TrainConfig, extensions' keys too, as sentences."""
     checks = [*(extension.problems for extension in EXTENSIONS), constraint_conflicts, skip_conflicts]
     bad = [problem for check in checks for problem in check(model_config, config)]
-    if model_config.agency_learned and not config.acts_between_steps:
+    if model_config.agency_learned and not EXTENSIONS:
         bad.append("agency_learned predicts from what is measured of the heads between steps, which is work "
                    "of lab/heads: see docs/heads.md")
     return bad
@@ -305,7 +305,6 @@ def check_model(model, config):
     if config.freeze_trunk and not trained_alone(model):
         bad.append("freeze_trunk=True leaves nothing to train: no mechanism of the model has a parameter "
                    "that acts")
-
     if config.documents:
         if 2 * config.documents > c.block_size and config.documents_packed != "cut":
             bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "

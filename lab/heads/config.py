@@ -85,6 +85,8 @@ def controller_conflicts(model, config):
             bad.append(f"{key}={getattr(config, key)!r} needs gates: set sentinel")
     if config.policy and not model.agency:
         bad.append("policy needs states: set agency")
+    if model.agency_learned and not config.dynamic_heads:
+        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
     if config.policy and model.agency_learned:
         bad.append("policy and agency_learned both move the states: set one of them")
     if config.prune_floor > model.n_head:
