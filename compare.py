@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads import configurator, own_mechanism
+from nanoheads import configurator, own_mechanism, usage
 from nanoheads.common import (UserError, as_program, git_commit, json_safe, pick_device, plural, say, table,
                               writable, writable_folder, write_json)
 from nanoheads.dataset import NotPrepared
@@ -73,15 +73,15 @@ COMMANDS = {
 }
 
 
-def help_of(name):
-    """The help of a subcommand, as text."""
+def help_of(name, argv):
+    """What these arguments of a subcommand, with --help or --help=KEY, ask for, as text. UserError."""
     study_keys = [key for key in configurator.keys_of((StudyConfig,)) if key not in SCORES_KEYS]
     lines = [__doc__.strip(), "", "---- subcommands; each has its own --help ----"] if name == "run" else []
     for subcommand, command in COMMANDS.items() if name == "run" else [(name, COMMANDS[name])]:
         lines.append(f"  python compare.py {subcommand} {command.usage}")
         lines += textwrap.wrap(command.about, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
     keys = study_keys if COMMANDS[name].keys is None else COMMANDS[name].keys
-    return configurator.help_text((StudyConfig,), "\n".join(lines), only=keys)
+    return usage.answer(argv, "\n".join(lines), (StudyConfig,), keys)
 
 
 def one_file(name, argv):
@@ -470,8 +470,8 @@ def check_writable(config):
 def run(argv):
     """Do what a command line asks for. UserError."""
     command, argv = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
-    if configurator.HELP & {*argv}:
-        print(help_of(command))
+    if any(map(configurator.is_help, argv)):
+        print(help_of(command, argv))
         sys.exit(0)
     if command == "recheck":
         return recheck(one_file(command, argv)[0])

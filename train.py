@@ -11,8 +11,8 @@ Train a GPT, with any mechanism that its flags turn on.
 
 A run is a folder (out_dir) with config.json, log.jsonl and two checkpoints. ckpt.pt is the last save and has
 the optimizers' states, so --resume goes on from it. best.pt has the weights with the lowest validation loss.
-`python train.py --help` lists every key: those of training are in nanoheads/config.py, those of models in
-model.py. A config file is Python code, and reading it runs it: name only files that you trust.
+`--help` lists keys and mechanisms, and `--help=routing` says what a mechanism does and has all of its keys. A
+config file is Python code, and reading it runs it: name only files that you trust.
 """
 
 import math
@@ -35,7 +35,7 @@ from model import GPT, GPTConfig
 from nanoheads import checkpoint, configurator, start, tasks
 from nanoheads.batches import Batches, DocumentBatches, PackedBatches
 from nanoheads.common import UserError, as_program, from_lab, plural, say, write_json
-from nanoheads.config import TrainConfig, flags_by_name
+from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from nanoheads.extensions import EXTENSIONS
 from nanoheads.kernels import allow_graphs
@@ -733,8 +733,9 @@ def main(argv=None):
         if command.names_own_files:
             from nanoheads import own_mechanism  # only here: most runs have none
             command = own_mechanism.add_from_command(command, all_modes="check" in command.arguments)
-        if configurator.HELP & {*argv}:
-            print(configurator.help_text(command.classes, __doc__, flags_by_name()))
+        if any(map(configurator.is_help, argv)):
+            from nanoheads import usage
+            print(usage.answer(argv, __doc__, command.classes))
             sys.exit(0)
         if command.values().get("check"):
             from nanoheads import promises

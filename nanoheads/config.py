@@ -72,7 +72,7 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
         None, "muon: for the blocks' matrices, AdamW for the rest; None: muon for recipe=modern, else adamw",
         section="optimizer: keys left at None follow from the optimizer")
     adamw_lr: Optional[float] = flag(
-        None, "peak learning rate of AdamW, of all that no key below names", above=0)
+        None, "peak learning rate of AdamW, of all that no other rate is for", above=0)
     min_lr: Optional[float] = flag(
         None, "where adamw_lr ends; every other rate falls by the same factor", at_least=0)
     embed_lr: Optional[float] = flag(

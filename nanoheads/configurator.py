@@ -25,7 +25,6 @@ import os
 import re
 import reprlib
 import runpy
-import textwrap
 import traceback
 import types
 import typing
@@ -37,12 +36,11 @@ from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, say
 from nanoheads.files import name_of_words, setting_in_name
 
-COMMAND_LINE, HELP = "command line", {"--help", "-h"}
+COMMAND_LINE = "command line"
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 MECHANISM_KEYS = ("mechanism", "mechanisms", "own_mechanism")  # keys that name mechanisms
 OWN_FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # a mechanism of one's own: mine.py, or mine.py:mode
 Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
-HELP_WIDTH = 70  # characters of a key's description in a line of --help
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Presets:
         help="start from config/<scale>.py; with another recipe: not its rates",
         section="presets: keys that set others, each of which may be set by itself as well and then wins"))
     mechanism: str | list[str] | None = field(default=None, metadata=dict(
-        help="turn these on, name,name for several, or mine.py:"))
+        help="turn these on: name,name for several, or a file of your own, mine.py"))
     check: bool = field(default=False, metadata=dict(
         help="try what the mechanisms named promise on a small model, and train nothing",
         section="what is done"))
@@ -118,17 +116,22 @@ class Command(NamedTuple):
 
 
 def parse_command(classes, argv, program_settings=None):
-    """The Command that argv is, HELP aside. UserError: a config file cannot be read.
+    """The Command that argv is, what asks for help aside. UserError: a config file cannot be read.
 
     more: {where it comes from: {key: value}}, from the program that calls this: it wins over the files, and
     the arguments win over it.
     """
     keys, file_settings = keys_of(classes), []
-    files, arguments = split([arg for arg in argv if arg not in HELP], keys)
+    files, arguments = split([arg for arg in argv if not is_help(arg)], keys)
     for path in files:
         scale = Presets in classes and scale_of(path)
         file_settings.append((path, {"scale": scale} if scale else read_file(path, keys)))
     return Command(classes, files, [*file_settings, *(program_settings or {}).items()], arguments)
+
+
+def is_help(arg):
+    """Whether an argument asks for help: -h, --help or --help=WORD."""
+    return arg in ("-h", "--help") or arg.startswith("--help=")
 
 
 def split(argv, keys):
@@ -363,29 +366,27 @@ class Key(NamedTuple):
     help: str
 
 
-def fields_with_headings(cls):
-    """Yield (the heading above a field in --help or "", the field, its type) of a dataclass.
+def fields_of(cls):
+    """Yield (the class that has the field, the field, its type) of a dataclass.
 
     Those of a class that it extends come first. Last come the flags of mechanisms in files of one's own,
-    which a GPTConfig holds in its field `own`. Options, a class inside of a mechanism's class, are headed by
-    the flag that turns it on, where that has no heading of its own.
+    which a GPTConfig holds in its field `own`.
     """
     listed = {"own"}  # which holds flags and is none itself
     own_classes = cls.own_options() if hasattr(cls, "own_options") else []
     for cls_or_base in filter(is_dataclass, (*reversed(cls.__mro__), *own_classes)):
         hints = typing.get_type_hints(cls_or_base)
-        new = [f for f in fields(cls_or_base) if f.name not in listed]
-        for f in new:
-            first = cls_or_base.__name__ == "Options" and f is new[0]
-            yield f.metadata.get("section") or (f.name if first else ""), f, hints[f.name]
-        listed |= {f.name for f in new}
+        for f in fields(cls_or_base):
+            if f.name not in listed:
+                yield cls_or_base, f, hints[f.name]
+        listed |= {f.name for f in fields(cls_or_base)}
 
 
 def keys_of(classes):
-    """{key: Key} over all fields of the dataclasses, see fields_with_headings()."""
+    """{key: Key} over all fields of the dataclasses, see fields_of()."""
     return {f.name: Key(t, f.default if f.default is not MISSING else f.default_factory(),
                         f.metadata.get("help", ""))
-            for cls in classes for _, f, t in fields_with_headings(cls)}
+            for cls in classes for _, f, t in fields_of(cls)}
 
 
 def convert_fields(values, cls):
@@ -523,29 +524,3 @@ def parse(text, t):
     brackets = re.fullmatch(r"\[(.*)\]|\((.*)\)|(.*)", text, re.DOTALL)  # [a,b] as well as a,b
     words = [word.strip(" '\"") for word in brackets[brackets.lastindex].split(",")]
     return [parse(word, *typing.get_args(list_type)) for word in words if word]
-
-
-# ---- help ----
-
-def help_text(classes, doc, mechanisms=(), only=None):
-    """Every key with type, default and help, under their headings; only: those to show, None: all."""
-    lines = [doc.strip()]
-    for cls in classes:
-        keys, pending_heading = keys_of((cls,)), ""
-        for heading, f, t in fields_with_headings(cls):
-            pending_heading = heading or pending_heading
-            if only is not None and f.name not in only:
-                continue
-            if pending_heading:
-                lines += ["", f"---- {pending_heading} ----"]
-                pending_heading = ""
-            start = f"  --{f.name:<24}  {type_name(t):<31}  {keys[f.name].default!r:<16}"
-            words = textwrap.wrap(keys[f.name].help, HELP_WIDTH)
-            # help begins in its column, also where what is before it is too long to leave it that room
-            column = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
-            first_words = [] if len(start) + 2 > column else words[:1]
-            lines += [(f"{start}  {first_words[0]}" if first_words else start).rstrip(),
-                      *(" " * column + line for line in words[len(first_words):])]
-            if f.name == "mechanism":
-                lines += [f"      {line}" for line in textwrap.wrap(", ".join(mechanisms), 100)]
-    return "\n".join(lines)

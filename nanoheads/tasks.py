@@ -219,7 +219,7 @@ class TaskConfig:
     """The flags of a task; what is None is as TASKS says."""
     task: Optional[Literal[tuple(TASKS)]] = flag(
         None, "train on rows of this task, not on a text; without a scale or a config file at --scale=task",
-        section="a task: rows drawn anew at each step, whose answers follow from the row alone")
+        section="task: rows drawn anew at each step, whose answers follow from the row alone")
     task_levels: Optional[list[int]] = flag(None, "how hard rows are in training: drawn evenly, row by row")
     task_test_levels: Optional[list[int]] = flag(
         None, "and in evaluations, which have task_rows of each")

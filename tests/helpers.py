@@ -23,7 +23,7 @@ from hypothesis import assume, strategies as st
 from model import GPT, MECHANISM_CLASSES, MECHANISMS, RECIPES, GPTConfig
 from nanoheads import checkpoint, own_mechanism as own, prepare
 from nanoheads.common import OWN_FILES
-from nanoheads.configurator import alternatives, fields_with_headings, is_choice
+from nanoheads.configurator import alternatives, fields_of, is_choice
 from nanoheads.dataset import Writer
 from nanoheads.tokenizer import Tokenizer
 from oracle import give_states
@@ -411,7 +411,7 @@ def values_of(t, limits, most=12):
 def flags_of(*classes, but=()):
     """Strategy: {key: value} of some flags of these dataclasses, most of them in their ranges."""
     each = {f.name: values_of(t, f.metadata, most=40)
-            for cls in classes for _, f, t in fields_with_headings(cls) if f.name not in but}
+            for cls in classes for _, f, t in fields_of(cls) if f.name not in but}
     keys = st.lists(st.sampled_from(sorted(each)), min_size=1, max_size=6, unique=True)
     return keys.flatmap(lambda names: st.fixed_dictionaries({name: each[name] for name in names}))
 
@@ -428,7 +428,7 @@ def small_models(draw):
         if not flags.keys() & MECHANISMS[name].keys():  # else two modes of one thing
             flags |= MECHANISMS[name]
     details = {f.name: (t, f) for cls in MECHANISM_CLASSES if cls.flag in flags
-               for _, f, t in fields_with_headings(cls.Options) if f.name not in flags}
+               for _, f, t in fields_of(cls.Options) if f.name not in flags}
     if details:
         for name in draw(st.lists(st.sampled_from(sorted(details)), max_size=2, unique=True)):
             t, f = details[name]

@@ -12,7 +12,7 @@ from lab.heads.rules import Rules
 class ControllerConfig:
     controller: Optional[Literal["rules", "ann", "rl"]] = flag(
         None, "what moves the sentinel gates; None: nothing",
-        section="dynamic heads: measured, moved, pruned, grown between steps")
+        section="controller: dynamic heads, measured, moved, pruned, grown between steps")
     controller_log: bool = flag(False, "measure the heads, whatever moves them")
     controller_interval: int = flag(100, "steps between measurements", at_least=1)
     controller_tokens: int = flag(

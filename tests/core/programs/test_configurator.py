@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Optional, get_args
 
@@ -19,7 +19,7 @@ from nanoheads import checkpoint, configurator, start, timing
 from nanoheads.common import UserError
 from nanoheads.config import (OPTIMIZERS, CoreTrainConfig, TrainConfig, check_configs, check_data, data_of,
                               flags_by_name, note_on_dropout, note_on_warmup, trained_with, with_extensions)
-from nanoheads.configurator import Presets, Scale, build_configs, help_text, likely_name, load, parse_command
+from nanoheads.configurator import Presets, Scale, build_configs, likely_name, load, parse_command
 from nanoheads.mechanism import flag
 from nanoheads.tasks import TaskConfig
 from train import main
@@ -330,38 +330,6 @@ def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism
                          name[:1] + name[2:3] + name[1:2] + name[3:]):
                 if typo not in names and len(name) > 2:
                     assert likely_name(typo, names), (name, typo)
-
-
-def test_help_has_a_line_for_each_key_under_its_heading():
-    lines = help_text((Presets, GPTConfig, TrainConfig), "what this is", NAMES).splitlines()
-    assert lines[0] == "what this is" and "---- run ----" in lines and "---- sentinel ----" in lines
-    for cls in BOTH:
-        for f in (f for f in fields(cls) if f.name != "own"):  # which holds flags and is none
-            line, = [line for line in lines if line.startswith(f"  --{f.name} ")]
-            assert repr(f.default if f.default is not MISSING else f.default_factory()) in line
-    assert "  --grad_clip float or None None clip the gradient's norm; 0: off" in [
-        re.sub(r"(?<=\S) +", " ", line) for line in lines]
-    at = next(i for i, line in enumerate(lines) if line.startswith("  --mechanism "))
-    listed = " ".join(lines[at:lines.index("", at)]).replace(",", " ").split()
-    assert listed[-len(NAMES):] == [*NAMES], "what `mechanism` chooses from stands below it"
-
-
-def test_help_shows_what_may_be_chosen_as_the_type():
-    lines = [" ".join(line.split()) for line in help_text((Thing,), "").splitlines()]
-    for line in ("---- size ----", "--width int 8 how wide", "---- the rest ----",
-                 "--shape round or square 'round' how it looks",
-                 "--size 1, 2, 4 or None None how big; None: as big as can be",
-                 "--mode auto, True or None 'auto' on, off or either",
-                 "--sides list of left or right or None None which"):
-        assert line in lines
-
-
-def test_help_says_that_a_config_file_runs(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help", "--scale=tiny"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and "--n_layer int 12 " in said
-    assert "A config file is Python code, and reading it runs it: name only files that you trust." in said
 
 
 @pytest.mark.slow
