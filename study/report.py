@@ -183,6 +183,8 @@ def page(study, comparisons, target_tests=(), images=None):
         return verdict_with_limits(study, comparisons, c)
     main = tables.tasks_table(study, comparisons) if is_of_tasks(study) else tables.verdicts_table(
         study, comparisons, verdict=verdict)
+    # what is looked for first stands where a phone shows it
+    main = tables.put_behind_the_first(main, (tables.head_of_difference(study), "verdict"))
     cards = [(verdict(study, c), against_in_words(study, c), full_sentence(study, c),
               c.worth and c.worth.words) for c in rows]
     sources = [study.name, study.config.get("scale"), study.made.get("date"), join_words(study.texts)]

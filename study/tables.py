@@ -49,6 +49,14 @@ def drop_columns(table, *titles):
                  tuple(kept.index(i) for i in table.words if i in kept))
 
 
+def put_behind_the_first(table, titles):
+    """A Table with the columns of these titles behind the first, in this order."""
+    first = [0, *(table.head.index(title) for title in titles if title in table.head)]
+    order = [*first, *(i for i in range(len(table.head)) if i not in first)]
+    return Table(tuple(table.head[i] for i in order), [tuple(row[i] for i in order) for row in table.rows],
+                 tuple(order.index(i) for i in table.words))
+
+
 def drop_unmeasured(table):
     """(A Table without the columns in which nothing was measured, a sentence that names them or "")."""
     cells = {title: {row[i] for row in table.rows} for i, title in enumerate(table.head)}
