@@ -132,12 +132,14 @@ def text_difference(a, b):
 def compare_reports(report, first):
     """The comparison of a report with the first one, a dict; None where it was scored on other text.
 
-    bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
+    bpb: the difference in bits/byte, [value, low, high], an interval over the text; bpc: in bits/character.
+    params, flops: ratios.
     """
     if text_difference(report, first):
         return None
     bpb = block_bootstrap(report["pieces"], first["pieces"], report["bytes"], 1)
-    return dict(name=report["name"], bpb=list(bpb), percent=100 * bpb[0] / first["bpb"],
+    bpc = [value * report["bytes"] / report["chars"] for value in bpb]
+    return dict(name=report["name"], bpb=list(bpb), bpc=bpc, percent=100 * bpb[0] / first["bpb"],
                 params=report["params"] / first["params"],
                 flops=report["flops_per_token"] / first["flops_per_token"])
 
@@ -149,14 +151,14 @@ def difference_table(reports, width):
         comparison = compare_reports(report, first)
         name = report["name"].removesuffix("/best.pt")
         if comparison is None:
-            rows.append((name, "other text: not compared", *["–"] * 4))
+            rows.append((name, "other text: not compared", *["–"] * 5))
             continue
-        mean, low, high = comparison["bpb"]
-        rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{comparison['percent']:+.2f} %",
+        bpb, bpc = ("{:+.4f} [{:+.4f}, {:+.4f}]".format(*comparison[key]) for key in ("bpb", "bpc"))
+        rows.append((name, bpb, bpc, f"{comparison['percent']:+.2f} %",
                      f"{report['params'] - first['params']:+,}", f"{comparison['params']:.3f} x",
                      f"{comparison['flops']:.3f} x"))
-    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text], below 0 is better",
-            "of it", "parameters", "ratio", "FLOPs/token")
+    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte, below 0 is better",
+            "bits/character [95 % over text]", "of it", "parameters", "ratio", "FLOPs/token")
     return table(head, rows, width=width, cut=last_folders) if rows else ""
 
 

@@ -7,7 +7,7 @@ $ python plot_curves.py out/base --x tokens
 $ python plot_curves.py out/base --heads         # its heads: gates, states, heads at work
 
 A run gets RUN/figures/curves.png and .svg. Two or more also get a comparison in --out, called after the runs
-that were named, so that another comparison is another file: comparison-base+routing.png and .svg.
+that were named, so that another comparison is another file: out/figures/comparison-base+routing.png and .svg.
 A run's colour follows its place in the list and is the same in its own figure.
 
 --heads draws what heads.jsonl holds of a run that measures its heads: gates, states and active.png and .svg.
@@ -34,7 +34,7 @@ def arguments(argv):
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
                         help="run folders (default: all under out/, and folders out-...)")
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="for the comparison (default: figures/ by the runs)")
+                        help="for the comparison (default: figures/ by the runs, or in the first of them)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
     parser.add_argument("--json", help="write the paths of the pictures to this file")
     parser.add_argument("--heads", action="store_true",
@@ -79,7 +79,9 @@ def run(args):
     parent = Path(os.path.commonpath([run.resolve().parent for run in run_dirs])) if run_dirs else out
     names = [printable(os.path.relpath(run.resolve(), parent)) for run in run_dirs]
     suffix = name_of(names, args.x) if args.runs else ""
-    comparison_dir = args.out or Path(os.path.relpath(parent)) / "figures"
+    # runs in the working folder, out-a and out-b, have no folder in common that git would not show
+    beside = run_dirs[0] if run_dirs and parent == Path().resolve() else Path(os.path.relpath(parent))
+    comparison_dir = args.out or beside / "figures"
     if args.out:
         writable_folder(args.out)
     if args.heads:

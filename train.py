@@ -283,7 +283,8 @@ def evaluate_splits(run):
     """A row of log.jsonl: train and val loss on fixed tokens, without dropout. Every rank scores its share.
 
     val_bpb counts each token with the bytes of the mean token of the whole split. That is inexact where
-    eval_tokens is less than the split; `evaluate.py --tokens` counts the bytes of what it scores.
+    eval_tokens is less than the split; `evaluate.py --tokens` counts the bytes of what it scores. Where
+    tokens are characters, val_bpc is in bits per character.
     """
     process, dataset = run.process, run.dataset
     row = dict(step=run.step, tokens=run.tokens(run.step))
@@ -296,6 +297,8 @@ def evaluate_splits(run):
         nats, count = process.all_reduce_sum(share)
         row[f"{split}_loss"] = nats / count
     row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
+    if dataset.tokenizer.encoding == "char":
+        row["val_bpc"] = bits(row["val_loss"], 1)
     row["elapsed_s"] = round(run.elapsed_s, 3)
     return {**row, **critic_metrics(run.model, dataset, "val")}
 

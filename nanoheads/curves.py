@@ -20,8 +20,10 @@ from nanoheads.log import MAIN_RATE, read_rows, warn
 AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
         "time": ("elapsed_s", "elapsed minutes")}
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
-TITLES = {"bpb": "Bits per byte", "loss": "Loss, nats per token", "lr": "Learning rate",
-          "gap": "Gap, val − train loss", "acc": "Answers that are right, mean over levels"}
+TITLES = {"bpb": "Bits per byte", "bpc": "Bits per character", "loss": "Loss, nats per token",
+          "lr": "Learning rate", "gap": "Gap, val − train loss",
+          "acc": "Answers that are right, mean over levels"}
+BITS = 1 / np.log(2)  # nats -> bits
 OF_TASK = {"loss": "Loss, nats an answer", "acc": "Answers that are right, by level"}  # of a run alone
 
 
@@ -77,6 +79,7 @@ def curves_of(run_dir, x="step"):
     if not evals:
         warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
     c.of_task = bool(c.levels)
+    c.of_characters = bool(evals) and all("val_bpc" in row for row in evals)
     not_finite = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
     if not_finite.size:
         warn(run_dir, f"{not_finite.size} loss(es) not finite, the first at step {not_finite.min():g}; "
@@ -132,14 +135,21 @@ def draw_levels(ax, c, colour, labels):
 
 def losses_in(axes, c):
     """[(axes, what nats a token are multiplied by there)] of the panels that show losses of a run."""
-    ratios = {"bpb": c.ratio, "loss": 1}
+    ratios = {"bpb": c.ratio, "bpc": BITS, "loss": 1}
     return [(axes[name], ratio) for name, ratio in ratios.items() if name in axes]
 
 
-def same_panels(runs):
-    """Whether bits per byte are nats per token in another unit for every run, since its tokens are bytes."""
-    ratios = [c.ratio for _, c, _, _ in runs]
-    return bool(np.allclose(ratios, 1 / np.log(2), rtol=1e-6))
+def panels_of(runs):
+    """The rows of panels that show these runs: losses above, and below them the schedule and the gap.
+
+    Where tokens are characters, losses are in bits for each, which others publish; else in nats for a token.
+    Where they are bytes too, both panels of losses would be one curve, so there is one as wide as the others.
+    """
+    if all(c.of_task for _, c, _, _ in runs):
+        return [["loss", "acc"], ["lr", "acc"]]
+    if np.allclose([c.ratio for _, c, _, _ in runs], BITS, rtol=1e-6):
+        return [["bpb"], ["gap"], ["lr"]]
+    return [["bpb", "bpc" if all(c.of_characters for _, c, _, _ in runs) else "loss"], ["lr", "gap"]]
 
 
 def draw_training(axes, c, colour):
@@ -165,7 +175,7 @@ def draw_train_loss(axes, c, style):
 
 def draw_validation(axes, c, style, tag, alone, labels):
     """The evaluations of a run, its best marked; what stands beside them goes into labels {axes: [...]}."""
-    gap, evaluated = axes.get("gap"), {"bpb": c.bpb, "loss": c.val, "gap": c.gap}
+    gap, evaluated = axes.get("gap"), {"bpb": c.bpb, "bpc": c.val * BITS, "loss": c.val, "gap": c.gap}
     if not alone:
         evaluated["acc"] = c.acc
     for ax, y in ((axes[name], y) for name, y in evaluated.items() if name in axes):
@@ -190,15 +200,16 @@ def finish_axes(axes, x, labels, titles):
             ax.set_yticks([])
         elif name == "gap":
             ax.axhline(0, color=GREY, lw=1)
-        if name in ("bpb", "loss"):
+        if name in ("bpb", "bpc", "loss"):
             fit_y(ax)
         elif name == "acc":
             ax.set_ylim(-0.03, 1.03)
         label_right(ax, labels[ax])
-    for ax in (axes[name] for name in ("lr", "gap", "acc") if name in axes):
-        ax.set_xlabel(AXES[x][1])
         short, plain = EngFormatter(sep=""), FuncFormatter(lambda v, _: f"{v:,.10g}")
         ax.xaxis.set_major_formatter(short if x == "tokens" else plain)
+        ax.tick_params(labelbottom=True)
+        if ax.get_subplotspec().is_last_row():
+            ax.set_xlabel(AXES[x][1])
     axes["lr"].yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.6g}"))
 
 
@@ -206,17 +217,13 @@ def finish_axes(axes, x, labels, titles):
 def draw(runs, stem, title=""):
     """[(name, curves, colour, dash)] -> the paths of one figure.
 
-    Train and validation losses; a run alone also gets its minibatches'. Where tokens are bytes, the loss has
-    no panel of its own: it would be that of bits per byte in another unit. Runs on tasks have shares of right
+    Train and validation losses; a run alone also gets its minibatches'. Runs on tasks have shares of right
     answers in place of bits per byte and of the gap.
     """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    upper_panels, lower_panels = ["bpb", "bpb" if same_panels(runs) else "loss"], ["lr", "gap"]
-    of_task = all(c.of_task for _, c, _, _ in runs)
-    if of_task:
-        upper_panels, lower_panels = ["loss", "acc"], ["lr", "acc"]
-    axes = fig.subplot_mosaic([upper_panels, lower_panels], sharex=True)
+    rows, of_task = panels_of(runs), all(c.of_task for _, c, _, _ in runs)
+    axes = fig.subplot_mosaic(rows, sharex=True, height_ratios=[2, 1, 1] if len(rows) == 3 else None)
     alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes.values()}
     for n, (name, c, colour, dash) in enumerate(runs):
         tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
@@ -234,12 +241,14 @@ def draw(runs, stem, title=""):
             handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
     if not alone and any(np.isfinite(c.etrain).any() for _, c, _, _ in runs):
         handles.append(Line2D([], [], color=GREY, lw=1, alpha=0.6, label="thin: train, evaluated"))
-    if any(labels[axes[name]] for name in upper_panels):
+    if any(labels[axes[name]] for name in rows[0]):
         handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
                               label="best val"))
     titles = {**TITLES, **(OF_TASK if of_task and alone else {})}
     if of_task:
         titles["loss"] = OF_TASK["loss"]
+    elif all(c.of_characters for _, c, _, _ in runs) and "bpc" not in axes:
+        titles["bpb"] = "Bits per byte, and per character"
     finish_axes(axes, c.x, labels, titles)
     columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
     fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1),

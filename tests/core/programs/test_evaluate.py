@@ -19,7 +19,7 @@ import evaluate
 import helpers
 from helpers import ROOT, put_meta, put_split, write_dataset
 from helpers import byte_pairs
-from evaluate import main, score_table
+from evaluate import compare_reports, main, score_table
 from model import GPT, CausalSelfAttention, GPTConfig, Output
 from nanoheads import checkpoint, dataset, scoring, corpus
 from nanoheads.common import UserError
@@ -495,6 +495,15 @@ def test_two_checkpoints_are_compared_token_by_token(tmp_path, capsys):
     assert less["bpb"][2] - less["bpb"][1] == pytest.approx(2 * half, rel=0.3)
     assert f"{less['bpb'][0]:+.4f} [{less['bpb'][1]:+.4f}, {less['bpb'][2]:+.4f}]" in out
     assert f"{b['params'] - a['params']:+,}" in out and "heads at work" not in out
+
+
+def test_the_difference_is_given_per_character_too():
+    a, b = fake_run("a", bytes=30, chars=20), fake_run("b", bytes=30, chars=20)
+    b["pieces"] = [nats + 0.1 for nats in b["pieces"]]
+    found = compare_reports(b, a)
+    assert found["bpb"][0] > 0 and found["bpc"] == pytest.approx([1.5 * value for value in found["bpb"]])
+    low, mid, high = (f"{found['bpc'][i]:+.4f}" for i in (1, 0, 2))
+    assert f"{mid} [{low}, {high}]" in score_table([a, b]) and "bits/character" in score_table([a, b])
 
 
 def test_a_checkpoint_beside_itself_differs_by_nothing(tmp_path, capsys):

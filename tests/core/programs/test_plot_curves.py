@@ -109,7 +109,7 @@ def test_the_comparison_shows_train_and_validation_losses_of_every_run(home, mon
     given = [write(home / name, rows(60, 20, floor)) for name, floor in (("a", 1.0), ("b", 2.0))]
     figure = drawn_figures(monkeypatch, given)["comparison"]
     for ax, ratio in zip(figure.axes[:2], (1.5, 1)):
-        assert "alidation" not in ax.get_title()
+        assert "alidation" not in ax.get_title("left")
         for run, colour in zip(given, COLOURS):
             lines = [line for line in ax.lines if line.get_color() == colour and len(line.get_xdata()) > 1]
             val, train = sorted(lines, key=lambda line: -line.get_linewidth())
@@ -119,6 +119,47 @@ def test_the_comparison_shows_train_and_validation_losses_of_every_run(home, mon
             low, high = ax.get_ylim()
             assert low < train.get_ydata()[-1] < high
     assert "thin: train, evaluated" in {text.get_text() for text in figure.legends[0].get_texts()}
+
+
+def of_characters(run, size):
+    """A run whose tokens are characters of so many bytes in the mean."""
+    return write(run, [{**row, "val_bpb": row["val_loss"] / math.log(2) / size,
+                        "val_bpc": row["val_loss"] / math.log(2)} if "val_loss" in row else row
+                       for row in rows(60, 20)])
+
+
+def test_where_tokens_are_characters_losses_are_in_bits_for_each(home, monkeypatch):
+    wide, = drawn_figures(monkeypatch, [of_characters(home / "a", 1.25)]).values()
+    panels = {ax.get_title('left'): ax for ax in wide.axes}
+    assert {"Bits per byte", "Bits per character"} < panels.keys()
+    last, = (row["val_loss"] for row in read_log(home / "a")[1] if row["step"] == 60)
+    for title, bits in (("Bits per byte", last / math.log(2) / 1.25),
+                        ("Bits per character", last / math.log(2))):
+        assert any(line.get_ydata()[-1] == pytest.approx(bits) for line in panels[title].lines)
+    # one byte each: one curve, called both; beside a run of other tokens they do not compare
+    same, = drawn_figures(monkeypatch, [of_characters(home / "b", 1)]).values()
+    assert [ax.get_title("left") for ax in same.axes][0] == "Bits per byte, and per character"
+    both = drawn_figures(monkeypatch, [home / "a", write(home / "c", rows(60, 20))])["comparison"]
+    assert "Loss, nats per token" in {ax.get_title("left") for ax in both.axes}
+
+
+def test_every_panel_has_numbers_on_its_x_axis_and_panels_line_up(home, monkeypatch):
+    for name, run in (("one", of_characters(home / "a", 1)), ("two", of_characters(home / "b", 1.25))):
+        figure, = drawn_figures(monkeypatch, [run]).values()
+        figure.draw_without_rendering()
+        edges = [(round(ax.get_position().x0, 3), round(ax.get_position().x1, 3)) for ax in figure.axes]
+        assert all(any(label.get_text() and label.get_visible() for label in ax.get_xticklabels())
+                   for ax in figure.axes), name
+        assert len({*edges}) == (1 if name == "one" else 2), "one above the other, or in two columns"
+        assert len({ax.get_xlim() for ax in figure.axes}) == 1
+
+
+def test_a_comparison_of_runs_in_the_working_folder_lies_where_git_does_not_show_it(home, capsys):
+    for name in ("out-a", "out-b"):
+        write(home / name, rows(20, 10))
+    assert main(["out-a", "out-b"]) == 0
+    assert "out-a/figures/comparison-out-a+out-b.png" in capsys.readouterr().out
+    assert sorted(path.name for path in home.iterdir()) == ["out-a", "out-b"]
 
 
 @pytest.mark.slow
