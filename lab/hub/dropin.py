@@ -56,16 +56,16 @@ OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match", "cons
 
 
 def require(name):
-    """Import an optional module; of transformers, whose attention and masks are called in ways of version 5,
+    """Import an optional module; of transformers, whose masks are called in another way before version 5.4,
     no older one. Raises UserError.
     """
     try:
         module = importlib.import_module(name)
     except ImportError:
         raise UserError(f'{name.split(".")[0]} is missing: pip install -e ".[hf]"') from None
-    if name == "transformers" and int(module.__version__.split(".")[0]) < 5:
-        raise UserError(f"gates go into models of transformers 5, and here is {module.__version__}: "
-                        "pip install -U transformers")
+    if name == "transformers" and tuple(map(int, module.__version__.split(".")[:2])) < (5, 4):
+        raise UserError(f"gates go into models of transformers 5.4 and later, and here is "
+                        f"{module.__version__}: pip install -U transformers")
     return module
 
 

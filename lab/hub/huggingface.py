@@ -8,7 +8,7 @@ In:   every program that takes a checkpoint takes a folder of transformers, or t
 Out:  export_hf.py, without transformers. A plain model becomes one that transformers knows (GPT-2, Llama,
       Qwen, nanochat); every other comes with this repository's model.py, for trust_remote_code=True.
 
-Names of tensors and of config fields are those of transformers 5.23.
+Names of tensors and of config fields are those of transformers 5.24.
 """
 
 import ast

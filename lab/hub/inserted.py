@@ -20,6 +20,10 @@ from nanoheads.common import UserError
 from nanoheads.kernels import for_each_head
 
 
+# what an attention of transformers calls its cache: since 5.24, before it, and in GPT-Neo and GPT-NeoX
+CACHE_NAMES = "cache", "past_key_values", "layer_past"
+
+
 # ---- in a layer ----
 
 class Call(NamedTuple):
@@ -189,12 +193,12 @@ def remember_call(attn, args, kwargs):
         raise UserError(f"{attn.config._attn_implementation} attention knows of no gates: "
                         "model.set_attn_implementation('nanoheads')")
     inserted, x = attn.nanoheads, args[0] if args else kwargs["hidden_states"]
-    name = "layer_past" if "layer_past" in kwargs else "past_key_values"
-    cache = kwargs.get(name)
-    if cache is not None:
-        cache = LateCache(cache, x, inserted.constraint is not None)
+    kwargs, cache = dict(kwargs), None
+    for name in CACHE_NAMES:
+        if kwargs.get(name) is not None:
+            kwargs[name] = cache = LateCache(kwargs[name], x, inserted.constraint is not None)
     inserted.call = Call(attn, x, cache, kwargs.get("position_embeddings"))
-    return args, {**kwargs, name: cache}
+    return args, kwargs
 
 
 def attend_inserted(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):

@@ -9,6 +9,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from model import GPT, GPTConfig, KVCache
 
+# what transformers calls a cache: since 5.24 the first name
+CACHE = next(name for name in ("cache", "past_key_values")
+             if name in CausalLMOutputWithPast.__dataclass_fields__)
+
 
 class NanoHeadsConfig(PretrainedConfig):
     """gpt: the fields of GPTConfig; beside it the names by which transformers asks for sizes."""
@@ -81,7 +85,8 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # it makes its own: constraint heads and key offset keep more than keys and values
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=None,
-                logits_to_keep=0, return_dict=None, num_items_in_batch=None, position_ids=None, **ignored):
+                logits_to_keep=0, return_dict=None, num_items_in_batch=None, position_ids=None, cache=None,
+                **ignored):
         """input_ids [B, T] -> logits [B, T, V]; labels as everywhere in transformers: -100 is not scored.
 
         num_items_in_batch: what Trainer divides the sum over a whole batch by; None: the labels here.
@@ -89,9 +94,9 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
         Padding may stand left, or right where no cache is kept: no token sees it. position_ids say nothing
         that a row does not: others than its own count, as of packed documents, are refused.
         """
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if not isinstance(cache, (Cache, type(None))):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model makes its own: "
+            raise ValueError(f"the cache is a {type(cache).__name__}; this model makes its own: "
                              "leave it out, or pass what an earlier call returned")
         before = padding(attention_mask, cache is not None or use_cache)
         if position_ids is not None and before is None:
@@ -110,7 +115,7 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
                                    reduction="mean" if num_items_in_batch is None else "sum")
             loss = nats if num_items_in_batch is None else nats / num_items_in_batch
             logits = logits[:, keep]
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return out if return_dict is not False else out.to_tuple()
 
 

@@ -680,9 +680,10 @@ def test_without_transformers_layers_work_and_the_rest_says_so(monkeypatch, tmp_
     assert AdaptiveContextualAttention(16, 2, 8)(torch.zeros(1, 3, 16)).shape == (1, 3, 16)
 
 
-def test_version_4_of_transformers_is_refused(hf, monkeypatch):
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
+def test_an_old_version_of_transformers_is_refused(version, hf, monkeypatch):
     """It calls masks in another way."""
     model = tiny(hf, "gpt2")
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
-    with pytest.raises(UserError, match="transformers 5, and here is 4.57.6: pip install"):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(UserError, match=f"transformers 5.4 and later, and here is {version}: pip install"):
         insert(model, "acag")

@@ -487,7 +487,7 @@ def test_as_a_model_of_transformers(tmp_path):
     assert torch.equal(there(IDS, position_ids=places[None]).logits, there(IDS).logits)
     with pytest.raises(ValueError, match="no packed documents"):
         there(IDS, position_ids=places[None] % 5, attention_mask=torch.ones_like(IDS))
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+    with pytest.raises(ValueError, match="the cache is a DynamicCache"):
         there(IDS, past_key_values=transformers.DynamicCache())
     there.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
