@@ -32,6 +32,7 @@ from model import GPT, RECIPES, GPTConfig
 from nanoheads.common import (UserError, fault_of_own_file, from_lab, old_version_message, ran_out_of_memory,
                               write_atomic)
 from nanoheads.configurator import convert_fields, keys_of, likely_key, parse, type_name
+from nanoheads.tokenizer import same_vocabulary
 
 VERSION = 1  # of new files; to be raised when an older program would misread them
 
@@ -233,7 +234,7 @@ def same_logits(model, other):
 def check_vocabulary(state, dataset, path):
     """Raise UserError unless the checkpoint's token ids mean what the dataset's do."""
     old, new = state["meta"], dataset.meta
-    if old and any(old.get(key) != new.get(key) for key in ("encoding", "vocab")):
+    if old and not same_vocabulary(*((meta.get("encoding"), meta.get("vocab")) for meta in (old, new))):
         raise UserError(f"{path} was trained on {old['name']} "
                         f"({old['encoding']}, {old['vocab_size']:,} symbols), "
                         f"whose vocabulary is not that of {new['name']} "

@@ -58,6 +58,7 @@ class Dataset:
             self.meta = json.loads(path.read_bytes())
             self.tokenizer = Tokenizer.from_meta(self.meta)
             self.vocab_size, self.separator = self.tokenizer.vocab_size, int(self.meta["separator"])
+            self.first = self.separator  # what the first token of a split is predicted from
             if not 0 <= self.separator < self.vocab_size:
                 raise ValueError(f"separator={self.separator} is no token of its vocabulary")
             if self.meta["dtype"] not in DTYPES:

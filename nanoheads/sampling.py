@@ -18,8 +18,8 @@ from nanoheads import checkpoint
 from nanoheads.common import UserError, printable, unescape
 from nanoheads.logits import NotNumbers, check_sampling
 from nanoheads.pruning import pack_in_place
-from nanoheads.scoring import dataset_of
-from nanoheads.tokenizer import Tokenizer
+from nanoheads.scoring import dataset_of, say_first
+from nanoheads.tokenizer import Tokenizer, same_vocabulary
 
 
 def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):
@@ -54,7 +54,7 @@ def cut_at_stop(ids, tokenizer, stop=None):
 
 def same_tokens(one, other):
     """Whether the ids of two tokenizers mean the same."""
-    return (one.encoding, one.vocab) == (other.encoding, other.vocab)
+    return same_vocabulary((one.encoding, one.vocab), (other.encoding, other.vocab))
 
 
 # ---- settings, from the command line ----
@@ -136,10 +136,12 @@ def read_prompt(text):
 def encode(tokenizer, text, path, special="token"):
     """The prompt's token ids, [1, T]; an empty prompt is the corpus separator: the beginning of a text.
 
-    special: "text": the names of special tokens in it are text.
+    special: "text": the names of special tokens in it are text. A line says what a published model's
+    tokenizer puts before them.
     """
+    say_first(path, tokenizer)
     try:
-        return torch.tensor([tokenizer.encode(text, special == "token").tolist() or [tokenizer.separator]])
+        return torch.tensor([tokenizer.encode_prompt(text, special == "token") or [tokenizer.first]])
     except ValueError as e:
         raise UserError(f"--start, for {path}: {e}")
 

@@ -7,6 +7,7 @@ A split is cut into windows; what a token sees before it is part of the number (
 import codecs
 import math
 import re
+import sys
 import time
 from bisect import bisect_right
 from contextlib import nullcontext
@@ -17,12 +18,12 @@ import torch
 from tqdm import tqdm
 
 from nanoheads import checkpoint
-from nanoheads.common import UserError
+from nanoheads.common import UserError, say
 from nanoheads.configurator import convert_fields
 from nanoheads.dataset import Dataset
 from nanoheads.pruning import constant_gate
 from nanoheads.tasks import TaskConfig, TaskData, check_split
-from nanoheads.tokenizer import count_chars
+from nanoheads.tokenizer import Tokenizer, count_chars
 
 
 BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
@@ -87,9 +88,9 @@ def cut_windows(cuts, chosen_windows):
     return parts
 
 
-def window_ids(tokens, separator, start, end):
-    """Tokens [start, end) after the one before them, at the beginning the separator; int64 [1 + n]."""
-    ids = tokens[start - 1:end] if start else np.concatenate(([separator], tokens[:end]))
+def window_ids(tokens, first, start, end):
+    """Tokens [start, end) after the one before them, at the beginning `first`; int64 [1 + n]."""
+    ids = tokens[start - 1:end] if start else np.concatenate(([first], tokens[:end]))
     return ids.astype(np.int64)
 
 
@@ -158,7 +159,7 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
             for (_, n_scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
                 group = list(group)
                 for first in range(0, len(group), rows):
-                    ids = np.stack([window_ids(tokens, dataset.separator, start, end)
+                    ids = np.stack([window_ids(tokens, dataset.first, start, end)
                                     for start, end, _ in group[first:first + rows]])
                     ids = torch.from_numpy(ids).to(device)
                     token_nats = nats_of_last(model, ids, n_scored, tokens_at_once)
@@ -310,6 +311,13 @@ def at_context(model, context, state, path, device, settings=()):
     return checkpoint.build(state, path, device, [*settings, f"block_size={context}"])
 
 
+def say_first(path, tokenizer):
+    """A line on what a published model's tokenizer puts before a text, unless that is the separator."""
+    if tokenizer.first != tokenizer.separator:
+        say(f"{path}: before the text stands {tokenizer.decode([tokenizer.first])}, as its tokenizer puts it",
+            file=sys.stderr)
+
+
 def load(path, split, stride, device, dataset=None, settings=(), task=False):
     """(state, model, Dataset) of one checkpoint, after every check that needs no scoring.
 
@@ -322,6 +330,10 @@ def load(path, split, stride, device, dataset=None, settings=(), task=False):
     if isinstance(data, TaskData):
         check_split(split, path)
         return state, model, data
+    if state["meta"] and state["meta"].get("published"):
+        tokenizer = Tokenizer.from_meta(state["meta"])
+        say_first(path, tokenizer)
+        data.first = tokenizer.first
     trained_split, current_split = (
         {"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
         for meta in (state["meta"] or {}, data.meta))
@@ -411,7 +423,7 @@ def some_windows(model, data, split, tokens):
     """Yield ids [1, 1 + block_size] of windows of a split, evenly spaced, always the same: so many tokens."""
     device, text = next(model.parameters()).device, data.tokens(split)
     for start, end, _ in windows_of(data, split, model.config.block_size, max_tokens=min(tokens, len(text))):
-        yield torch.from_numpy(window_ids(text, data.separator, start, end)[None]).to(device)
+        yield torch.from_numpy(window_ids(text, data.first, start, end)[None]).to(device)
 
 
 ROUTING_TOKENS = 16384  # on which a router's load is measured, at most

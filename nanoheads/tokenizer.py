@@ -25,16 +25,19 @@ ENCODINGS = ("byte", "char", "gpt2", "hf")
 
 
 class Tokenizer:
-    """Text <-> token ids. vocab: char: the list of characters; hf: the text of a tokenizer.json."""
+    """Text <-> token ids. vocab: char: the list of characters; hf: the text of a tokenizer.json.
 
-    def __init__(self, encoding, vocab=None):
+    published: hf: the model was trained by others, and its prompts begin as its tokenizer.json says.
+    """
+
+    def __init__(self, encoding, vocab=None, published=False):
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be byte, char, gpt2 or hf, not {encoding!r}")
         if (encoding in ("char", "hf")) != bool(vocab):
             raise ValueError("the char and hf encodings need a vocabulary, the others have none")
-        self.encoding, self.vocab = encoding, vocab
+        self.encoding, self.vocab, self.whole = encoding, vocab, None
         if encoding == "hf":
-            return self.open_hf()
+            return self.open_hf(published)
         self.vocab = list(vocab) if vocab else None
         self.dtype = np.dtype("u1" if encoding == "byte" else "<u2")
         self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
@@ -49,9 +52,9 @@ class Tokenizer:
             self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
             self.ids[self.symbols] = np.arange(self.vocab_size)
             self.end = int(self.ids[10]) if self.ids[10] >= 0 else None
-        self.separator = self.end or 0
+        self.first = self.separator = self.end or 0
 
-    def open_hf(self):
+    def open_hf(self, published):
         """The parts of a tokenizer whose tokens are byte pairs; ValueError for others."""
         try:
             from tokenizers import Tokenizer as Pairs
@@ -64,13 +67,11 @@ class Tokenizer:
             raise ValueError("only tokenizers of byte pairs (decoder: ByteLevel or ByteFallback) are known "
                              "here")
         try:
-            adjusted = without_space_before(settings)
-            self.pairs = Pairs.from_str(self.vocab if adjusted == settings else json.dumps(adjusted))
+            self.pairs = Pairs.from_str(json.dumps(of_text_alone(settings)))
+            if published:
+                self.whole = Pairs.from_str(json.dumps({**settings, "truncation": None, "padding": None}))
         except Exception as e:  # it knows no kind of its own
             raise ValueError(f"tokenizer.json cannot be read: {' '.join(str(e).split())[:100]}") from None
-        self.pairs.no_truncation()  # what the last caller of transformers had set is saved with it
-        self.pairs.no_padding()
-        self.pairs.post_processor = None  # it puts special tokens around a text, and moves where tokens begin
         ids = self.pairs.get_vocab(with_added_tokens=True)
         added_ids = {token["id"] for token in settings.get("added_tokens", ())}
         symbols = byte_symbols() if self.spelling == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
@@ -93,6 +94,7 @@ class Tokenizer:
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         self.end = next((ids[end] for end in ENDS if end in ids), None)
         self.separator = self.end or 0
+        self.first = (self.encode_prompt("") or [self.separator])[0]  # what stands before a text
 
     @classmethod
     def from_meta(cls, meta):
@@ -100,7 +102,7 @@ class Tokenizer:
 
         ValueError: its vocabulary is damaged, or has another size than vocab_size.
         """
-        tokenizer = cls(meta["encoding"], meta.get("vocab"))
+        tokenizer = cls(meta["encoding"], meta.get("vocab"), meta.get("published", False))
         if meta.get("vocab_size", tokenizer.vocab_size) != tokenizer.vocab_size:
             raise ValueError(f"vocab_size={meta['vocab_size']} must be {tokenizer.vocab_size}, "
                              "the size of its vocabulary")
@@ -133,6 +135,13 @@ class Tokenizer:
                              f"the {self.vocab_size:,} symbols of this model's vocabulary")
         return ids.astype(self.dtype)
 
+    def encode_prompt(self, text, special=False):
+        """encode() of a prompt, a list: of a published model with the tokens that are put before a text."""
+        if self.whole is None:
+            return self.encode(text, special).tolist()
+        self.whole.encode_special_tokens = not special
+        return self.whole.encode(text).ids
+
     def encode_hf(self, text, special=False):
         """encode() as tokenizers gives it, for hf alone: ids, and the offsets of tokens in the text."""
         missing = self.missing_bytes and self.missing_bytes & set(text.encode("utf-8", "surrogatepass"))
@@ -143,6 +152,12 @@ class Tokenizer:
                              "token")
         self.pairs.encode_special_tokens = not special
         return self.pairs.encode(text, add_special_tokens=False)
+
+    def meaning(self):
+        """hf: what decides on the ids of a text, as values that can be compared."""
+        settings = json.loads(self.pairs.to_str())
+        del settings["decoder"]
+        return self.spelling, settings
 
     def encode_sized(self, text):
         """(ids [n], sizes [m, 3], bytes): encode(), and which tokens stand for other text than they spell.
@@ -205,19 +220,39 @@ def spelling(settings):
     return "bytes" if "ByteLevel" in decoder else "pieces" if "ByteFallback" in decoder else None
 
 
-def without_space_before(settings):
-    """The same tokenizer.json with no space put before a text, so that its tokens spell the text's bytes and
-    no more.
+def of_text_alone(settings):
+    """The same tokenizer.json (a dict) with nothing put before a text or around it, and nothing cut off: its
+    tokens spell the text's bytes and no more.
     """
+    return {**without_space_before(settings), "truncation": None, "padding": None, "post_processor": None}
+
+
+def without_space_before(settings):
+    """The same tokenizer.json, or a part of it, with no space put before a text nor taken off again."""
     if isinstance(settings, list):
-        return [without_space_before(item) for item in settings if item.get("type") != "Prepend"]
+        return [without_space_before(item) for item in settings if not is_of_space_before(item)]
     if settings.get("type") == "Metaspace":
         return {**settings, "prepend_scheme": "never", "add_prefix_space": False}
     if settings.get("type") == "ByteLevel":
         return {**settings, "add_prefix_space": False}
-    steps = ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers")
+    steps = ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers", "decoder", "decoders")
     changed_steps = {step: without_space_before(settings[step]) for step in steps if settings.get(step)}
-    return None if settings.get("type") == "Prepend" else {**settings, **changed_steps}
+    return None if is_of_space_before(settings) else {**settings, **changed_steps}
+
+
+def is_of_space_before(step):
+    """Whether a step puts a space before a text, or takes it off when tokens are spelled."""
+    return step.get("type") == "Prepend" or step.get("type") == "Strip" and step.get("content") == " "
+
+
+def same_vocabulary(one, other):
+    """Whether token ids mean the same in two vocabularies, each (encoding, vocab) as Tokenizer takes them.
+
+    Two files of a tokenizer may say the same in another order or layout.
+    """
+    if one == other or not one[0] == other[0] == "hf":
+        return one == other
+    return Tokenizer(*one).meaning() == Tokenizer(*other).meaning()
 
 
 def cut_at_spaces(text, size=1 << 20):

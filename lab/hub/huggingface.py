@@ -29,7 +29,7 @@ from model import MECHANISM_CLASSES, RECIPES, PlainConfig
 from nanoheads import own_mechanism
 from nanoheads.common import ROOT, UserError, write_atomic, write_json
 from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, gpt2_file
-from nanoheads.tokenizer import Tokenizer, byte_symbols
+from nanoheads.tokenizer import Tokenizer, byte_symbols, of_text_alone
 
 HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|([A-Za-z0-9][\w.-]*)/[\w.-]+")
 FILES = ["config.json", "model.safetensors*", "*-of-*.safetensors", "vocab.json", "merges.txt",
@@ -332,7 +332,7 @@ def tokenizer_of(folder, config):
     elif not text:
         raise UserError(f"{folder} has a vocabulary that is not GPT-2's, and no tokenizer.json to read it by")
     else:
-        meta.update(encoding="hf", vocab=text)
+        meta.update(encoding="hf", vocab=text, published=True)
     if meta["vocab_size"] > config["vocab_size"]:
         raise UserError(f"{folder}: its tokenizer has {meta['vocab_size']:,} tokens, its model knows "
                         f"{config['vocab_size']:,}")
@@ -533,9 +533,7 @@ def export(model, meta, out, family=None, force=False):
     family = family or plainest
     config, tensors = WRITERS[family](model)
     check_finite(tensors, "this model")
-    if meta:
-        Tokenizer.from_meta(meta)  # ValueError: its vocabulary is damaged
-    end = 50256 if meta and meta["encoding"] == "gpt2" else None
+    end, _ = end_of_text(Tokenizer.from_meta(meta)) if meta else (None, None)  # ValueError: it is damaged
     config.update(vocab_size=model.config.vocab_size, dtype="float32", use_cache=True,
                   bos_token_id=end, eos_token_id=end, pad_token_id=None)
     with new_folder(out, force) as folder:
@@ -635,16 +633,28 @@ def tokenizer_files(meta, block_size):
         return {}
     kind = "GPT2Tokenizer" if meta["encoding"] == "gpt2" else "PreTrainedTokenizerFast"
     settings = dict(tokenizer_class=kind, model_max_length=block_size, clean_up_tokenization_spaces=False)
+    _, end = end_of_text(Tokenizer.from_meta(meta))
+    if end:
+        settings.update(bos_token=end, eos_token=end, pad_token=end)
     if meta["encoding"] == "gpt2":
-        end = "<|endoftext|>"
-        settings.update(bos_token=end, eos_token=end, unk_token=end, pad_token=end, add_prefix_space=False)
+        settings.update(unk_token=end, add_prefix_space=False)
         files = {"vocab.json": gpt2_file(GPT2_ENCODER).read_text(encoding="utf-8"),
                  "merges.txt": gpt2_file(GPT2_MERGES).read_text(encoding="utf-8")}
     elif meta["encoding"] == "hf":
-        files = {"tokenizer.json": meta["vocab"]}
+        text = meta["vocab"]
+        if not meta.get("published"):  # the run's prompts begin with nothing
+            text = json.dumps(of_text_alone(json.loads(text)), ensure_ascii=False)
+        files = {"tokenizer.json": text}
     else:
         files = {"tokenizer.json": json.dumps(own_tokenizer(meta), ensure_ascii=False)}
     return {**files, "tokenizer_config.json": json.dumps(settings, indent=2)}
+
+
+def end_of_text(tokenizer):
+    """(id, name) of the token that ends a text; (None, None): there is none, a newline ends but a line."""
+    if tokenizer.encoding not in ("gpt2", "hf") or tokenizer.end is None:
+        return None, None
+    return tokenizer.end, tokenizer.decode([tokenizer.end])
 
 
 def own_tokenizer(meta):

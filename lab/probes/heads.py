@@ -18,7 +18,7 @@ from lab.probes.shared import CONTEXT, about_text, ask, finite, numbers_of, open
 
 def window_text(data, split, start, end, device):
     """Inputs and targets, [end - start] each, of a window."""
-    ids = torch.from_numpy(window_ids(data.tokens(split), data.separator, start, end)).to(device)
+    ids = torch.from_numpy(window_ids(data.tokens(split), data.first, start, end)).to(device)
     return ids[:-1], ids[1:]
 
 

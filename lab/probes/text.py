@@ -133,7 +133,7 @@ def bits_under(judge, tokenizer, prompts, samples):
         return judge.tokenizer.encode(text).tolist()
 
     pairs = [(judge_ids(prompt), judge_ids(ids)) for prompt, row in zip(prompts, samples) for ids in row]
-    nats = finite(nats_after(judge.model, judge.tokenizer.separator, pairs), judge)
+    nats = finite(nats_after(judge.model, judge.tokenizer.first, pairs), judge)
     return bits(nats, 1).reshape(len(samples), -1).tolist()
 
 

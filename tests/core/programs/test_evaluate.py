@@ -193,7 +193,7 @@ def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once(tmp_path, monkeypa
         seen.append((len(ids), most))
         return np.zeros((len(ids), n))
     monkeypatch.setattr(scoring, "nats_of_last", watched)
-    data = SimpleNamespace(tokens=lambda split: np.zeros(64 * 1024, np.uint16), separator=0)
+    data = SimpleNamespace(tokens=lambda split: np.zeros(64 * 1024, np.uint16), first=0)
     for kind in ("cuda", "cpu"):
         model = SimpleNamespace(config=SimpleNamespace(block_size=1024, vocab_size=50304), training=False,
                                 parameters=lambda: iter([SimpleNamespace(device=SimpleNamespace(type=kind))]),
@@ -413,7 +413,7 @@ def test_the_model_returns_to_its_mode(tmp_path, mode):
     model, data = make_model().train(mode), write_data(tmp_path)
     score(model, data, "test")
     assert model.training is mode
-    data.separator = 999  # no such token: the forward pass fails
+    data.first = 999  # no such token: the forward pass fails
     with pytest.raises(IndexError):
         score(model, data, "test")
     assert model.training is mode
