@@ -117,6 +117,14 @@ def wide_encoding(path):
         return "UTF-16BE" if first > second else "UTF-16LE"
 
 
+def first_stray(data):
+    """Where bytes are not UTF-8; None: they are all."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+
+
 def read_files(paths, encoding, errors):
     """(the text of each file: bytes for byte, str for the others; a note on what is odd in them). UserError.
     """
@@ -130,7 +138,13 @@ def read_files(paths, encoding, errors):
             note = note or (f"{path.name} is {encoding_name[:6]}: its bits per byte are not those of the "
                             "same text in UTF-8")
         if encoding == "byte":
-            texts.append(b"".join(blocks(path)))
+            data = b"".join(blocks(path))
+            texts.append(data)
+            if not encoding_name and (place := first_stray(data)) is not None:
+                print(f"{path} is not UTF-8 at byte {place:,}, so that nothing tells its characters apart; "
+                      f"convert it: iconv -f ENCODING -t UTF-8 {path.name} > new.txt, where ENCODING is that "
+                      "of the text, such as WINDOWS-1252 or GB18030")
+                note = note or f"{path.name} is not UTF-8: its bits per character are of no character"
             continue
         text, strays, place = read_text(path, errors)
         first_place = first_place or (f"byte {place:,} of {path.name}" if strays else "")
