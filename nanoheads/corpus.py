@@ -25,7 +25,8 @@ from nanoheads.common import ROOT, UserError
 
 HOME = ROOT / "data"
 BLOCK = 1 << 22  # bytes read at a time
-STRAY = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that is not UTF-8
+# halves of surrogate pairs, which JSON may hold, and what "surrogateescape" makes of bytes that are not UTF-8
+STRAY = re.compile("[\ud800-\udfff]")
 ADVICE = "replace it with a whole copy, or remove it"
 OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 
@@ -203,10 +204,25 @@ def read_text(path, errors=None):
         return data.decode(), 0, None
     except UnicodeDecodeError as error:
         if errors == "replace":
-            text, count = STRAY.subn("\ufffd", data.decode(errors="surrogateescape"))
-            return text, count, error.start
+            return *replace_strays(data), error.start
         ways = ["convert it", *(["take --errors=replace or --encoding=byte"] if errors else [])]
         raise UserError(f"{path}: is not UTF-8 at byte {error.start:,}; {', or '.join(ways)}") from None
+
+
+def replace_strays(text, mark=""):
+    """(a text, str or bytes, as a str that is UTF-8; how much of it was replaced by U+FFFD).
+
+    mark: what stands between documents, which is replaced as well: inside one it would part it.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(errors="surrogateescape")
+    text, count = STRAY.subn("\ufffd", text)
+    return (text.replace(mark, "\ufffd"), count + text.count(mark)) if mark else (text, count)
+
+
+def strays_note(count):
+    """What meta.json says of what replace_strays() replaced; "": nothing."""
+    return f"characters of no text, replaced by U+FFFD, which counts as 3 bytes: {count:,}" if count else ""
 
 
 # ---- from the network ----

@@ -23,6 +23,7 @@ from nanoheads import files
 from nanoheads.common import UserError, plural
 
 MAGIC, VERSION = 20240520, 1  # of llm.c's format, in tokens of uint16
+MAGIC_UINT32 = 20240801       # of its format for Llama 3
 HEADER = 1024                 # its bytes
 MOST_OPEN = 128  # shards mapped at a time: each holds a file open, of which macOS gives a process 256
 ADVICE = "put the whole file there, or run the text's prepare script again, with --force"
@@ -49,6 +50,9 @@ def tokens_of(path):
         raise UserError(f"{path} is no shard in llm.c's format: it is shorter than its header of "
                         f"{HEADER:,} bytes; {ADVICE}")
     magic, version, tokens = words.tolist()
+    if magic == MAGIC_UINT32:
+        raise UserError(f"{path} holds Llama 3's tokens, of uint32: shards are read of GPT-2's, of uint16; "
+                        "prepare the text itself, with data/prepare_text.py --encoding=hf")
     if magic != MAGIC:
         raise UserError(f"{path} is no shard in llm.c's format: it begins with {magic}, not {MAGIC}; "
                         f"{ADVICE}")

@@ -12,8 +12,8 @@ or .parquet files with a "text" in each row instead, a file or those of a folder
 
 Shards of GPT-2's tokens are in the format of llm.c and modded-nanogpt, laid out as llm.c's script does it: an
 end-of-text token before each document, documents that go on in the next shard, the first shard for val and
-all others for train. Shards of bytes are bytes alone, with a NUL behind each document. There is no third
-part, so test is val over again.
+all others for train. Shards of bytes are bytes alone, with a NUL behind each document; one inside a document
+is replaced by U+FFFD, as are halves of surrogate pairs. There is no third part, so test is val over again.
 
 --shards takes files in that format by their names, which hold "train" or "val" (or "test"), in order of name.
 They stay as they are: what is written is meta.json.
@@ -24,6 +24,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 from itertools import islice
 from pathlib import Path
@@ -35,7 +36,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads import shards
-from nanoheads.corpus import blocks
+from nanoheads.corpus import blocks, replace_strays, strays_note
 from nanoheads.dataset import SPLITS, Dataset, text_of_tokens, write_meta
 from nanoheads.prepare import arguments, report, run
 from nanoheads.shards import identity
@@ -95,7 +96,10 @@ def column_of(path):
                         "pip install datasets") from None
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024, columns=["text"]):
-            yield from (text or "" for text in batch.column("text").to_pylist())
+            for text in batch.column("text").to_pylist():
+                if not isinstance(text, (str, bytes, type(None))):
+                    raise UserError(f"{path}: its column \"text\" holds no text, but {type(text).__name__}")
+                yield text or ""
     except (pyarrow.ArrowException, KeyError, OSError) as error:
         why = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"{path}: has no column \"text\" that can be read ({why})") from None
@@ -133,14 +137,17 @@ def stream(revision, skip):
 
 
 def encode_documents(tok, documents):
-    """Yield the tokens of each document, with the separator between documents."""
-    documents = iter(documents)
-    while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
+    """Yield the tokens of each document, with the separator between documents, and how many of its characters
+    were replaced: see replace_strays().
+    """
+    documents, mark = iter(documents), END_OF_BYTES if tok.encoding == "byte" else ""
+    while batch := [replace_strays(text, mark) for text in islice(documents, BATCH)]:
         if tok.encoding == "byte":
-            yield from (np.frombuffer(data + END_OF_BYTES.encode(), tok.dtype) for data in batch)
+            for text, n_replaced in batch:
+                yield np.frombuffer((text + mark).encode(), tok.dtype), n_replaced
         else:
-            for ids in tok.encode_batch([data.decode() for data in batch]):
-                yield np.append(tok.dtype.type(tok.end), ids)
+            for ids, (_, n_replaced) in zip(tok.encode_batch([text for text, _ in batch]), batch):
+                yield np.append(tok.dtype.type(tok.end), ids), n_replaced
 
 
 # ---- shards of our own ----
@@ -149,24 +156,29 @@ def write_shards(args, tok, documents, progress):
     """Write documents, those from progress["documents"] on, as shards; `progress` is kept after each one.
 
     progress: what was asked for, and of the shards that are there their names and sha256, the documents that
-    are whole in them, and `into`: how many tokens of the document after these are in them as well.
+    are whole in them, and `into`: how many tokens of the document after these are in them as well; and how
+    many characters of the whole ones were replaced.
     """
     room = np.empty(args.shard_tokens, tok.dtype)
     n_held, n_documents, n_written = 0, progress["documents"], progress["into"]
+    replaced = progress.get("replaced", 0)
+
+    def put(tokens):
+        put_shard(args, tokens, dict(documents=n_documents, into=n_written, replaced=replaced), progress)
     with tqdm(desc="tokens", unit="", unit_scale=True, mininterval=0.5) as bar:
-        for ids in encode_documents(tok, documents):
+        for ids, n_replaced in encode_documents(tok, documents):
             while n_written < len(ids):
                 part = ids[n_written:n_written + len(room) - n_held]
                 room[n_held:n_held + len(part)] = part
                 n_held, n_written = n_held + len(part), n_written + len(part)
                 bar.update(len(part))
                 if n_held == len(room):
-                    put_shard(args, room, {**progress, "documents": n_documents, "into": n_written}, progress)
+                    put(room)
                     n_held = 0
-            n_documents, n_written = n_documents + 1, 0
+            n_documents, n_written, replaced = n_documents + 1, 0, replaced + n_replaced
     if n_held:
-        put_shard(args, room[:n_held], {**progress, "documents": n_documents, "into": 0}, progress)
-    keep(args, progress, done=True)
+        put(room[:n_held])
+    keep(args, progress, done=True, replaced=replaced)
 
 
 def put_shard(args, tokens, position, progress):
@@ -242,7 +254,8 @@ def make_shards(args, settings, paths):
     sums = {args.out / shard["file"]: shard["sha256"] for shard in progress["shards"]}
     source = {"file": f"{REPO}@{progress['commit']}, {SAMPLE}"} if paths is None else {
         "file": [path.name for path in paths], "bytes": sum(path.stat().st_size for path in paths)}
-    return files, sums, {**source, "documents": progress["documents"]}
+    source["documents"] = progress["documents"]
+    return files, sums, {**source, "replaced": progress["replaced"]} if progress.get("replaced") else source
 
 
 # ---- shards that are there ----
@@ -260,8 +273,10 @@ def shards_by_split(patterns):
         raise UserError(f"--shards: two files are called {repeated[0]}; give them different names")
     files = {}
     for path in paths:
-        splits = [split for split in ("train", "val") if split in path.name]
-        splits = splits or [split for split in ("test",) if split in path.name]
+        # by a word of its name, or else by a part of one: pretrain_val.bin is of val
+        words = re.findall("[a-z]+", path.name)
+        splits = next(filter(None, ([split for split in group if split in name] for name in (words, path.name)
+                                    for group in (("train", "val"), ("test",)))), [])
         if len(splits) != 1:
             raise UserError(f"{path}: its name must have train, val or test in it, which says what it is for")
         files.setdefault(splits[0], []).append(path)
@@ -366,12 +381,12 @@ def main(argv=None):
     args.out.mkdir(parents=True, exist_ok=True)
     tok = Tokenizer(args.encoding)
     splits = describe_splits(args.out, tok, files, sums)
-    note = "" if "test" in splits else NOTE
-    splits.setdefault("test", splits["val"])
     source = source or {"file": [path.name for paths_of_split in files.values() for path in paths_of_split]}
+    notes = ["" if "test" in splits else NOTE, strays_note(source.get("replaced", 0))]
+    splits.setdefault("test", splits["val"])
     source["sha256"] = identity([splits[split]["sha256"] for split in files])
-    meta = write_meta(args.out, args.name, tok, {split: splits[split] for split in SPLITS}, source, note,
-                      options)
+    meta = write_meta(args.out, args.name, tok, {split: splits[split] for split in SPLITS}, source,
+                      "; ".join(filter(None, notes)), options)
     report(args.out, meta)
 
 

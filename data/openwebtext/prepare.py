@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
+from nanoheads.corpus import replace_strays, strays_note
 from nanoheads.dataset import SPLITS, Writer
 from nanoheads.prepare import arguments, is_prepared, report, run
 from nanoheads.tokenizer import END_OF_TEXT, Tokenizer, count_chars
@@ -36,10 +37,12 @@ def split_of(data, share):
 def write(args, documents, origin, share=0.0005, options=None, expected=0):
     """Write an iterator of documents (str), holding no more than BATCH of them -> meta (a dict)."""
     tok, sha, documents = Tokenizer("gpt2"), hashlib.sha256(), iter(documents)
-    count, size = dict.fromkeys(SPLITS, 0), 0
+    count, size, n_replaced = dict.fromkeys(SPLITS, 0), 0, 0
     with Writer(args.out, args.name, tok, {}, options=options) as writer:
-        while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
-            for data, ids in zip(batch, tok.encode_batch([data.decode() for data in batch])):
+        while batch := [replace_strays(text) for text in islice(documents, BATCH)]:
+            n_replaced += sum(n for _, n in batch)
+            for (text, _), ids in zip(batch, tok.encode_batch([text for text, _ in batch])):
+                data = text.encode()
                 split = split_of(data, share)
                 writer.add(split, np.append(ids, tok.dtype.type(END_OF_TEXT)), len(data), count_chars(data))
                 sha.update(data)
@@ -48,6 +51,8 @@ def write(args, documents, origin, share=0.0005, options=None, expected=0):
         writer.source = {"file": origin, "bytes": size, "sha256": sha.hexdigest()}
         writer.note = "separator tokens, one a document, not counted in bytes: " + ", ".join(
             f"{split} {n:,}" for split, n in count.items())
+        if n_replaced:
+            writer.note += f"; {strays_note(n_replaced)}"
         if expected and total != expected:
             writer.note += f"; a part of the corpus, {total:,} of {expected:,} documents"
     return writer.meta

@@ -154,6 +154,16 @@ def test_what_is_odd_in_a_text_is_said(tmp_path, capsys):
     assert text == "a <|endoftext|> b\ufffd\n" * 40 + "\ufeffone\r\ntwo\rthree\n" * 40
 
 
+def test_bytes_in_another_encoding_than_utf8_are_said(tmp_path, capsys):
+    """Their characters cannot be counted: a byte of Windows-1252 may look like a continuation in UTF-8."""
+    (tmp_path / "my.txt").write_bytes("“Straße” – naïve\n".encode("cp1252") * 40)
+    data = made("prepare_text", tmp_path / "out", f"--source={tmp_path / 'my.txt'}")
+    said = capsys.readouterr().out
+    assert "my.txt is not UTF-8 at byte 0, so that" in said
+    assert "iconv -f ENCODING -t UTF-8 my.txt > new.txt, where ENCODING is that of the text, such as" in said
+    assert data.meta["note"] == "my.txt is not UTF-8: its bits per character are of no character"
+
+
 def test_bits_per_byte_count_the_text_where_tokens_spell_another(tmp_path, capsys):
     text = "cafe\u0301 au lait, 日本\n" * 40
     (tmp_path / "my.txt").write_text(text)
@@ -327,10 +337,42 @@ def test_fineweb_in_bytes_reads_documents_from_any_form(tmp_path, form):
     assert data.documents("train").tolist() == [0, *(m.end() for m in re.finditer(b"\0", text[300:]))]
 
 
+@pytest.mark.parametrize("script, form, encoding", [
+    ("fineweb/prepare", "jsonl", "gpt2"), ("fineweb/prepare", "jsonl", "byte"),
+    ("fineweb/prepare", "parquet", "byte"), ("openwebtext/prepare", "parquet", "gpt2")])
+def test_what_is_no_text_in_a_document_is_replaced_and_counted(script, form, encoding, tmp_path, request):
+    """Half a surrogate pair; in a column of bytes what is not UTF-8; and a NUL where it parts documents."""
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
+    stray = "half \ud83d face" if form == "jsonl" else b"half \xff face"
+    documents = [stray, "a NUL \0 inside", *(f"naïve {i}" for i in range(6000 if "open" in script else 98))]
+    if form == "jsonl":
+        path = jsonl(tmp_path / "a.jsonl", documents)
+    else:
+        pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
+        rows = [text if isinstance(text, bytes) else text.encode() for text in documents]
+        importlib.import_module("pyarrow.parquet").write_table(pyarrow.table(dict(text=rows)), path)
+    plain = script.startswith("fine")
+    source, more = (path, ["--shard_tokens=300", f"--encoding={encoding}"]) if plain else (tmp_path, [])
+    data = made(script, tmp_path / "out", f"--source={source}", *more)
+    splits = ("val", "train") if plain else SPLITS
+    tokens = np.concatenate([data.tokens(split)[:] for split in splits])
+    count = 2 if encoding == "byte" else 1
+    assert f"replaced by U+FFFD, which counts as 3 bytes: {count}" in data.meta["note"]
+    assert (tokens == (0 if encoding == "byte" else 50256)).sum() == len(documents)
+    assert data.tokenizer.decode(tokens).count("\ufffd") == count
+    if encoding == "gpt2":
+        assert 20543 in tokens  # " \ufffd" as tiktoken has it
+    if plain:
+        (tmp_path / "out/meta.json").unlink()
+        main(script, f"--source={source}", f"--out={tmp_path / 'out'}", *more)  # goes on from progress.json
+        assert Dataset(tmp_path / "out").meta == data.meta
+
+
 def test_shards_that_are_there_are_read_where_they_lie(tmp_path, gpt2_files):
     tok, theirs = Tokenizer("gpt2"), tmp_path / "theirs"
     theirs.mkdir()
-    texts = {"a_val_0": "naïve 日本 " * 30, "a_train_1": "To be " * 50, "a_train_2": "é" * 70}
+    texts = {"pretrain_val_0": "naïve 日本 " * 30, "a_train_1": "To be " * 50, "a_train_2": "é" * 70}
     for name, text in texts.items():
         (theirs / f"{name}.bin").write_bytes(in_llm_c([50256, *tok.encode(text)]))
     data = made("fineweb/prepare", tmp_path / "mine", "--shards", f"{theirs}/*.bin")
@@ -570,6 +612,8 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     ("fineweb/prepare --out=x --source=bad.jsonl --encoding=byte", "1 is no JSON object with a \"text\""),
     ("fineweb/prepare --out=x --source=few.jsonl --encoding=byte", "fills 1 shard, and the first is val"),
     ("fineweb/prepare --out=x --shards none*.bin", "none*.bin: no such file"),
+    ("fineweb/prepare --out=x --source=numbers.parquet --encoding=byte", "\"text\" holds no text, but int"),
+    ("fineweb/prepare --out=x --shards Llama_val.bin a_train.bin", "bin holds Llama 3's tokens, of uint32"),
     ("fineweb/prepare --out=x --shards a_train.bin", "no file has 'val' in its name"),
     ("fineweb/prepare --out=x --shards a_train.bin a_val.bin", "it is shorter than its header of 1,024"),
     ("fineweb/prepare --out=x --shards my.txt", "its name must have train, val or test in"),
@@ -581,8 +625,13 @@ def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypat
     for name, data in {"my.txt": b"some text\n" * 99, "empty.txt": b"", "small.txt": b"text", "no.zip": b"no",
                        "latin.txt": b"abc\xff" * 40, "utf16.txt": ("text\n" * 40).encode("utf-16"),
                        "cut.txt.gz": gzip.compress(os.urandom(999))[:500], "bad.jsonl": b"{}\n",
-                       "few.jsonl": b'{"text": "a"}\n', "a_train.bin": b"abc", "a_val.bin": b"abc"}.items():
+                       "few.jsonl": b'{"text": "a"}\n', "a_train.bin": b"abc", "a_val.bin": b"abc",
+                       "Llama_val.bin": np.array([20240801, 7, 1] + [0] * 253, "<i4").tobytes() + b"abcd"
+                       }.items():
         Path(name).write_bytes(data)
+    if "numbers" in command:
+        table = pytest.importorskip("pyarrow").table(dict(text=[5]))
+        importlib.import_module("pyarrow.parquet").write_table(table, "numbers.parquet")
     with zipfile.ZipFile("other.zip", "w") as file:
         file.writestr("other", "text")
     assert words in refused(*command.split())
