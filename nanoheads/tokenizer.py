@@ -56,11 +56,7 @@ class Tokenizer:
 
     def open_hf(self, published):
         """The parts of a tokenizer whose tokens are byte pairs; ValueError for others."""
-        try:
-            from tokenizers import Tokenizer as Pairs
-        except ImportError:
-            raise ValueError("this vocabulary is read by Hugging Face's tokenizers: pip install tokenizers"
-                             ) from None
+        from tokenizers import Tokenizer as Pairs  # only here: most runs read no other model's vocabulary
         settings = json.loads(self.vocab)
         self.spelling = spelling(settings) if isinstance(settings, dict) else None
         if self.spelling is None:

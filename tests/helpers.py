@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import assume, strategies as st
 
@@ -270,7 +271,6 @@ def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
     splits: its pre-tokenizers, a str: a pattern of Split; without any, merges may cross spaces. normalizer:
     the name of one.
     """
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is optional")
     pre = tokenizers.pre_tokenizers
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     steps = [pre.Split(tokenizers.Regex(each), "isolated") if isinstance(each, str) else each

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import safetensors.torch as safetensors
+import tokenizers
 import torch
 
 import train
-from helpers import ROOT, TINY, write_dataset
+from helpers import ROOT, TINY, byte_pairs, write_dataset
 from data.prepare_text import main as prepare_text
 from lab.export_hf import main
 from helpers import alive, tiny
@@ -602,33 +603,17 @@ def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
 
 
 def published_tokenizer(kind):
-    """The text of a tokenizer.json that puts <s> before a text; "pieces": SentencePiece's, and a space, too.
-    """
-    pieces = kind == "pieces"
-    names = ["<s>", "</s>", *([f"<0x{byte:02X}>" for byte in range(256)] if pieces else byte_symbols())]
-    space = "\u2581" if pieces else "\u0120"
-    names += [space, "t", "h", "e"] if pieces else []
-    vocab = {name: i for i, name in enumerate([*names, "th", "the", f"{space}the"])}
-    level, token = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False), "<s>"
-    replace = dict(type="Replace", pattern=dict(String=" "), content=space)
-    steps = [dict(type="Replace", pattern=dict(String=space), content=" "), dict(type="ByteFallback"),
-             dict(type="Fuse"), dict(type="Strip", content=" ", start=1, stop=0)]
-    template = [dict(SpecialToken=dict(id=token, type_id=0)), dict(Sequence=dict(id="A", type_id=0))]
-    return json.dumps(dict(
-        version="1.0", truncation=None, padding=None,
-        added_tokens=[dict(id=i, content=name, single_word=False, lstrip=False, rstrip=False,
-                           normalized=False, special=True) for i, name in enumerate(names[:2])],
-        normalizer=dict(type="Sequence", normalizers=[dict(type="Prepend", prepend=space), replace])
-        if pieces else None,
-        pre_tokenizer=None if pieces else level,
-        decoder=dict(type="Sequence", decoders=steps) if pieces else level,
-        post_processor=dict(type="TemplateProcessing", single=template, pair=template,
-                            special_tokens={token: dict(id=token, ids=[0], tokens=[token])}),
-        model=dict(type="BPE", vocab=vocab, byte_fallback=pieces,
-                   merges=["t h", "th e", f"{space} the"])))
+    """The text of a tokenizer.json that puts <s> before a text; SentencePiece's kinds put a space, too."""
+    text = byte_pairs("the river " * 9, special=("<s>", "</s>"))
+    settings = json.loads(text) if kind == "bytes" else sentencepiece(kind)
+    first = next(token["id"] for token in settings["added_tokens"] if token["content"] == "<s>")
+    template = [dict(SpecialToken=dict(id="<s>", type_id=0)), dict(Sequence=dict(id="A", type_id=0))]
+    return json.dumps(dict(settings, post_processor=dict(
+        type="TemplateProcessing", single=template, pair=template,
+        special_tokens={"<s>": dict(id="<s>", ids=[first], tokens=["<s>"])})))
 
 
-@pytest.mark.parametrize("kind", ["pieces", "bytes"])
+@pytest.mark.parametrize("kind", ["bytes", "normalizer", "pre_tokenizer"])
 def test_an_exported_tokenizer_gives_the_ids_of_the_run(kind, tmp_path):
     """The same greedy text, too, and an end at which generate() stops."""
     vocab = published_tokenizer(kind)
@@ -643,25 +628,25 @@ def test_an_exported_tokenizer_gives_the_ids_of_the_run(kind, tmp_path):
     said = there.generate(prompt, max_new_tokens=20, do_sample=False)[0, 2:].tolist()
     want = model.generate(prompt, 20, temperature=0, stop_token=tok.end)[0, 2:].tolist()
     assert said == want
-    assert there.generation_config.eos_token_id == there.config.eos_token_id == ids.eos_token_id == 1
+    assert there.generation_config.eos_token_id == there.config.eos_token_id == ids.eos_token_id == tok.end
     assert hf.end_of_text(Tokenizer("byte")) == (None, None)  # a newline
 
 
-@pytest.mark.parametrize("kind", ["pieces", "bytes"])
+@pytest.mark.parametrize("kind", ["bytes", "normalizer", "pre_tokenizer"])
 def test_a_published_models_text_begins_as_its_tokenizer_says(kind, tmp_path, capsys):
     """What AutoTokenizer gives: in a prompt, and before the first token that is scored."""
     folder, vocab = tmp_path / "llama", published_tokenizer(kind)
-    there = original("Llama", dict(LLAMA, vocab_size=280))
+    there = original("Llama", dict(LLAMA, vocab_size=999))
     there.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(vocab)
     model, tok = model_and_tokenizer(str(folder), "cpu")
     ids = encode(tok, "the the", folder)
     assert ids.tolist() == [transformers.AutoTokenizer.from_pretrained(folder)("the the")["input_ids"]]
-    assert encode(tok, "", folder).tolist()[0][0] == 0
+    assert encode(tok, "", folder)[0, 0] == ids[0, 0] == tok.first
     data = write_dataset(tmp_path / "data", {s: "the the" * 9 for s in ("train", "val", "test")}, "hf", vocab)
     report = scoring.evaluate(folder, "val", 0, "cpu", str(data), max_tokens=32, progress=False)
     with torch.no_grad():
-        first = torch.tensor([[0, *Dataset(data).tokens("val")[:32].tolist()]])
+        first = torch.tensor([[tok.first, *Dataset(data).tokens("val")[:32].tolist()]])
         want = there(first[:, :-1], labels=None).logits.log_softmax(-1).gather(-1, first[:, 1:, None])
     assert report["nats_per_token"] == pytest.approx(-want.mean().item(), rel=1e-4)
     lines = capsys.readouterr().err.splitlines()
@@ -672,10 +657,10 @@ def test_a_published_models_text_begins_as_its_tokenizer_says(kind, tmp_path, ca
 
 def test_a_tokenizer_is_the_same_in_another_layout():
     """Another order of keys, and what a program writes that reads it; other merges make another one."""
-    vocab = published_tokenizer("pieces")
+    vocab = published_tokenizer("normalizer")
     settings = json.loads(vocab)
     turned = json.dumps(dict(reversed(settings.items())), indent=3)
-    again = importlib.import_module("tokenizers").Tokenizer.from_str(vocab).to_str(pretty=True)
+    again = tokenizers.Tokenizer.from_str(vocab).to_str(pretty=True)
     old = dict(meta=dict(name="x", encoding="hf", vocab=vocab, vocab_size=0), config=dict(vocab_size=999))
     for text in (turned, again):
         new = SimpleNamespace(vocab_size=0, meta=dict(old["meta"], vocab=text))
@@ -869,7 +854,6 @@ def sentencepiece(prepends, **changed):
 
     prepends: "normalizer" (Llama 2) or "pre_tokenizer" (Mistral): what puts a space before the text.
     """
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is optional")
     model = tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     own = tokenizers.Tokenizer(model)
     if prepends == "normalizer":
@@ -899,7 +883,7 @@ def test_tokens_of_sentencepiece_spell_the_texts_bytes(prepends, tmp_path):
     ids = ours.encode(text)
     assert ours.decode_bytes(ids) == text.encode() and ours.vocab_size > 300
     assert b"".join(ours.decode_bytes([i]) for i in ids) == text.encode()
-    theirs = importlib.import_module("tokenizers").Tokenizer.from_str(json.dumps(about))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(about))
     theirs.encode_special_tokens = True
     with_space = theirs.encode("x" + text, add_special_tokens=False).ids
     assert ours.decode_bytes(with_space) == b" x" + text.encode()
