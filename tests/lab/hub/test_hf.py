@@ -666,9 +666,10 @@ def test_a_tokenizer_is_the_same_in_another_layout():
         new = SimpleNamespace(vocab_size=0, meta=dict(old["meta"], vocab=text))
         assert text != vocab and checkpoint.check_vocabulary(old, new, "x") is None
     settings["model"]["merges"].reverse()
-    new.meta["vocab"] = json.dumps(settings)
-    with pytest.raises(UserError, match="whose vocabulary is not that of x"):
-        checkpoint.check_vocabulary(old, new, "x")
+    for text in (json.dumps(settings), "damaged"):
+        new.meta["vocab"] = text
+        with pytest.raises(UserError, match="whose vocabulary is not that of x"):
+            checkpoint.check_vocabulary(old, new, "x")
 
 
 @pytest.mark.slow
