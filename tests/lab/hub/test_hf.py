@@ -639,6 +639,7 @@ def test_a_published_models_text_begins_as_its_tokenizer_says(kind, tmp_path, ca
     there = original("Llama", dict(LLAMA, vocab_size=999))
     there.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(vocab)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     model, tok = model_and_tokenizer(str(folder), "cpu")
     ids = encode(tok, "the the", folder)
     assert ids.tolist() == [transformers.AutoTokenizer.from_pretrained(folder)("the the")["input_ids"]]
