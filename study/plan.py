@@ -112,11 +112,8 @@ class Planner:
         """All that the numbers of a Model's runs depend on, but for their seed."""
         if (model, split) not in self.specs:
             task = model.training.task
-            unused = {key for extension in EXTENSIONS if not extension.is_on(model.training)
-                      for key in extension.keys.__dataclass_fields__}
             keep = ("max_iters",) if task else ("max_iters", "dataset")
-            training = {key: value for key, value in asdict(model.training).items()
-                        if key not in FIXED_KEYS and key not in unused}
+            training = {key: value for key, value in asdict(model.training).items() if key not in FIXED_KEYS}
             training = non_default_flags(training, self.defaults, keep)
             flags = non_default_flags(model.config.flags(), model.config.defaults())
             amount = dict(rows=ROWS_OF_TASK) if task else dict(tokens=self.config.test_tokens)

@@ -357,6 +357,13 @@ def test_a_run_follows_from_its_spec_alone(texts):
     assert len({run.name for run in plan.runs}) == len(plan.runs)
 
 
+def test_heads_to_begin_with_are_part_of_a_run(texts):
+    """Nothing acts between the steps of such a run, and yet it is no plain GPT's."""
+    plan = Planner(study(variants={"two": dict(grow_from=2)}, seeds=[1], budgets=[])).plan({})
+    plain, two = (runs_of(plan, "judge", name)[0] for name in (PLAIN, "two"))
+    assert two.spec["train"]["grow_from"] == 2 and two.name != plain.name
+
+
 def test_names_of_runs_are_the_same_in_another_process(texts):
     config = dict(mechanisms=["xsa", "acag"], settings=SMALL, seeds=[1], budgets=[2.0], device="cpu")
     here = [run.name for run in Planner(StudyConfig(**config)).plan({}).runs]
