@@ -281,7 +281,7 @@ def show_plan(config):
     from nanoheads import promises
     from study import costs, queue, trial
     from study.plan import Planner
-    planner = Planner(config)
+    planner = Planner(config, needs_files=False)
     outcomes, _ = outcomes_of(config, planner, train_missing=False)
     plan = planner.foresee(outcomes)
     device = pick_device(config.device)
@@ -305,7 +305,8 @@ def show_plan(config):
         "--mechanisms")
     if config.screen or config.tune_lr:
         say("what is judged, and at which rates, follows from scores: more runs may follow")
-    for line in (*plan.notes, *promises.refuse_broken(variants_of(config))):
+    notes = [*dict.fromkeys(f"To be made first: {problem}" for problem in planner.not_made), *plan.notes]
+    for line in (*notes, *promises.refuse_broken(variants_of(config))):
         say(line)
 
 

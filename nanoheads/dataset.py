@@ -40,7 +40,7 @@ SPLIT_KEYS = ("tokens", "bytes", "sizes_sha256")
 # ---- read ----
 
 class NotPrepared(UserError):
-    """A dataset whose prepare script is there and has not been run."""
+    """A dataset, labels or a teacher that a command makes, which has not been run."""
 
 
 class Dataset:

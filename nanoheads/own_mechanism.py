@@ -387,8 +387,8 @@ def command_with(files):
     program_path = Path(getattr(main, "__file__", None) or "/").resolve()
     if program_path.parent not in (ROOT, ROOT / "lab"):
         return "; ".join(f"own_mechanism.add({str(file)!r})" for file in files)
-    # train.py would turn on what --mechanism names, and take the last --own_mechanism alone
-    key = "own_mechanism" if program_path.name == "train.py" else "mechanism"
+    # train.py and compare.py would turn on what --mechanism names, and take the last --own_mechanism alone
+    key = "own_mechanism" if program_path.name in ("train.py", "compare.py") else "mechanism"
     paths = dict.fromkeys(map(str, [*(file.path for file in FILES.values()), *files]))
     option = f"--{key}={','.join(paths)}"
     if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -17,7 +17,9 @@ import torch
 from nanoheads import checkpoint, files, own_mechanism
 from nanoheads.common import ROOT, UserError, from_lab
 from nanoheads.config import data_of
+from nanoheads.dataset import NotPrepared
 from nanoheads.extensions import EXTENSIONS
+from nanoheads.teacher import is_function
 from study.records import hash_of
 
 QUOTED_MODULE = re.compile(rb'"((?:nanoheads|lab|study)(?:\.\w+)+)"')  # modules, as from_lab() names them
@@ -48,7 +50,7 @@ def digests_of(training, model, command=None):
     data = data_of(training, model.block_size)
     for split in () if training.task else data.splits:
         data.tokens(split)  # its file is compared with its sha256
-    own_files = {f"mechanism {name}": sha256 for file in own_mechanism.files_for(model)
+    own_files = {f"mechanism {name}": sha256 for file in mechanism_files(training, model)
                  for name, sha256 in file.sha256.items()}
     if training.labels:
         own_files.update(digests_of_labels(data, training, model))
@@ -57,9 +59,30 @@ def digests_of(training, model, command=None):
             file = checkpoint.file_of(path)
             if not file.is_file():
                 hint = f"first run: {command}" if command else "make it first"
-                raise UserError(f"{key}={path} is not there yet; {hint}")
+                raise NotPrepared(f"{key}={path} is not there yet; {hint}")
             own_files[key] = files.sha256(file)
     return dict(data=data.digests, own=own_files)
+
+
+def mechanism_files(training, model):
+    """The OwnFiles of the mechanisms of one's own that a run needs: its model's, and those of a teacher that
+    is a checkpoint. UserError: those of the teacher are not named.
+    """
+    own_files = {file.digest: file for file in own_mechanism.files_for(model)}
+    teacher = training.teacher and checkpoint.file_of(training.teacher)
+    if teacher and not is_function(training.teacher) and teacher.is_file():
+        state = read_flags(teacher, teacher.stat().st_mtime_ns, teacher.stat().st_size)
+        own_mechanism.flags_of(state, training.teacher)
+        digests = {record["digest"] for record in state["own_mechanism"]}
+        own_files |= {file.digest: file for file in own_mechanism.FILES.values() if file.digest in digests}
+    return [*own_files.values()]
+
+
+@functools.cache
+def read_flags(path, *stamp):
+    """What a checkpoint says of its flags and of the mechanisms of one's own that they need."""
+    state = checkpoint.read(path)
+    return dict(config=state["config"], own_mechanism=state.get("own_mechanism") or [])
 
 
 def digests_of_labels(data, training, model):

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 
 from model import GPT, GPTConfig
-from nanoheads import configurator, files, own_mechanism
+from nanoheads import configurator, files
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig, data_of, training_problems
 from nanoheads.optim import OPTIMIZERS, TUNED, rate_of, roles
 from nanoheads.tasks import TASKS
 from study.config import BOOKKEEPING, SIZES, variants_of
+from study.digest import mechanism_files
 from study.records import PLAIN
 from study.verdicts import same_size
 
@@ -172,7 +173,7 @@ class Models:
             raise UserError(f"{name}: patience={training.patience} would end runs at different steps, and a "
                             "study compares runs of equal length: leave it out")
         vocab_size = model.vocab_size or self.data_on(text, training, model.block_size).vocab_size
-        own_files = ",".join(str(own_file.path) for own_file in own_mechanism.files_for(model))
+        own_files = ",".join(str(file.path) for file in mechanism_files(training, model))
         model = replace(model, vocab_size=vocab_size)
         training = replace(training, own_mechanism=own_files or None).for_recipe(model.recipe)
         flags = flags_of_run(flags, model, training, plain) if plain else flags

@@ -15,6 +15,7 @@ import numpy as np
 
 from nanoheads.common import UserError, pick_device
 from nanoheads.config import TrainConfig
+from nanoheads.dataset import NotPrepared
 from nanoheads.extensions import EXTENSIONS
 from nanoheads.optim import OPTIMIZERS, PEAK_RATES
 from nanoheads.tasks import first_learned_step
@@ -48,12 +49,15 @@ class Plan:
 
 class Planner:
     """Plans one study, by the outcomes of runs, {name of a run: Result or Failure}. UserError: it cannot be.
+
+    needs_files: runs whose labels or teacher are not made yet are refused; else they are planned, and
+    `not_made` says what must be made first.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, needs_files=True):
         if problems := [*config.problems(), *config.problems_of_runs()]:
             raise UserError("\n".join(problems))
-        self.config, self.models = config, Models(config)
+        self.config, self.models, self.needs_files, self.not_made = config, Models(config), needs_files, []
         self.texts = (*self.models.texts,)
         self.measure = "right answers" if config.task else "bits/byte"
         self.device = pick_device(config.device).split(":")[0]  # GPUs are handed out by number
@@ -131,6 +135,12 @@ class Planner:
             try:
                 command = self.config.first.get(c.teacher)
                 self.dependencies_by_files[key] = dependencies(c, model.config, command)
+            except NotPrepared as e:
+                if self.needs_files:
+                    raise NotPrepared(f"{model.name}: {e}") from None
+                self.not_made.append(str(e))
+                # no finished run has these
+                self.dependencies_by_files[key] = dict(data={}, own={}, code=None, torch=None)
             except UserError as e:
                 raise type(e)(f"{model.name}: {e}") from None
         return self.dependencies_by_files[key]

@@ -363,11 +363,11 @@ def in_nanogpts_words(path, values):
     return str(path)
 
 
-def save_model(path, model, data, dataset=None):
+def save_model(path, model, data, dataset=None, **more):
     """A checkpoint of a model that was trained on a Dataset, which `dataset` names (None: by its folder)."""
     name = dataset or str(data.dir)
     torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
-                    train=dict(dataset=name), dataset=name), path)
+                    train=dict(dataset=name), dataset=name, **more), path)
     return str(path)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from nanoheads import files
 from nanoheads.common import UserError, write_json
-from nanoheads.dataset import folders_of
+from nanoheads.dataset import NotPrepared, folders_of
 from nanoheads.files import sha256
 
 UNKNOWN = 255
@@ -82,8 +82,8 @@ class Targets:
         self.dir = next((folder for folder in folders if (folder / "labels.json").is_file()), None)
         if self.dir is None:
             label_sets = sorted(path.parent.name for path in dataset.dir.glob("labels/*/labels.json"))
-            raise UserError(f"no labels {labels!r} for {dataset.dir}; there are "
-                            f"{', '.join(label_sets) or 'none'}: {command_for(dataset, labels)} makes them")
+            raise NotPrepared(f"no labels {labels!r} for {dataset.dir}; there are "
+                              f"{', '.join(label_sets) or 'none'}: {command_for(dataset, labels)} makes them")
         try:
             self.meta = json.loads((self.dir / "labels.json").read_text(encoding="utf-8"))
             names_there, self.splits = [str(name) for name in self.meta["names"]], self.meta["splits"]

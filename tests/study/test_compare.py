@@ -109,6 +109,18 @@ def test_a_plan_without_data_says_what_is_missing(inside, capsys):
     assert "again" in told and "wikitext103" in told and "is not prepared" in told
 
 
+def test_a_plan_without_its_teacher_or_labels_says_what_makes_them(inside, bytes_data, capsys):
+    names = dict(constraint_names=["digit"])
+    variants = dict(taught=dict(**names, teacher="out/taught/ckpt.pt", constraint_match="kl"),
+                    labelled=dict(**names, labels="weak"))
+    compare.main(["plan", "tiny_study.py", f"--variants={variants}", "--match_parameters=False",
+                  "--first={'out/taught/ckpt.pt': 'python train.py it.py'}"])
+    told = capsys.readouterr().out
+    assert "teacher=out/taught/ckpt.pt is not there yet; first run: python train.py it.py" in told
+    assert f"no labels 'weak' for {bytes_data}" in told and "8 runs, 4 of them to do" in told
+    assert "is not there yet" in refused("tiny_study.py", f"--variants={variants}", "--mechanisms=xsa")
+
+
 def test_a_report_of_what_is_done_is_unfinished_and_tells_a_program_so(inside, capsys):
     compare.main(["report", "tiny_study.py", "--seeds=[1,2,9]", "--plain_seeds=3", "--out_dir=out/part",
                   "--json=part.json"])

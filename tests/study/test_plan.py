@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, without_own_mechanisms, write_dataset
+from helpers import ROOT, forget_own_mechanisms, save_model, without_own_mechanisms, write_dataset
 
 from lab.labels import targets
-from model import GPTConfig
+from model import GPT, GPTConfig
 from nanoheads import configurator, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
@@ -29,6 +29,7 @@ STUDIES = sorted((ROOT / "config" / "studies").glob("*.py"))
 # a plain GPT that is counted in no time, on the text of a test
 SMALL = dict(n_layer=2, n_head=4, n_embd=16, block_size=16, batch_size=4, max_iters=60, eval_interval=30,
              eval_tokens=512)
+SMALL_GPT = dict(vocab_size=256, n_layer=2, n_head=4, n_embd=16, block_size=16)
 SMALL_TASK = {key: value for key, value in SMALL.items() if key != "eval_tokens"} | dict(block_size=48)
 SUMS = b"".join(b"%d plus %d is %d.\n" % (i % 13, i % 7, i % 13 + i % 7) for i in range(2000))
 SPLITS = dict(train=SUMS[:20000], val=SUMS[20000:22000], test=SUMS[22000:23000])
@@ -364,6 +365,23 @@ def test_heads_to_begin_with_are_part_of_a_run(texts):
     assert two.spec["train"]["grow_from"] == 2 and two.name != plain.name
 
 
+def test_the_mechanism_file_of_a_teacher_goes_with_its_students(texts, mine):
+    names = dict(constraint_names=["digit"])
+    own_mechanism.add(mine())
+    teacher = GPT(GPTConfig(**SMALL_GPT, **names, forget=True))
+    record = own_mechanism.record(teacher.config)
+    save_model("teacher.pt", teacher, Dataset("wikitext2_byte"), own_mechanism=record)
+    config = study(variants={"taught": dict(**names, teacher="teacher.pt", constraint_match="kl")},
+                   mechanisms=["xsa"], seeds=[1], budgets=[])
+    plan = Planner(config).plan({})
+    taught, other = (runs_of(plan, "judge", name)[0].spec for name in ("taught", "xsa"))
+    assert taught["train"]["own_mechanism"] == str(mine()) and "mechanism mine.py" in taught["own"]
+    assert "own_mechanism" not in other["train"] and not other["own"]
+    forget_own_mechanisms()
+    with pytest.raises(UserError, match="teacher.pt was made with the mechanism in mine.py, whose code runs"):
+        Planner(config).plan({})
+
+
 def test_names_of_runs_are_the_same_in_another_process(texts):
     config = dict(mechanisms=["xsa", "acag"], settings=SMALL, seeds=[1], budgets=[2.0], device="cpu")
     here = [run.name for run in Planner(StudyConfig(**config)).plan({}).runs]
@@ -462,7 +480,8 @@ def test_every_study_on_file_is_planned(texts, path):
                                                 "python train.py config/constraint_train.py"):
                 planner.plan({})
             Path("out/constraint_teacher").mkdir(parents=True)
-            Path("out/constraint_teacher/best.pt").write_bytes(b"weights")
+            save_model("out/constraint_teacher/best.pt", GPT(GPTConfig(**SMALL_GPT)),
+                       Dataset("wikitext2_byte"))
         plan = planner.foresee({})
         c = planner.config
         judged = {pair.variant for pair in plan.pairs}
