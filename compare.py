@@ -319,9 +319,14 @@ def token_counts(config, data):
 
 
 def plan_without_data(config, missing):
-    """What a study compares, as text, where its data is missing: the rest of a plan follows from the data."""
+    """What a study compares, as text, where its data is missing: the rest of a plan follows from the data.
+    UserError: flags of a variant cannot be.
+    """
+    from study.models import Models
+    models = Models(config)
     rows = [(PLAIN, ""), *((f"plain x {multiple:g}", "") for multiple in config.budgets)]
     for name, flags in variants_of(config).items():
+        models.checked(name, flags)
         rows += rows_with_flags((name,), flags)
     return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
             f"{missing}; then plan shows parameters, FLOPs, runs and time too")

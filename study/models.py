@@ -163,6 +163,16 @@ class Models:
         if text != first:
             return self.move_to(text, self.make(first, name, kind, flags))
         plain = self.plain(text) if flags else None
+        model, training = self.checked(name, flags)
+        vocab_size = model.vocab_size or self.data_on(text, training, model.block_size).vocab_size
+        own_files = ",".join(str(file.path) for file in mechanism_files(training, model))
+        model = replace(model, vocab_size=vocab_size)
+        training = replace(training, own_mechanism=own_files or None).for_recipe(model.recipe)
+        flags = flags_of_run(flags, model, training, plain) if plain else flags
+        return Model(name, kind, text, flags, model, training)
+
+    def checked(self, name, flags):
+        """(GPTConfig, TrainConfig) of a variant, of which its data is not asked. UserError: what is wrong."""
         try:
             model, training = self.load(self.settings, flags)
         except UserError as e:
@@ -172,12 +182,7 @@ class Models:
         if training.patience:
             raise UserError(f"{name}: patience={training.patience} would end runs at different steps, and a "
                             "study compares runs of equal length: leave it out")
-        vocab_size = model.vocab_size or self.data_on(text, training, model.block_size).vocab_size
-        own_files = ",".join(str(file.path) for file in mechanism_files(training, model))
-        model = replace(model, vocab_size=vocab_size)
-        training = replace(training, own_mechanism=own_files or None).for_recipe(model.recipe)
-        flags = flags_of_run(flags, model, training, plain) if plain else flags
-        return Model(name, kind, text, flags, model, training)
+        return model, training
 
     def move_to(self, text, model):
         """A Model of the first text, on another one: nothing but the text and its vocabulary differ."""

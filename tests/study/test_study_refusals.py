@@ -85,6 +85,13 @@ COMMANDS = [
         ("--variants=\"{'x': {'agency': True, 'agency_learned': True}}\"", "agency_learned"),
         ("none.py", "none.py")),
 
+    # ---- a plan, also where the data is not prepared ----
+    *under("compare.py plan --device=cpu --settings=\"{'dataset': 'wikitext103'}\"",
+        ("--variants=\"{'x': {'nonsense': 1}}\"", "x: variant with {'nonsense': 1}: unknown key nonsense"),
+        ("--variants=\"{'x': {'teacher': 'a'}}\"", "x: teacher='a' is for constraint heads"),
+        ("--mechanisms=sink --nonsense=1", "unknown key nonsense"),
+        ("--mechanisms=sink --settings=\"{'nonsense': 1}\"", "unknown key nonsense")),
+
     # ---- files of results ----
     *under("compare.py",
         ("recheck", "recheck takes one file, FILE.json.gz: 0 are given"),
