@@ -62,9 +62,6 @@ def notices(study, comparisons):
         lines.append(f"{plural(n_runs, 'run')} {were} made by other code or other libraries, which "
                      f"--accept_code allowed: of {names}.")
     lines += [f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in study.notes]
-    if not study.notes and is_scored_on_val(study):
-        lines.append("Test is val: the test split is the validation split over again, so a test score here "
-                     "is a validation score.")
     if early_variants := variants_scored_early(study):
         lines.append("Scored long before the end, where validation was best, since it got worse after: "
                      f"{join_words(early_variants)}.")
@@ -125,13 +122,6 @@ def rates_in_words(study):
         clauses = ["no mechanism adds weights, and all learn at the plain GPT's rates"]
     sentence = ": ".join(["No learning rate was tuned", *filter(None, ["; ".join(clauses)])])
     return [f"{sentence}. With --tune_lr both sides first get their best rates on validation."]
-
-
-def is_scored_on_val(study):
-    """Whether the test split of what was judged is the validation split."""
-    digests = [run.spec["data"] for run in study.runs
-               if run.stage == "judge" and isinstance(run.spec.get("data"), dict)]
-    return any(splits.get("test") and splits.get("test") == splits.get("val") for splits in digests)
 
 
 def variants_scored_early(study):

@@ -23,8 +23,8 @@ from study.verdicts import MEASURES, comparisons_by_text
 from study.words import (AMOUNTS, BUT, INTERIM, MEANING, against_in_words, against_plain, baseline_label,
                          confidence_level, cut_of, full_sentence, headline, is_of_tasks, join_words, label_of,
                          learning_counts, limits_at_equal, other_comparisons, progress, question_of, ratio,
-                         tested_comparisons, trained_here, verdict_on_target, verdict_so_far,
-                         verdict_with_limits)
+                         tested_comparisons, texts_of_validation, trained_here, verdict_on_target,
+                         verdict_so_far, verdict_with_limits)
 
 WIDTH = 120  # of a line in the terminal
 
@@ -102,7 +102,8 @@ def json_report(study, comparisons, target_tests=(), out=None):
     fields = dict(name=study.name, question=question_of(study), command=study.command, out=out and str(out),
                   measure=study.measure, texts=study.texts, **progress(study),
                   headline=headline(study, comparisons, target_tests), notices=notices(study, comparisons),
-                  cut=cut_of(study), alpha=study.alpha, margin=study.margin, failures=len(study.failures),
+                  cut=cut_of(study), scored_on_validation=texts_of_validation(study), alpha=study.alpha,
+                  margin=study.margin, failures=len(study.failures),
                   left_out=[dict(variant=name, seeds=seeds) for name, seeds in study.left_out.items()],
                   comparisons=[json_row(study, comparisons, c) for c in rows],
                   on_each_text={text: [json_row(study, on_text, c) for c in on_text]

@@ -305,12 +305,13 @@ def question_of(study):
 
 
 def headline(study, comparisons, target_tests=()):
-    """The study in one sentence; before it one that says how it was cut, if it was."""
+    """The study in one sentence; before it how it was cut, if it was, and where validation was scored."""
     done, planned = progress(study)["done"], progress(study)["planned"]
     unfinished = f"UNFINISHED, {done:,} of {plural(planned, 'run')}:" * (not study.finished)
     rows = against_plain(study, comparisons)
     verdicts_clause = "" if target_tests and not rows else verdicts_sentence(study, comparisons, rows)
-    parts = [unfinished, cut_in_short(study), verdicts_clause, target_sentence(study, target_tests)]
+    parts = [unfinished, cut_in_short(study), validation_in_words(study), verdicts_clause,
+             target_sentence(study, target_tests)]
     return " ".join(filter(None, parts))
 
 
@@ -396,6 +397,30 @@ def differing_amounts(study, comparisons):
                    if abs((value := ratio(study, amount, c.variant)) - 1) > 0.001]
         words.update({c.variant: f"trains on {join_words(clauses)}"} if clauses else {})
     return words
+
+
+# ---- the text that is scored ----
+
+def texts_of_validation(study):
+    """The texts of which the scored split is the validation split, as a digest of the data shows."""
+    split, texts = study.config.get("split") or "test", {}
+    for run in study.runs:
+        digests = run.spec.get("data")
+        if run.stage == "judge" and isinstance(digests, dict) and digests.get("val"):
+            texts[run.text] = digests["val"] == digests.get(split)
+    return [text for text, is_val in texts.items() if is_val]
+
+
+def validation_in_words(study):
+    """A short sentence before the verdicts where the validation split is scored; "": it is not."""
+    texts, stages = texts_of_validation(study), {run.stage for run in study.runs}
+    if not texts:
+        return ""
+    where = f" of {join_words(texts)}" if len(texts) < len(study.texts) else ""
+    copied = "" if study.config.get("split") == "val" else ", of which test is a copy"
+    choices = {"screen": "what is judged", "tune": "rates"}
+    chosen = join_words([*(words for stage, words in choices.items() if stage in stages), "best.pt"])
+    return f"Scored on the validation split{where}{copied}, which also chose {chosen}."
 
 
 # ---- how much of a run a study had ----

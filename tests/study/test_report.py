@@ -252,11 +252,23 @@ def test_other_tokens_than_the_plain_gpts_are_said():
         assert "good trains on 1.50 times the plain GPT's tokens" in text
 
 
-def test_test_split_that_is_val_is_noticed():
-    runs = tuple(replace(run, spec={**run.spec, "data": dict(val="1", test="1")}) for run in ONE.runs)
-    study = replace(ONE, runs=runs, results={run.name: each for run, each in zip(runs, ONE.results.values())})
-    assert "Test is val" in everything(study)["terminal"]
-    assert "Test is val" not in everything(ONE)["terminal"]
+@pytest.mark.parametrize("split, digests, more, said", [
+    (None, dict(val="1", test="1"), (),
+     "Scored on the validation split, of which test is a copy, which also chose best.pt."),
+    (None, dict(val="1", test="1"), ("tune",), "test is a copy, which also chose rates and best.pt."),
+    ("val", dict(val="1", test="2"), ("screen",), "split, which also chose what is judged and best.pt."),
+    (None, dict(val="1", test="2"), (), None), ("test", dict(test="2"), (), None)])
+def test_a_score_on_validation_is_called_that_first(split, digests, more, said):
+    """Also where the test split is the validation split over again, whatever is noted of the data."""
+    runs = [replace(run, spec={**run.spec, "data": digests}) for run in ONE.runs]
+    results = {run.name: each for run, each in zip(runs, ONE.results.values())}
+    runs += [Run(stage, "good, rates as they are", "prose", 101, dict(stage=stage)) for stage in more]
+    study = replace(ONE, runs=tuple(runs), config=dict(scale="tiny", split=split),
+                    results={**results, **{run.name: Result(2.0) for run in runs[32:]}})
+    program = json.loads(everything(study)["program"])
+    assert program["scored_on_validation"] == (["prose"] if said else [])
+    for where, text in {**everything(study), "headline": program["headline"]}.items():
+        assert said in text if said else "Scored on" not in text, where
 
 
 def test_leaks_that_were_looked_for_are_named():
