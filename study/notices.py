@@ -118,8 +118,6 @@ def rates_in_words(study):
             labels_of.setdefault(setting, []).append(label_of(study, name))
     clauses = [f"what {join_words(labels)} add{'s' * (len(labels) == 1)} learns at {setting}"
                for setting, labels in labels_of.items()]
-    if study.untuned and not clauses:
-        clauses = ["no mechanism adds weights, and all learn at the plain GPT's rates"]
     sentence = ": ".join(["No learning rate was tuned", *filter(None, ["; ".join(clauses)])])
     return [f"{sentence}. With --tune_lr both sides first get their best rates on validation."]
 

@@ -101,7 +101,7 @@ class Failure:
 class Pair:
     """Two variants to compare, by the mean of their differences on these texts.
 
-    equal: what is equal beside the hyperparameters: "parameters", or nothing.
+    equal: what else is made equal: "parameters", or nothing.
     """
     variant: str
     baseline: str

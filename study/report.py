@@ -21,10 +21,10 @@ from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, comparisons_by_text
 from study.words import (AMOUNTS, BUT, INTERIM, MEANING, against_in_words, against_plain, baseline_label,
-                         confidence_level, cut_of, full_sentence, headline, is_of_tasks, join_words, label_of,
-                         learning_counts, limits_at_equal, other_comparisons, progress, question_of, ratio,
-                         tested_comparisons, texts_of_validation, trained_here, verdict_on_target,
-                         verdict_so_far, verdict_with_limits)
+                         confidence_level, cut_of, differing_keys, full_sentence, headline, is_of_tasks,
+                         join_words, label_of, learning_counts, limits_at_equal, other_comparisons, progress,
+                         question_of, ratio, tested_comparisons, texts_of_validation, trained_here,
+                         verdict_on_target, verdict_so_far, verdict_with_limits)
 
 WIDTH = 120  # of a line in the terminal
 
@@ -43,6 +43,10 @@ def in_text(study, comparisons, target_tests=(), width=WIDTH):
         lines += wrap([f"{against_in_words(study, c)}: {full_sentence(study, c)}."
                        for c in [*against_plain(study, comparisons), *other_comparisons(comparisons)]
                        if c.verdict in ("better", "worse") or c.withheld], width)
+    if trained_here(study):
+        lines += [*wrap([f"{label} differs from the plain GPT in {words.replace('–', 'no key')}."
+                         for label, _, kind, words in tables.variants_table(study).rows if kind != "plain"],
+                        width), ""]
     lines += wrap([" ".join(filter(None, [*left_out, *remarks(study, comparisons, target_tests)]))], width)
     if follow_up := next_study(study, comparisons):  # a command is not broken into lines: it is to be copied
         lines += ["", *wrap([follow_up["words"]], width)]
@@ -81,6 +85,8 @@ def in_markdown(study, comparisons, target_tests=()):
         study, comparisons, verdict=lambda study, c: verdict_with_limits(study, comparisons, c))
     more = [tables.others_table(study, comparisons), tables.texts_table(study, comparisons),
             *([tables.target_table(study, target_tests)] if target_tests else [])]
+    if trained_here(study):
+        more.append(tables.drop_columns(tables.variants_table(study), "name", "kind"))
     parts = [f"# {tables.escape_markdown(question_of(study))}",
              f"**{tables.escape_markdown(headline(study, comparisons, target_tests))}**",
              "\n".join(f"- {tables.escape_markdown(line)}" for line in notices(study, comparisons))]
@@ -104,6 +110,7 @@ def json_report(study, comparisons, target_tests=(), out=None):
                   headline=headline(study, comparisons, target_tests), notices=notices(study, comparisons),
                   cut=cut_of(study), scored_on_validation=texts_of_validation(study), alpha=study.alpha,
                   margin=study.margin, failures=len(study.failures),
+                  differing=differing_keys(study) if trained_here(study) else {},
                   left_out=[dict(variant=name, seeds=seeds) for name, seeds in study.left_out.items()],
                   comparisons=[json_row(study, comparisons, c) for c in rows],
                   on_each_text={text: [json_row(study, on_text, c) for c in on_text]

@@ -12,11 +12,11 @@ from study.notices import TRIALS_FOLDER, rates_of, runs_of_search
 from study.records import PLAIN
 from study.scores import mean_of, scores_of
 from study.verdicts import MEASURES, comparisons_by_text, half_interval, on_validation, quotient
-from study.words import (AMOUNTS, NOT_MEASURED, against_plain, confidence_level, guess_of, interval, is_known,
-                         is_of_tasks, join_words, label_of, learned_in_words, learning_counts,
-                         other_comparisons, p_cell, ratio, ratio_in_digits, settings_in_words, show,
-                         si_number, side_in_words, side_of_target, trained_here, verdict_of,
-                         verdict_on_target, worth_in_words)
+from study.words import (AMOUNTS, NOT_MEASURED, against_plain, confidence_level, differing_keys, guess_of,
+                         interval, is_known, is_of_tasks, join_words, label_of, learned_in_words,
+                         learning_counts, other_comparisons, p_cell, ratio, ratio_in_digits,
+                         settings_in_words, show, si_number, side_in_words, side_of_target, trained_here,
+                         verdict_of, verdict_on_target, worth_in_words)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 MARKS = {"better": "+", "worse": "−", "same": "="}  # of a cell in the table of tasks
@@ -99,7 +99,7 @@ def cost_cell(c, key, difference):
 
 def equal_in_words(study, c):
     """What is equal on both sides of a Comparison."""
-    return c.equal or "hyperparameters" + ", rates aside" * bool(study.rates)
+    return c.equal or "all but the keys listed"
 
 
 def seed_count(study, name):
@@ -289,21 +289,8 @@ def runs_tables(study):
 
 def variants_table(study):
     """Every key of model and training in which a variant differs from the plain GPT that it is judged by."""
-    specs = {}
-    for run in study.runs:
-        if run.stage == "judge" and "model" in run.spec and run.text == study.texts[0]:
-            specs.setdefault(run.variant, {**run.spec["model"], **run.spec.get("train", {}), "seed": None})
-    rows = []
-    for variant in study.variants:
-        differences = {**variant.flags}
-        if variant.name in specs and PLAIN in specs:
-            flags, flags_of_plain = specs[variant.name], specs[PLAIN]
-            differences = {key: flags.get(key, variant.flags.get(key, "as by default"))
-                           for key in {**flags_of_plain, **flags}
-                           if flags.get(key, ...) != flags_of_plain.get(key, ...)}
-            differences |= {key: value for key, value in variant.flags.items() if key == "seed"}
-        rows.append((label_of(study, variant.name), variant.name, variant.kind,
-                     settings_in_words(differences)))
+    rows = [(label_of(study, variant.name), variant.name, variant.kind, settings_in_words(differences))
+            for variant, differences in zip(study.variants, differing_keys(study).values())]
     return Table(("variant", "name", "kind", "what differs from the plain GPT"), rows, range(4))
 
 

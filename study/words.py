@@ -149,6 +149,33 @@ def settings_in_words(flags):
     return " ".join(f"{key}={value}" for key, value in flags.items()) or "–"
 
 
+def differing_keys(study):
+    """{variant: {key: value}} of every key of model and training in which its judged runs differ from the
+    plain GPT's; {text: value} of one that depends on the text. A variant without runs has its flags.
+    """
+    specs = {}
+    for run in study.runs:
+        if run.stage == "judge" and "model" in run.spec:
+            flags = {**run.spec["model"], **run.spec.get("train", {})}
+            specs.setdefault(run.variant, {}).setdefault(run.text, flags)
+    differing = {}
+    for variant in study.variants:
+        by_key, specs_by_text = {}, specs.get(variant.name, {})
+        for text, flags in specs_by_text.items():
+            flags_of_plain = specs.get(PLAIN, {}).get(text, flags)
+            for key in {**flags_of_plain, **flags}:
+                if key != "seed" and flags.get(key, ...) != flags_of_plain.get(key, ...):
+                    value = flags.get(key, variant.flags.get(key, "as by default"))
+                    by_key.setdefault(key, {})[text] = value
+        differing[variant.name] = {key: value for key, value in variant.flags.items()
+                                   if key == "seed" or not specs_by_text}
+        for key, by_text in by_key.items():
+            value, *others = by_text.values()
+            is_same = len(by_text) == len(specs_by_text) and all(other == value for other in others)
+            differing[variant.name][key] = value if is_same else by_text
+    return differing
+
+
 # ---- which comparisons ----
 
 def against_plain(study, comparisons, only=None):

@@ -300,6 +300,26 @@ def test_every_key_in_which_a_variant_differs_is_shown():
     assert rows["good"] == "xsa=True of=good adamw_lr=0.02"
 
 
+def test_keys_that_differ_are_named_everywhere_and_no_sentence_denies_them():
+    """Also keys of training alone, and of a task rates that another task has otherwise."""
+    def with_keys(study, keys):
+        runs = [replace(run, spec={**run.spec, "train": {**run.spec["train"], "name": "", **keys(run)}})
+                for run in study.runs]
+        return replace(study, runs=tuple(runs), untuned={name: {} for name in ("good", "bad")},
+                       results={run.name: each for run, each in zip(runs, study.results.values())})
+    one = with_keys(ONE, lambda run: dict(adamw_lr=0.02, dtype="float32") if run.variant == "bad" else {})
+    for where, text in everything(one).items():
+        if where == "program":
+            assert json.loads(text)["differing"] == {PLAIN: {}, "good": {}, "even": {},
+                                                     "bad": dict(adamw_lr=0.02, dtype="float32")}
+        else:
+            assert "adamw_lr=0.02 dtype=float32" in text, where
+        assert "No learning rate was tuned" in text and "all learn at" not in text, where
+    of_one_task = with_keys(TASKS, lambda run: dict(adamw_lr=0.1) if (run.variant, run.text) == (
+        "bad", "copy") else {})
+    assert words.differing_keys(of_one_task) == {PLAIN: {}, "good": {}, "bad": dict(adamw_lr=dict(copy=0.1))}
+
+
 def test_screening_and_rates_that_were_tried_are_shown():
     more = []
     for name, score in ((PLAIN, 2.0), ("good", 1.9), ("lost", 2.2)):
