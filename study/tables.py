@@ -99,7 +99,7 @@ def cost_cell(c, key, difference):
 
 def equal_in_words(study, c):
     """What is equal on both sides of a Comparison."""
-    return c.equal or "all but the keys listed"
+    return c.equal or "all other keys"
 
 
 def seed_count(study, name):
