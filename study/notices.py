@@ -16,9 +16,9 @@ from study.records import PLAIN
 from study.scores import scores_of
 from study.verdicts import MEASURES
 from study.words import (against_in_words, against_plain, baseline_label, confidence_level, cut_in_words,
-                         differing_amounts, is_known, is_of_tasks, join_words, label_of, margin_in_words,
-                         progress, ratio, show, side_of_target, tested_comparisons, trained_here,
-                         verdict_so_far)
+                         differing_amounts, is_known, is_of_tasks, join_words, label_of,
+                         longer_runs_in_words, margin_in_words, progress, ratio, show, side_of_target,
+                         tested_comparisons, trained_here, verdict_so_far)
 
 NO_BUDGETS = ("This study has no plain GPT of other budgets, by which a difference would be compared with "
               'compute, FLOPs and time: --budgets="[0.7, 1.4, 2.0]" adds them.')
@@ -240,28 +240,31 @@ def remarks_on_target(study, target_tests):
 
 def next_study(study, comparisons):
     """{"undecided", "variants", "seeds", "command", "words"} on what a finished study leaves open; None:
-    nothing. command: a new study with fresh seeds, for a shell; None: this study's own command is not known.
+    nothing. command: a new study with fresh seeds, for a shell; None: longer runs come first, or this study's
+    own command is not known.
     """
     rows = [c for c in comparisons if c.verdict == "undecided" and not c.withheld and is_known(c.se)]
     if not study.finished or not rows:
         return None
-    decidable = [c for c in rows if (c.seeds or math.inf) <= MAX_SEEDS]
-    seeds = max((c.seeds for c in decidable), default=None)
+    longer_runs = longer_runs_in_words(study)
+    decidable = [c for c in rows if longer_runs or (c.seeds or math.inf) <= MAX_SEEDS]
+    seeds = None if longer_runs else max((c.seeds for c in decidable), default=None)
     names = dict.fromkeys(name for c in decidable for name in (c.variant, c.baseline))
     names = [name for name in names if study.variant(name).kind == "variant"]
     lines = []
     if decidable:
-        pairs = join_words([pair_in_words(study, c) for c in decidable])
-        lines.append(f"Undecided: {pairs}. A new study with {seeds} fresh seeds would decide four times in "
-                     "five, if differences and spreads are as they look now. Do not add seeds to this study: "
-                     "that would be a second look at the same scores, for which p is not corrected.")
+        advice = longer_runs or (
+            f"A new study with {seeds} fresh seeds would decide four times in five, if differences and "
+            "spreads are as they look now. Do not add seeds to this study: that would be a second look at "
+            "the same scores, for which p is not corrected.")
+        lines.append(f"Undecided: {join_words([pair_in_words(study, c) for c in decidable])}. {advice}")
     if undecidable := [f"{pair_in_words(study, c)} ({c.seeds or 'more than 1000'})"
                        for c in rows if c not in decidable]:
         lines.append(f"Undecided, and it would take more than {MAX_SEEDS} seeds: {join_words(undecidable)}.")
     label = {variant.name: variant.name if trained_here(study) else label_of(study, variant.name)
              for variant in study.variants}
     undecided = [dict(variant=label[c.variant], baseline=label[c.baseline], seeds=c.seeds) for c in rows]
-    command = command_of(study, names, seeds) if decidable and names else None
+    command = command_of(study, names, seeds) if seeds and names else None
     return dict(undecided=undecided, variants=[label[name] for name in names], seeds=seeds, command=command,
                 words=" ".join(lines))
 

@@ -11,6 +11,7 @@ import re
 import statistics
 from collections import Counter
 
+import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number, plural, printable
@@ -267,7 +268,7 @@ def sentence_of(study, c):
                  "spread")
     else:
         words = f"undecided: {figures}, {p_in_words(c.p_corrected)})"
-        if c.seeds:
+        if c.seeds and not longer_runs_in_words(study):
             words += f"; about {c.seeds} seeds, now {c.n}, would probably decide"
     if re.search(r"[+-]\d", words):
         words += f"; {side_in_words(study)}"
@@ -509,6 +510,38 @@ def cut_in_words(study):
     remedy = ": a study without max_iters trains them all" * ("max_iters" in study.config.get("settings", {}))
     consequence += (remedy + ".") * short_runs
     return f"Each run of the plain GPT was {join_words(parts)}.{consequence}" if parts else ""
+
+
+def longer_runs_in_words(study):
+    """Why more steps come before more seeds: the plain GPT's score on validation still falls.
+
+    "": it does not, or the runs are whole ones of a scale, whose question is asked at its own length.
+    """
+    cut, fall = cut_of(study), fall_at_the_end(study)
+    is_short = bool(cut and is_cut(cut, "steps"))
+    if study.measure != "bits/byte" or not fall > study.margin or not (is_short or study.config.get("base")):
+        return ""
+    remedy = "raise max_iters"
+    if is_short:
+        has_key = "max_iters" in study.config.get("settings", {})
+        remedy = f"a whole run has {plural(cut['of_steps'], 'step')}" + ": leave max_iters out" * has_key
+    return (f"Longer runs come first ({remedy}): over the last tenth of its "
+            f"{show(study.variant(PLAIN).steps)} steps the plain GPT's score on validation still fell by "
+            f"{fall:.4f} bits/byte, more than the margin. More seeds would decide only what holds of runs "
+            "this short.")
+
+
+def fall_at_the_end(study):
+    """By how much the plain GPT's score on validation fell over the last tenth of its steps, the mean of its
+    judged runs; NaN: it is not known.
+    """
+    falls = []
+    for run in study.runs:
+        result = study.results.get(run.name)
+        if run.stage == "judge" and run.variant == PLAIN and result and result.curve:
+            steps, scores = result.curve["steps"], [number(score) for score in result.curve["scores"]]
+            falls.append(float(np.interp(0.9 * steps[-1], steps, scores)) - scores[-1])
+    return statistics.mean(falls) if falls else math.nan
 
 
 # ---- a target ----

@@ -289,6 +289,30 @@ def test_a_new_study_is_proposed_with_fresh_seeds():
     assert notices.next_study(replace(OPEN, command="make it"), comparisons_of(OPEN))["command"] is None
 
 
+@pytest.mark.parametrize("last, more, said", [
+    (0.04, dict(whole=dict(steps=960, tokens=1e8)), "(a whole run has 960 steps): over the last tenth of"),
+    (0.04, dict(whole=dict(steps=960, tokens=1e8), config=dict(scale="tiny", settings=dict(max_iters=20))),
+     "(a whole run has 960 steps: leave max_iters out): over the last"),
+    (0.04, dict(config=dict(base="mine.py")), "(raise max_iters): over the last tenth of its 20 steps"),
+    (0.04, {}, None),  # a whole run of its scale
+    (0.004, dict(whole=dict(steps=960, tokens=1e8)), None), (0.0, dict(config=dict(base="mine.py")), None)])
+def test_longer_runs_come_before_seeds_where_the_plain_gpt_still_falls(last, more, said):
+    """last: by how much its score falls over the last tenth of its steps; the margin is 0.01."""
+    results = {name: replace(each, curve=dict(steps=[0, 18, 20], scores=[8, 2 + last, 2]))
+               for name, each in OPEN.results.items()}
+    study = replace(OPEN, results=results, **more)
+    following = notices.next_study(study, comparisons_of(study))
+    assert following["variants"] == ["open"] and following["undecided"][0]["seeds"] > 8
+    if said:
+        assert said in following["words"] and "fresh seeds" not in following["words"]
+        assert following["seeds"] is None and following["command"] is None
+        assert all("Longer runs come first" in text for where, text in everything(study).items()
+                   if where != "markdown")
+        assert not any("would probably decide" in text for text in everything(study).values())
+    else:
+        assert "Longer" not in following["words"] and following["command"]
+
+
 def test_every_key_in_which_a_variant_differs_is_shown():
     runs = []
     for run in ONE.runs:
