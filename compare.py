@@ -40,6 +40,7 @@ from nanoheads.common import (UserError, as_program, git_commit, json_safe, pick
 from nanoheads.dataset import NotPrepared
 from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words
 from nanoheads.log import read_json
+from nanoheads.timing import progress_bar
 from study import records, report, scores
 from study.config import SCORES_KEYS, StudyConfig, variants_of
 from study.records import PLAIN, Failure, Result, Study, Variant, hash_of
@@ -101,6 +102,11 @@ def one_file(name, argv):
 
 # ---- a study, from its plan to its records ----
 
+def begin(stage):
+    """Say which part of the work begins, on standard error: each may take minutes on a busy machine."""
+    say(f"{stage} ...", file=sys.stderr, flush=True)
+
+
 def outcomes_of(config, planner, train_missing):
     """({name of a run: Result or Failure}, {variant: how many of its runs other code made}) of all runs that
     a study needs, planned again until nothing new follows. Without train_missing, of the runs that are done.
@@ -145,7 +151,9 @@ def study_of(planner, outcomes, name, command, out, other_code):
     device = pick_device(config.device)
     slots = queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
     plain = plan.models[PLAIN]
-    variants = [variant_of(model, plain, device, slots.threads, out) for model in plan.models.values()]
+    begin("counting FLOPs and timing steps")
+    variants = [variant_of(model, plain, device, slots.threads, out)
+                for model in progress_bar([*plan.models.values()], "costs")]
     data = {text: planner.models.data_on(text, plain.training, plain.config.block_size)
             for text in planner.texts}
     names = {run.name for run in plan.runs}
@@ -217,15 +225,15 @@ def notes_of(plan, data):
 
 def run_study(config, name, command):
     """Train the runs that are missing, judge, write the report."""
-    from nanoheads import promises
     from study import finished, queue
     from study.plan import Planner
     check_writable(config)
+    begin("planning")
     planner = Planner(config)
     # what cannot be made, or run here, is refused before there is a folder
     planner.plan({})
     queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
-    for line in promises.refuse_broken(variants_of(config)):
+    for line in notes_on_promises(config):
         say(line, flush=True)
     out = folder_of(config, name)
     out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
@@ -233,6 +241,7 @@ def run_study(config, name, command):
         own_mechanism.copy(file, out)
     outcomes, other_code = outcomes_of(config, planner, train_missing=True)
     study = study_of(planner, outcomes, name, command, out, other_code)
+    begin("judging")
     write_report(study, out, config)
     if config.fresh:
         say(finished.agreement_in_words(study.runs))
@@ -240,6 +249,16 @@ def run_study(config, name, command):
         them = "it" if len(study.failures) == 1 else "them"
         sys.exit(f"compare: {plural(len(study.failures), 'run')} failed, the report names {them}; start "
                  f"again to try {them} once more")
+
+
+def notes_on_promises(config):
+    """refuse_broken() of nanoheads/promises.py, of one variant after the other."""
+    from nanoheads import promises
+    variants = [*variants_of(config).items()] if own_mechanism.FILES else []
+    if variants:
+        begin("trying what mechanisms of your own promise")
+    return [line for name, flags in progress_bar(variants, "promises")
+            for line in promises.refuse_broken({name: flags})]
 
 
 def write_report(study, out, config):
@@ -257,6 +276,7 @@ def report_finished_runs(config, name, command):
     """The report of a study from the runs that are done."""
     from study.plan import Planner
     check_writable(config)
+    begin("planning")
     planner, out = Planner(config), folder_of(config, name)
     outcomes, other_code = outcomes_of(config, planner, train_missing=False)
     study = study_of(planner, outcomes, name, command, out, other_code)
@@ -264,6 +284,7 @@ def report_finished_runs(config, name, command):
         raise UserError(f"{out / RESULTS} has {plural(n_on_file, 'score')}, and of these runs "
                         f"{len(study.results):,} are done by this code: name another --out_dir, or report "
                         "that file")
+    begin("judging")
     write_report(study, out, config)
 
 
@@ -278,22 +299,24 @@ def scores_on_file(path):
 def show_plan(config):
     """Print what a study would train, as far as that is known without scores, and for how long."""
     import train
-    from nanoheads import promises
     from study import costs, queue, trial
     from study.plan import Planner
+    begin("planning")
     planner = Planner(config, needs_files=False)
     outcomes, _ = outcomes_of(config, planner, train_missing=False)
     plan = planner.foresee(outcomes)
     device = pick_device(config.device)
     slots = queue.find_slots(config.jobs, config.device, config.jobs_per_gpu)
     rows = []
-    for model in plan.models.values():
+    begin("counting FLOPs")
+    for model in progress_bar([*plan.models.values()], "FLOPs"):
         cells = (model.name, f"{model.params:,}", f"{model.training.max_iters:,}",
                  f"{costs.flops(model, device):.3g}")
         rows += rows_with_flags(cells, model.flags)
     print(table(("variant", "parameters", "steps", "training FLOPs", "flags"), rows, left=(0, 4)))
     runs = {run.name: run for run in plan.runs}
     missing = [run for name, run in runs.items() if name not in outcomes]
+    begin("timing the plain GPT")
     plain = plan.models[PLAIN]
     data = planner.models.data_on(planner.texts[0], plain.training, plain.config.block_size)
     scored_tokens, val_tokens = token_counts(config, data)
@@ -306,7 +329,7 @@ def show_plan(config):
     if config.screen or config.tune_lr:
         say("what is judged, and at which rates, follows from scores: more runs may follow")
     notes = [*dict.fromkeys(f"To be made first: {problem}" for problem in planner.not_made), *plan.notes]
-    for line in (*notes, *promises.refuse_broken(variants_of(config))):
+    for line in (*notes, *notes_on_promises(config)):
         say(line)
 
 

@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 
 from nanoheads import drawing
 from nanoheads.common import json_safe, printable, say, table, write_atomic
+from nanoheads.timing import progress_bar
 from study import pictures, tables
 from study.notices import next_study, notices, remarks
 from study.records import PLAIN
@@ -225,8 +226,8 @@ def write(study, comparisons, folder, target_tests=()):
     folder.mkdir(parents=True, exist_ok=True)
     study_and_comparisons = study, comparisons
     images = {draw.__name__: drawing.picture_bytes(draw, study_and_comparisons)
-              for draw in (pictures.forest, pictures.forest_narrow, pictures.learning,
-                           pictures.learning_narrow)}
+              for draw in progress_bar([pictures.forest, pictures.forest_narrow, pictures.learning,
+                                        pictures.learning_narrow], "pictures")}
     files = {"report.html": page(study, comparisons, target_tests, images).encode("utf-8", "replace"),
              "report.md": in_markdown(study, comparisons, target_tests).encode("utf-8", "replace"),
              "forest.svg": images["forest"], "forest.png": images["forest"] and drawing.picture_bytes(

@@ -103,6 +103,16 @@ def test_a_plan_names_every_variant_and_counts_what_is_done(inside, capsys):
     assert "12 runs, 4 of them to do" in told
 
 
+def test_no_stage_of_a_study_is_silent(inside, capsys):
+    """Also after the last run: on a busy machine each takes minutes."""
+    compare.main(["tiny_study.py"])
+    assert capsys.readouterr().err.splitlines() == ["planning ...", "counting FLOPs and timing steps ...",
+                                                    "judging ..."]
+    compare.main(["plan", "tiny_study.py"])
+    assert capsys.readouterr().err.splitlines() == ["planning ...", "counting FLOPs ...",
+                                                    "timing the plain GPT ..."]
+
+
 def test_a_plan_without_data_says_what_is_missing(inside, capsys):
     compare.main(["plan", "tiny_study.py", "--settings={'dataset': 'wikitext103'}"])
     told = capsys.readouterr().out
