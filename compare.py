@@ -245,10 +245,15 @@ def run_study(config, name, command):
     write_report(study, out, config)
     if config.fresh:
         say(finished.agreement_in_words(study.runs))
+    exit_where_runs_failed(study)
+
+
+def exit_where_runs_failed(study):
+    """Exit with status 1 where runs of a study failed, once its report is written."""
     if study.failures:
         them = "it" if len(study.failures) == 1 else "them"
         sys.exit(f"compare: {plural(len(study.failures), 'run')} failed, the report names {them}; start "
-                 f"again to try {them} once more")
+                 f"the study again to try {them} once more")
 
 
 def notes_on_promises(config):
@@ -286,6 +291,7 @@ def report_finished_runs(config, name, command):
                         "that file")
     begin("judging")
     write_report(study, out, config)
+    exit_where_runs_failed(study)
 
 
 def scores_on_file(path):
