@@ -196,10 +196,15 @@ SHAPES = {frozenset(("name", "start", "end", "value")): "characters",
           frozenset(("name", "token", "value")): "tokens", frozenset(("name", "token", "values")): "tokens"}
 
 
+def refuse_constant(word):
+    """ValueError: Python reads NaN and Infinity as numbers, and JSON has none of them."""
+    raise ValueError(f"{word} is no number; null: not labelled")
+
+
 def read_line(line):
     """A line of JSON -> (name, "characters" or "tokens", start, codes, length). ValueError: what is wrong."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=refuse_constant)
     except ValueError as e:
         raise ValueError(f"is not JSON: {e}") from None
     unit = SHAPES.get(frozenset(row)) if isinstance(row, dict) else None
