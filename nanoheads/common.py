@@ -51,6 +51,10 @@ def as_program(name, less="ask for less at once: shorter texts, a smaller batch,
         sys.exit(130)
     except BrokenPipeError:
         pass
+    except SystemExit as e:  # a file of one's own must not end a program as if it had done its work
+        if problem := fault_of_own_file(e):
+            sys.exit(f"{name}: {problem}")
+        raise
     except Exception as e:
         words = explain(e, less)
         if words is None:

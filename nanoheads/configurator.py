@@ -182,7 +182,7 @@ def read_file(path, keys=()):
     file = find_file(path)
     try:
         names = runpy.run_path(str(file))
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # sys.exit(0) would end the program as if it had done its work
         raise UserError(f"{path}, {describe_failure(e, file)}") from None
     return {key: value for key, value in names.items() if not key.startswith("_")
             and (key in keys or not (callable(value) or isinstance(value, types.ModuleType)))}

@@ -91,7 +91,7 @@ def run(path):
     try:
         with first_on_path(folder):
             exec(compile(file.text, str(file.path), "exec"), vars(module))  # the text that is kept
-    except Exception as e:  # whatever a file of one's own may do
+    except (Exception, SystemExit) as e:  # whatever a file of one's own may do
         del sys.modules[name]
         code_paths = [frame.filename for frame in traceback.extract_tb(e.__traceback__)]
         code_paths += [e.filename] if isinstance(e, SyntaxError) else []

@@ -44,7 +44,7 @@ def function_of(name):
     sys.path.insert(0, str(path.resolve().parent))  # where it looks for files of its own
     try:
         spec.loader.exec_module(module)
-    except Exception as e:  # whatever a file of one's own may do
+    except (Exception, SystemExit) as e:  # whatever a file of one's own may do
         raise UserError(f"--module={name}: {file}, {describe_failure(e, path)}") from None
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -67,7 +67,7 @@ class Logits:
         self.calls += 1
         try:
             logits = self.function(ids.clone())  # a function may write into what it is given
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             raise UserError(f"the function fails on ids of {[*ids.shape]}: {type(e).__name__}: "
                             f"{' '.join(str(e).split())[:200]}") from None
         logits = getattr(logits, "logits", logits)

@@ -277,6 +277,9 @@ def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine):
     ("        super().__init__()\n", "", "mine.py, line 23: AttributeError: cannot assign parameters before"),
     (HOOK, f"{HOOK}\n        boom  #", "mine.py, line 27: NameError: name 'boom' is not defined"),
     ("config.forget_init)", "config.forget_in)", "mine.py, line 24: AttributeError: a GPTConfig has no"),
+    ("import torch\n", "import sys\nsys.exit(0)\n", "mine.py, line 3: SystemExit: 0"),
+    ("        super().__init__()\n", "        exit()\n", "mine.py, line 23: SystemExit"),
+    (HOOK, f"{HOOK}\n        exit(0)  #", "mine.py, line 27: SystemExit: 0"),
 ])
 def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, args):
     assert words in line_of(train, *args(), f"--mechanism={mine(before, after)}")

@@ -275,6 +275,7 @@ def test_config_files_are_found_from_any_folder(tmp_path, monkeypatch):
     ("rate = 1\nname = foo", "line 2: NameError"),
     ("import nowhere_at_all", "line 1: ModuleNotFoundError"),
     ("raise ValueError('a\\nb')", "line 1: ValueError: a b"),
+    ("exit(0)", "line 1: SystemExit: 0"),
 ])
 def test_an_error_in_a_config_file_is_one_line_with_its_own(config_file, text, words):
     path = config_file(text)
