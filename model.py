@@ -368,7 +368,8 @@ class CausalSelfAttention(nn.Module):
         y = heads.y
         if heads.gates:
             # the small factors are multiplied first, so that there is one pass over y
-            gate = math.prod(sorted(heads.gates.values(), key=lambda gate: gate.size(-1)))
+            gates = sorted(heads.gates.values(), key=lambda gate: gate.size(-1) if gate.dim() else 1)
+            gate = math.prod(gates)
             y = y * gate.to(y.dtype)
         return self.merge(y), heads.results()
 

@@ -1,24 +1,31 @@
 """
-What is wrong with the class of a mechanism: in its declarations, and in small models of its modes.
+What is wrong with the class of a mechanism: in its declarations, in small models of its modes, and in what
+its hooks give to a layer.
 
-Both are checked of a class in a file of one's own when it is added (own_mechanism.py). Of a new class in
-model.py, small models are checked before it is trained (start.py). What a mechanism computes is tried in
-causality.py and promises.py.
+The first two are checked of a class in a file of one's own when it is added (own_mechanism.py). Of a new
+class in model.py, small models are checked before it is trained (start.py). Hooks are tried before a run, and
+by --check. What a mechanism computes is tried in causality.py and promises.py.
 """
 
 import difflib
+import inspect
 import re
+import types
 import typing
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 from torch import nn
 
 import model
+from nanoheads.attention import code_of
+from nanoheads.common import UserError, fault_of_own_file, ran_out_of_memory
 from nanoheads.configurator import check, keys_of, likely_name, type_name
-from nanoheads.mechanism import Mechanism, flags_of
+from nanoheads.mechanism import AddedHeads, Mechanism, Outcome, flags_of
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # flags of the small models
 AS_NEW = 0.375  # in place of what PyTorch draws for a plain layer: another value was put there afterwards
@@ -34,6 +41,7 @@ def problems_of_class(cls):
         for member in difflib.get_close_matches(name, members, 1, 0.88):
             yield (f"{name} is nothing that a mechanism is asked for; did you mean {member}? If it is your "
                    "own, give it a name that is less like that one")
+    yield from problems_of_methods(cls)
     if not is_dataclass(cls.Options):
         yield "it needs a class Options inside, with its flags as annotated fields"
         return
@@ -59,6 +67,30 @@ def problems_of_class(cls):
             yield f"{key}={value!r} must be a dict of dicts, {form}"
             return
     yield from problems_of_modes(cls)
+
+
+def problems_of_methods(cls):
+    """Yield a sentence for each method that cannot be called with the arguments that it is given."""
+    for name, member in vars(Mechanism).items():
+        is_method = isinstance(member, (types.FunctionType, staticmethod, classmethod))
+        if not is_method or name.startswith("_") and name != "__init__":
+            continue
+        names = [*inspect.signature(getattr(Mechanism, name)).parameters]
+        kind = "" if isinstance(member, types.FunctionType) else f", as a {type(member).__name__}"
+        if not kind and isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod)):
+            names.remove("self")
+        if wrong := cannot_call(getattr(cls, name), names):
+            yield f"{name}() is called with ({', '.join(names)}){kind}: {wrong}"
+
+
+def cannot_call(function, names):
+    """Why a function cannot be called with arguments in the order of these names, in words; None: it can."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as e:
+        return str(e)
+    except ValueError:  # one that is written in C, and does not say
+        return None
 
 
 def problems_of_modes(cls):
@@ -139,8 +171,15 @@ def problems_of_models(cls):
     """Yield a sentence for each fault in small models of a class's modes: a name in `per_head` or `neutral`
     that no tensor or flag has, and an initial value that is missing or would be overwritten.
     """
+    for mode in cls.modes:
+        if wrong := wrong_sentences(cls, mode):
+            yield wrong
     models = [*small_models(cls)]
     for mode, gpt, layer in models:
+        if "_parameters" not in vars(layer):
+            yield "__init__ must begin with super().__init__()"
+        if any(isinstance(m, model.CausalSelfAttention) for m in layer.modules()):
+            yield "it keeps attn, so that two modules contain each other: keep what it needs of attn instead"
         tensors = [name for name, _ in tensors_of(layer)]
         for pattern in cls.neutral.get(mode, ()):
             names = [*model.GPTConfig.defaults(), *(name for name, _ in gpt.named_parameters())]
@@ -159,6 +198,17 @@ def problems_of_models(cls):
                for name, _ in tensors_of(m)}
     for name in sorted(per_head - tensors):
         yield f"per_head names {name!r}, which is none of its tensors{did_you_mean(name, tensors)}"
+
+
+def wrong_sentences(cls, mode):
+    """What is wrong, in words, with what problems() of a class gives for one of its modes; None: nothing."""
+    try:
+        found = cls.problems(model.GPTConfig(**SMALL, **cls.modes[mode]))
+        sentences = [*found] if isinstance(found, Iterable) and not isinstance(found, str) else [None]
+    except Exception:  # the run that asks it says so
+        return None
+    if not all(isinstance(sentence, str) for sentence in sentences):
+        return f"problems() must give a list of sentences, or yield them; for {mode} it gives {found!r}"
 
 
 def tensors_of(module):
@@ -182,3 +232,120 @@ def problems_of_values(mode, mechanism):
             if isinstance(module, model.PLAIN_LAYERS) and (p != AS_NEW).any():
                 yield (f"{mode}: __init__ fills {name}, and the model would start it as GPT-2 starts all "
                        f"such layers; say start_at({code}, value)")
+
+
+# ---- in a forward pass ----
+
+# those in which a layer goes on with what they return or set
+HOOKS = ("before_projection", "after_projection", "before_attention", "score_mod", "after_kernel",
+         "after_attention", "trace_map")
+SCORE = ("score", "b", "h", "t", "s")  # what a score function is called with
+
+
+def try_hooks(gpt, classes):
+    """UserError, with file, line, class and hook, where a hook of these classes gives what its layer cannot
+    go on with. gpt: a model on the CPU, whose buffers may change.
+    """
+    called = []  # where the hooks stand, in the order in which they were called
+    for m in [m for m in gpt.modules() if type(m) in classes and not isinstance(m, AddedHeads)]:
+        for name in HOOKS:
+            if getattr(type(m), name) is not getattr(Mechanism, name):
+                setattr(m, name, partial(call_hook, getattr(m, name), called))
+    ids = torch.zeros(2, gpt.config.block_size, dtype=torch.long)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            gpt.eval().run_blocks(ids, wants_traces=True)
+            with torch.enable_grad():
+                x, results = gpt.train().run_blocks(ids, wants_losses=True)
+            _, nats = gpt.cross_entropy(x, ids, None, per_token=gpt.needs_nats)
+            outcome = Outcome(x, results["predictions"], {}, None, ids, nats, None)
+            for cls in classes:
+                called.append(place_of(cls.model_losses))
+                if wrong := wrong_losses("must return", cls.model_losses(gpt, outcome)):
+                    raise UserError(f"{called[-1]} {wrong}")
+    except Exception as e:
+        if isinstance(e, UserError) or fault_of_own_file(e) or ran_out_of_memory(e) or not called:
+            raise
+        raise UserError(f"{called[-1]}: the layer cannot go on after it: {type(e).__name__}: "
+                        f"{' '.join(str(e).split())[:200]}") from None
+
+
+def place_of(hook):
+    """A bound method as an error names it: "mine.py, line 5: Cap.score_mod()"."""
+    code = code_of(hook)
+    return f"{code.co_filename}, line {code.co_firstlineno}: {hook.__qualname__}()"
+
+
+def call_hook(hook, called, attn, *args):
+    """What a hook returns. UserError: its layer cannot go on with that, or with what it has set of heads."""
+    heads = next(arg for arg in args if isinstance(arg, model.Heads))
+    before = {name: getattr(heads, name) for name in "xqkvy"}
+    called.append(place_of(hook))
+    returned = hook(attn, *args)
+    for problem in (wrong_return(hook.__name__, args, returned), wrong_heads(attn, heads, before)):
+        if problem:
+            raise UserError(f"{called[-1]} {problem}")
+    return returned
+
+
+def wrong_return(name, args, returned):
+    """What is wrong, in words, with what a hook of this name returned for its arguments; None: nothing."""
+    if name in ("after_projection", "trace_map"):
+        return wrong_shape("must return a tensor", returned, args[0].shape)
+    if name == "score_mod" and returned is not None and (wrong := cannot_call(returned, SCORE)):
+        return f"must return None or a function of ({', '.join(SCORE)}): {wrong}"
+    if name == "after_kernel":
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            what = "y alone" if torch.is_tensor(returned) else f"{returned!r:.40}"
+            return f"must return y and row_stats, and returned {what}"
+        return wrong_shape("must return outputs y", returned[0], args[1].shape, but_last=True)
+
+
+def wrong_heads(attn, heads, before):
+    """What is wrong, in words, with what a hook has set of heads, whose tensors were `before`; None: nothing.
+    """
+    for name, old in before.items():
+        new = getattr(heads, name)
+        if old is None or new is old:
+            continue
+        shape = [*old.shape]
+        if name in "kv" and torch.is_tensor(new) and new.shape[1:2] == heads.q.shape[1:2]:
+            shape[1] = new.size(1)  # copies of grouped keys or values, one for each head
+        if wrong := wrong_shape(f"must leave in heads.{name} a tensor", new, shape, but_last=name != "x"):
+            return wrong
+    if heads.k is not None and heads.q.size(-1) != heads.k.size(-1):
+        return (f"must leave in heads.q and heads.k heads of one size, and theirs are {heads.q.size(-1)} and "
+                f"{heads.k.size(-1)}")
+    if wrong := wrong_losses("must leave in heads.losses", heads.losses):
+        return wrong
+    B, T = heads.x.shape[:2]
+    shape = (B, attn.n_total, T, attn.head_size)
+    for name, gate in heads.gates.items():
+        if not torch.is_tensor(gate):
+            return f"must put a tensor into heads.gates[{name!r}], not {gate!r:.40}"
+        if gate.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(gate.shape), reversed(shape))):
+            return (f"must put into heads.gates[{name!r}] what broadcasts over the outputs {[*shape]}, and "
+                    f"its shape is {[*gate.shape]}")
+
+
+def wrong_losses(words, losses):
+    """What is wrong, in words, with losses of a mechanism, in a sentence that begins so; None: nothing."""
+    form = f"{words} a dictionary of losses, each a tensor of no dimension"
+    if not isinstance(losses, dict):
+        return f"{form}, and it is {losses!r:.40}"
+    for name, loss in losses.items():
+        if not torch.is_tensor(loss) or loss.dim():
+            what = f"has the shape {[*loss.shape]}" if torch.is_tensor(loss) else f"is {loss!r:.40}"
+            return f"{form}, and {name!r} {what}"
+
+
+def wrong_shape(words, value, shape, but_last=False):
+    """"<words> of the shape ..., and ..." where a value is no tensor of this shape; None: it is.
+
+    but_last: the last dimension is free, since heads may be of another size until they are merged.
+    """
+    shape = [*shape]
+    if not torch.is_tensor(value):
+        return f"{words} of the shape {shape}, and it is {value!r:.40}"
+    if value.dim() != len(shape) or [*value.shape][:len(shape) - but_last] != shape[:len(shape) - but_last]:
+        return f"{words} of the shape {shape}, and its shape is {[*value.shape]}"

@@ -17,6 +17,7 @@ them, and refuses one that does not run, does not act, is not causal or mixes ro
 mechanism, also in a study, it tries causal and rows at its own size, and prints a line where cache is broken.
 """
 
+import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ import torch
 from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads import causality, configurator, own_mechanism
 from nanoheads.causality import Perturbation
-from nanoheads.class_checks import tensors_of
+from nanoheads.class_checks import tensors_of, try_hooks
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.config import flags_by_name
 from nanoheads.mechanism import flags_of
@@ -259,6 +260,7 @@ def neutral(model, plain):
 
 def runs(model, plain):
     """This is tried first, and is in the table only where it fails, since every promise would fail so."""
+    try_hooks(copy.deepcopy(model), causality.untried_classes(model.config))
     if wrong := learns(model, plain):
         return wrong if "loss is not finite" in wrong else None
     with torch.no_grad():  # all logits, since the loss may be finite without some of them

@@ -16,11 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-import torch
-
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import OWN_FILES, UserError, json_safe, old_version_message, plural, writable
+from nanoheads.common import UserError, json_safe, old_version_message, plural, writable
 from nanoheads.config import (TrainConfig, check_configs, check_data, check_model, data_of, flags_by_name,
                               note_on_dropout, note_on_warmup)
 from nanoheads.configurator import build_configs, print_once
@@ -377,31 +375,18 @@ def print_changes(config, old_values, step):
 # ---- what is tried of a model before it is trained ----
 
 def try_mechanisms(model, config):
-    """UserError where a mechanism gives scores that cannot be, or loses the values that it starts from, looks
-    ahead or mixes rows; a line where it differs with a cache. All but the first is asked of mechanisms that
-    no test of ours has tried.
+    """UserError where a mechanism that no test of ours has tried gives a layer what it cannot go on with, or
+    loses the values that it starts from, looks ahead or mixes rows; a line where it differs with a cache.
     """
     from nanoheads import causality, class_checks, own_mechanism, promises  # only here: few models do
-    if OWN_FILES and model.changes_scores:
-        try_scores(model)
     classes = causality.untried_classes(model.config)
     for cls in classes:  # a file of one's own was asked this when it was added
         problems = () if cls in own_mechanism.FILES else class_checks.problems_of_models(cls)
         for problem in problems:
             raise UserError(f"{cls.__name__}: {problem}")
     if classes:
+        # inside FlexAttention's kernel, or in a compiled step, it would be found later and without its line
+        class_checks.try_hooks(copy.deepcopy(model).cpu(), classes)
         causality.refuse(causality.with_noise(model), config, "before training", step=0)
         if note := promises.note_on_cache(model.config, classes):
             print_once(note)
-
-
-@torch.no_grad()
-def try_scores(model):
-    """ScoreError, with its file and line, where a score function of one's own returns what cannot be scores.
-
-    Inside FlexAttention's kernel, or in a compiled step, it would be found out later and without its line. So
-    one row of tokens is read on the CPU, by the path that has the scores in memory, which traces take.
-    """
-    on_cpu = model.lm_head.weight.device.type == "cpu"
-    cpu_model = model if on_cpu else copy.deepcopy(model).cpu()
-    cpu_model.eval()(torch.zeros(1, model.config.block_size, dtype=torch.long), traces=True)

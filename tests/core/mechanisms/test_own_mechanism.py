@@ -285,6 +285,73 @@ def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, a
     assert words in line_of(train, *args(), f"--mechanism={mine(before, after)}")
 
 
+@pytest.mark.parametrize("hook, words", [
+    ("before_projection(self, attn, heads): heads.x = heads.x[:, :-1]",
+     "must leave in heads.x a tensor of the shape [2, 16, 16], and its shape is [2, 15, 16]"),
+    ("after_projection(self, attn, qkv, heads): qkv * 2",
+     "must return a tensor of the shape [2, 16, 6, 8], and it is None"),
+    ("after_projection(self, attn, qkv, heads): return qkv[:, :, :2]", "and its shape is [2, 16, 2, 8]"),
+    ("before_attention(self, attn, heads): heads.q = heads.q[:, :1]",
+     "must leave in heads.q a tensor of the shape [2, 2, 16, 8], and its shape is [2, 1, 16, 8]"),
+    ("before_attention(self, attn, heads): heads.v = heads.v[:, :, :-1]", "heads.v a tensor of the shape"),
+    ("before_attention(self, attn, heads): heads.k = heads.k[..., :-1]",
+     "must leave in heads.q and heads.k heads of one size, and theirs are 8 and 7"),
+    ("after_attention(self, attn, heads): heads.y = heads.y[..., :-1]",
+     ": the layer cannot go on after it: RuntimeError: mat1 and mat2"),
+    ("before_attention(self, attn, heads): heads.losses['a'] = heads.x",
+     "must leave in heads.losses a dictionary of losses, each a tensor of no dimension, and 'a' has"),
+    ("score_mod(self, attn, heads): return 5",
+     "must return None or a function of (score, b, h, t, s): 5 is not a callable object"),
+    ("score_mod(self, attn, heads): return lambda score, b: score", "(score, b, h, t, s): too many"),
+    ("score_mod(self, attn, heads): return torch.tanh", ": the layer cannot go on after it: TypeError"),
+    ("after_kernel(self, attn, heads, y, row_stats): return y", "must return y and row_stats, and returned"),
+    ("after_attention(self, attn, heads): heads.y = heads.y.mean(1)", "heads.y a tensor of the shape"),
+    ("after_attention(self, attn, heads): heads.gates['a'] = 0.5",
+     "must put a tensor into heads.gates['a'], not 0.5"),
+    ("after_attention(self, attn, heads): heads.gates['a'] = torch.ones(3, 3, 3)",
+     "what broadcasts over the outputs [2, 2, 16, 8], and its shape is [3, 3, 3]"),
+    ("model_losses(cls, model, outcome): pass",
+     "must return a dictionary of losses, each a tensor of no dimension, and it is None"),
+])
+def test_what_a_layer_cannot_go_on_with_names_class_and_hook(hook, words, mine, args, capsys):
+    """Before a run, and by --check."""
+    path = mine(HOOK, f"    {'@classmethod' * hook.startswith('model_')}\n    def {hook}\n"
+                      f"    def {'old' * hook.startswith('score_')}score_mod(self, attn, heads):")
+    place = f"Forgetting.{hook.partition('(')[0]}()"
+    said = line_of(train, *args(), f"--mechanism={path}")
+    assert said.startswith(f"train: {path}, line 2") and place in said and words in said
+    assert line_of(train, f"--mechanism={path}", "--check") == "train: 1 of 1 promises are broken"
+    assert place in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("hook, words", [
+    ("score_mod(self, attn): return None", "score_mod() is called with (self, attn, heads): too many"),
+    ("at_step(self, step): pass", "at_step() is called with (self, config, step): too many positional"),
+    ("problems(self, config): return []", "problems() is called with (config), as a staticmethod: missing"),
+    ("__init__(self, config): pass", "__init__() is called with (self, config, attn): too many positional"),
+    ("__init__(self, config, attn): self.a = 5", "__init__ must begin with super().__init__()"),
+    ("__init__(self, config, attn):\n        super().__init__()\n        self.a = attn", "it keeps attn,"),
+])
+def test_a_method_that_cannot_be_called_is_one_line(hook, words, mine):
+    path = mine(HOOK, f"    def {hook}\n    def old(self, attn, heads):")
+    said = line_of(train, f"--mechanism={path}")
+    assert said.startswith(f"train: {path}: Forgetting: ") and words in said and not own.FILES
+
+
+@pytest.mark.parametrize("gives", ["None", "'no'", "[5]"])
+def test_problems_that_are_no_sentences_are_one_line(gives, mine):
+    path = mine(HOOK, f"    @staticmethod\n    def problems(config):\n        return {gives}\n{HOOK}")
+    assert f"problems() must give a list of sentences, or yield them; for forget it gives {gives}" in line_of(
+        train, f"--mechanism={path}")
+
+
+def test_a_gate_may_be_one_number(mine, args, tmp_path):
+    path = mine(HOOK, f"    def after_attention(self, attn, heads):\n"
+                      f"        heads.gates[self.name] = torch.tensor(0.5)\n\n{HOOK}")
+    train.main([*args(max_iters=1), f"--mechanism={path}"])
+    assert (tmp_path / "run" / "best.pt").is_file()
+
+
 @pytest.mark.parametrize("code, words", [
     ("boom\n", "gates.py, line 1: NameError: name 'boom'"), ("def f(:\n", "gates.py, line 1: SyntaxError"),
     ("def factor(y):\n    return y.boom\n", "gates.py, line 2: AttributeError")])
