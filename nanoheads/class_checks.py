@@ -20,12 +20,14 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import model
-from nanoheads.attention import code_of
+from nanoheads.attention import RowStats, code_of
 from nanoheads.common import UserError, fault_of_own_file, ran_out_of_memory
 from nanoheads.configurator import check, keys_of, likely_name, type_name
 from nanoheads.mechanism import AddedHeads, Mechanism, Outcome, flags_of
+from nanoheads.pruning import HeadAxis
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)  # flags of the small models
 AS_NEW = 0.375  # in place of what PyTorch draws for a plain layer: another value was put there afterwards
@@ -60,6 +62,13 @@ def problems_of_class(cls):
     attributes = {other.name for other in model.MECHANISM_CLASSES} | {*dir(model.CausalSelfAttention)}
     if not str(cls.name).isidentifier() or cls.name in attributes:
         yield f"name={cls.name!r} must be a name of its own: it is the layer's attribute"
+    for key, known in (("takes", None), ("needs_row_stats", RowStats._fields)):
+        names = getattr(cls, key)
+        if not isinstance(names, (tuple, list)):
+            yield f"{key}={names!r} must be a tuple of names, ({names!r},)"
+            return
+        if unknown := [name for name in names if known and name not in known]:
+            yield f"{key}: there is no {unknown[0]}; there are {', '.join(known)}"
     for key, form in (("modes", f"{{name: {{{cls.flag!r}: ...}}}}"),
                       ("neutral", "{mode: {flag or parameter: value}}")):
         value = getattr(cls, key)
@@ -189,9 +198,12 @@ def problems_of_models(cls):
                        f"{did_you_mean(pattern, candidates)}")
         yield from problems_of_values(mode, layer)
     for _, _, layer in models:
-        if isinstance(layer.per_head, str):
-            yield (f"per_head={layer.per_head!r} must be a tuple of names, ({layer.per_head!r},), or a dict "
-                   "of names and HeadAxis")
+        names = layer.per_head
+        if not isinstance(names, (tuple, list, dict)) or isinstance(names, dict) and not all(
+                isinstance(axis, HeadAxis) for axis in names.values()):
+            example = names if isinstance(names, str) else "slope"
+            yield (f"per_head={names!r} must be a tuple of names, ({example!r},), or a dict of names and "
+                   "HeadAxis")
             return
     per_head = {name for _, _, layer in models for name in layer.per_head}
     tensors = {name for _, gpt, _ in models for m in gpt.modules() if isinstance(m, cls)
@@ -222,9 +234,12 @@ def problems_of_values(mode, mechanism):
     """
     for path, module in mechanism.named_modules():
         for name, p in module.named_parameters(recurse=False):
+            name = f"{path}.{name}".lstrip(".")
+            if is_lazy(p):
+                yield f"{mode}: {name} has no shape yet, as those of lazy layers: give the layer its sizes"
+                return
             if hasattr(p, "initial_value"):
                 continue
-            name = f"{path}.{name}".lstrip(".")
             code = "self." + re.sub(r"\.(\d+)", r"[\1]", name)
             if not isinstance(module, model.PLAIN_LAYERS) and p.isnan().any():
                 yield (f"{mode}: {name} has no initial value: fill it in __init__, as torch.zeros() does, or "

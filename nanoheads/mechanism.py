@@ -121,7 +121,8 @@ class Normal(NamedTuple):
 def start_at(parameter, value):
     """Declare the initial value of a parameter, and return the parameter.
 
-    value: a number, a tensor, Normal or Uniform. TypeError for what is no parameter, such as a layer.
+    value: a number, a tensor, Normal or Uniform. TypeError for what is no parameter, such as a layer;
+    ValueError for a value that does not fill it.
 
     A parameter of a mechanism keeps what its constructor fills in, so only two kinds need this: a random one,
     which the model draws from the seed and the parameter's name, and a weight of a plain layer (nn.Linear,
@@ -130,6 +131,14 @@ def start_at(parameter, value):
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(f"start_at() takes a parameter, such as self.proj.weight: not a "
                         f"{type(parameter).__name__}")
+    if not isinstance(value, (Uniform, Normal)):
+        shape = parameter.shape
+        try:
+            torch.as_tensor(value).expand(shape)
+        except (RuntimeError, TypeError, ValueError):
+            what = f"of the shape {[*value.shape]}" if torch.is_tensor(value) else repr(value)[:40]
+            raise ValueError(f"start_at() fills a parameter of the shape {[*shape]} with a number, a tensor, "
+                             f"Normal or Uniform, not with a value {what}") from None
     parameter.initial_value = value
     return parameter
 

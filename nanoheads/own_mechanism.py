@@ -10,6 +10,7 @@ classes. What it imports from its own folder are its helpers. A run keeps a copy
 checkpoints, which hold their names and a digest.
 """
 
+import ast
 import hashlib
 import importlib.util
 import os
@@ -169,6 +170,7 @@ def add(path, keep=None):
     if file := find_added(path):
         return [name for cls in classes_of(file) for name in cls.modes]
     module, file = run(path)
+    refuse_twice(file)
     classes = mechanisms_in(module, path)
     try:
         for cls in classes:
@@ -181,7 +183,7 @@ def add(path, keep=None):
             FILES[cls] = file
             choices.cache_clear()
             refuse(path, cls, problems_of_models(cls))
-    except UserError:
+    except BaseException:  # no class stays that was not checked to the end
         remove(classes_of(file))
         raise
     if keep:
@@ -217,6 +219,15 @@ def mechanisms_in(module, path):
     if not classes:
         raise UserError(f"{path} must define a class that extends Mechanism; it defines none")
     return classes
+
+
+def refuse_twice(file):
+    """UserError where an OwnFile has two classes of one name, of which Python keeps the last."""
+    lines = {}
+    for node in ast.parse(file.text).body:
+        if isinstance(node, ast.ClassDef) and lines.setdefault(node.name, node.lineno) != node.lineno:
+            raise UserError(f"{file.path}: class {node.name} of line {lines[node.name]} is defined anew in "
+                            f"line {node.lineno}, and Python keeps that one alone: give it another name")
 
 
 def refuse(path, cls, sentences):

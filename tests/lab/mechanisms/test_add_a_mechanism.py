@@ -269,6 +269,9 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
             promises.refuse_broken(variants_of(StudyConfig(**each)))
 
 
+LAYER = "self.slope = nn.Parameter(torch.full((attn.n_head,), config.forget_init))"
+
+
 @pytest.mark.parametrize("before, after, words", [
     ("class Forgetting(Mechanism)", "class Forgetting", "must define a class .* defines none"),
     ("import torch\n", "import torch\nboom\n", "line 3: NameError: name 'boom'"),
@@ -282,6 +285,13 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     ("    per_head = ", "    per_heads = ", "per_heads is nothing .*; did you mean per_head?"),
     ('per_head = ("slope",)', 'per_head = ("slop",)', "per_head names 'slop', .*; did you mean slope?"),
     ('per_head = ("slope",)', 'per_head = ("slope")', r"per_head='slope' must be a tuple .* \('slope',\)"),
+    ('per_head = ("slope",)', 'per_head = {"slope": 0}', "per_head={'slope': 0} must be a tuple of names"),
+    ('per_head = ("slope",)', 'per_head = 3', r"per_head=3 must be a tuple of names, \('slope',\)"),
+    ('per_head = ("slope",)', 'takes = "memory"', r"takes='memory' must be a tuple of names, \('memory',\)"),
+    ('per_head = ("slope",)', 'needs_row_stats = ("entropie",)', "no entropie; there are lse, entropy"),
+    ("\nclass Forgetting", "\nclass Forgetting(Mechanism):\n    pass\n\nclass Forgetting",
+     "class Forgetting of line 9 is defined anew in line 12"),
+    (LAYER, f"{LAYER}; self.map = nn.LazyLinear(2)", "map.weight has no shape yet, as those of lazy layers"),
     ('    flag = "forget" ', '    need_positions = True\n    flag = "forget" ',
      "need_positions is nothing .* did you mean needs_positions?"),
     ('{"forgetting.slope": -60.0}', '{"forgeting.slope": -60.0}',
@@ -312,9 +322,6 @@ def test_a_parameter_without_a_value_is_refused(mine):
         own.add(mine("torch.full((attn.n_head,), config.forget_init)", "torch.empty(attn.n_head)"))
     assert str(e.value).endswith("forget: slope has no initial value: fill it in __init__, as torch.zeros() "
                                  "does, or have the model draw it, start_at(self.slope, Normal(0.02))")
-
-
-LAYER = "self.slope = nn.Parameter(torch.full((attn.n_head,), config.forget_init))"
 
 
 def test_what_has_no_value_in_a_list_is_named_as_python_reads_it(mine):
@@ -361,6 +368,14 @@ def test_what_start_at_declares_is_what_a_layer_starts_with(mine):
 def test_a_value_declared_of_a_layer_and_not_of_its_weight_is_refused():
     with pytest.raises(TypeError, match="takes a parameter, such as self.proj.weight: not a Linear"):
         start_at(torch.nn.Linear(2, 2), 0.0)
+
+
+@pytest.mark.parametrize("value, words", [(torch.zeros(4), r"\[3\] .*of the shape \[4\]"),
+                                          (torch.zeros(1, 3), r"of the shape \[1, 3\]"), ("zero", "'zero'")])
+def test_a_value_that_does_not_fill_its_parameter_is_refused(value, words):
+    with pytest.raises(ValueError, match=f"start_at.*{words}"):
+        start_at(torch.nn.Parameter(torch.empty(3)), value)
+    start_at(torch.nn.Parameter(torch.empty(2, 3)), torch.zeros(3))
 
 
 def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
