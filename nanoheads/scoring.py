@@ -432,7 +432,8 @@ CRITIC_TOKENS = 4096    # on which a critic's explained variance is measured at 
 
 @torch.no_grad()
 def critic_metrics(model, data, split):
-    """{name: how much of the returns' variance A2C's value head explains, at most 1}; {}: the model has none.
+    """{name: how much of the returns' variance A2C's value head explains, at most 1}; {}: the model has none,
+    or the returns do not vary.
     """
     if not hasattr(model, "value"):
         return {}
@@ -450,7 +451,8 @@ def critic_metrics(model, data, split):
         model.train(was_training)
     traces = {key: torch.cat([batch[key] for batch in batches], 1) for key in batches[0]}
     summary = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
-    return {"a2c_explained_variance": float(summary["a2c.explained_variance"])}
+    return {key.replace(".", "_"): float(value) for key, value in summary.items()
+            if key == "a2c.explained_variance"}
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ def axes_of(name, trace, attn):
     if name in AXES:
         return AXES[name]
     if name.startswith("gates."):
-        return GATE[-trace.dim():]
+        return GATE[len(GATE) - trace.dim():]
     if trace.dim() == 3:
         return "row", "token", "own" if trace.size(-1) == attn.n_head else "head"
     return {1: ("head",), 2: ("row", "token")}.get(trace.dim())
@@ -94,12 +94,18 @@ def routing_summary(weights, selected):
 
 
 def critic_summary(traces, scored):
-    """How well A2C's value and advantages are predicted, over the scored tokens, bool [B, T]."""
+    """How well A2C's value and advantages are predicted, over the scored tokens, bool [B, T]. What does not
+    vary is left out, as the returns of a new model whose logits are all 0.
+    """
     G, V, advantage = (traces[f"a2c.{name}"] for name in ("return", "value", "advantage"))
-    summary = {"a2c.explained_variance": 1 - variance(G - V, scored) / variance(G, scored)}
+    summary = {}
+    if varies(G, scored):
+        summary["a2c.explained_variance"] = 1 - variance(G - V, scored) / variance(G, scored)
     for key, a in traces.items():
         if key.startswith("blocks.") and key.split(".", 2)[2] == "advantage" and a.size(-1):
             mean = a.mean(-1).to(G.dtype)
+            if not (varies(mean, scored) and varies(advantage, scored)):
+                continue
             summary[key.replace("advantage", "advantage_correlation")] = correlation(mean, advantage, scored)
     return summary
 
@@ -112,6 +118,11 @@ def centred(x, scored):
 def variance(x, scored):
     """The variance of x [B, T] over the scored tokens, times their number."""
     return centred(x, scored).square().sum()
+
+
+def varies(x, scored):
+    """Whether x [B, T] differs over the scored tokens by more than rounding does."""
+    return variance(x, scored) > scored.sum() * (1e-5 * x.abs().max()).square()
 
 
 def correlation(a, b, scored):
