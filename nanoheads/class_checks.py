@@ -141,7 +141,9 @@ def did_you_mean(name, names):
 
 @contextmanager
 def values_missing():
-    """A context in which torch.empty() gives NaN, and plain layers fill their parameters with AS_NEW."""
+    """A context in which torch.empty() gives NaN, or the largest integer, and plain layers fill their
+    parameters with AS_NEW.
+    """
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     methods = {layer: layer.reset_parameters for layer in (nn.Linear, nn.Embedding, nn.LayerNorm)}
@@ -228,11 +230,23 @@ def tensors_of(module):
     return [*module.named_parameters(), *module.named_buffers()]
 
 
+def is_empty(t):
+    """Whether a tensor, made in values_missing(), has numbers that nobody has set."""
+    if t.dtype in (torch.int32, torch.int64):
+        return bool((t == torch.iinfo(t.dtype).max).any())
+    return t.is_floating_point() and bool(t.isnan().any())
+
+
 def problems_of_values(mode, mechanism):
-    """Yield a sentence for each parameter of a mechanism, built in values_missing(), that has no initial
-    value, and for each one of a plain layer that holds values, some or all, which the model would overwrite.
+    """Yield a sentence for each parameter or buffer of a mechanism, built in values_missing(), that has no
+    initial value, and for each parameter of a plain layer that holds values, some or all, in whose place the
+    model would start it at others.
     """
     for path, module in mechanism.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_empty(buffer):
+                yield (f"{mode}: the buffer {f'{path}.{name}'.lstrip('.')} has no initial value: fill it in "
+                       "__init__, as torch.zeros() does")
         for name, p in module.named_parameters(recurse=False):
             name = f"{path}.{name}".lstrip(".")
             if is_lazy(p):
@@ -241,10 +255,12 @@ def problems_of_values(mode, mechanism):
             if hasattr(p, "initial_value"):
                 continue
             code = "self." + re.sub(r"\.(\d+)", r"[\1]", name)
-            if not isinstance(module, model.PLAIN_LAYERS) and p.isnan().any():
+            if not isinstance(module, model.PLAIN_LAYERS) and is_empty(p):
                 yield (f"{mode}: {name} has no initial value: fill it in __init__, as torch.zeros() does, or "
                        f"have the model draw it, start_at({code}, Normal(0.02))")
             if isinstance(module, model.PLAIN_LAYERS) and (p != AS_NEW).any():
+                if p.dim() < 2 and (p == (0.0 if name.endswith("bias") else 1.0)).all():
+                    continue  # GPT.init_weights() gives it that value, too
                 yield (f"{mode}: __init__ fills {name}, and the model would start it as GPT-2 starts all "
                        f"such layers; say start_at({code}, value)")
 

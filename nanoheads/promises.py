@@ -3,7 +3,7 @@ What every mechanism promises, tried on a small model in float64. It takes a min
 
     python train.py --mechanism=mine.py --check       # a mechanism in a file of one's own, or any by its name
 
-acts      with every weight off its start, not the logits or the loss of the plain GPT
+acts      with every weight off its start, or after passes in training, not the logits of the plain GPT
 causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
 cache     token by token as all at once                    padding  before a row changes nothing
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
@@ -274,17 +274,32 @@ def acts(model, plain):
     shared = {name: t for name, t in plain.state_dict().items()
               if name in weights and weights[name].shape == t.shape}
     model.load_state_dict({**weights, **shared})
-    with torch.no_grad():
-        for training in (False, True):
-            idx = tokens(1, 4, LONG)
-            torch.manual_seed(3)
-            out = model.train(training)(idx, tokens(2, 4, LONG), logits=True)
-            want = plain.train(training)(idx).logits
-            # a mechanism may act by a loss of its own alone, through what the model learns from it
-            if far(out.logits, want) > 1e-9 or any(loss.any() for loss in out.aux.values()):
-                return None
+    # a buffer that training fills, or a share that grows with the steps, may be 0 in a new model
+    if differs(model, plain) or differs(trained(trained(model, 0), 10 ** 6), plain):
+        return None
     return (f"it does nothing: with noise on all its parameters the logits of {LONG} tokens are those of the "
             "plain GPT, in training and when evaluated")
+
+
+@torch.no_grad()
+def differs(model, plain):
+    """Whether a model has other logits than the plain GPT, or a loss of its own, by which it may act alone.
+    """
+    idx = tokens(1, 4, LONG)
+    for training in (False, True):
+        torch.manual_seed(3)
+        out = model.train(training)(idx, tokens(2, 4, LONG), logits=True)
+        want = plain.train(training)(idx).logits
+        if far(out.logits, want) > 1e-9 or any(loss.any() for loss in out.aux.values()):
+            return True
+    return False
+
+
+def trained(model, step):
+    """A model of block_size LONG after a forward pass of this training step. Its parameters stay."""
+    model.train().at_step(step)
+    model(tokens(4, 4, LONG), tokens(5, 4, LONG))
+    return model
 
 
 PROMISES = (causal, rows, cache, padding, documents, pruned, learns, dtypes)
@@ -311,7 +326,8 @@ def check(name, flags):
         for promise in PROMISES:
             wrong = broken(promise, lambda: random_model(flags, recipe))
             if promise is learns and wrong and "no gradient" in wrong:
-                wrong = broken(promise, lambda: random_model(flags, recipe, block_size=LONG))
+                wrong = broken(promise, lambda: trained(
+                    random_model(flags, recipe, block_size=LONG), 10 ** 6))
             if promise is pruned:
                 wrong = wrong or broken(declared, lambda: with_added_heads(flags, recipe))
             if wrong and promise is pruned:

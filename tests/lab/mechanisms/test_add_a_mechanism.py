@@ -152,6 +152,39 @@ def test_every_mechanism_acts_or_says_why_not():
     assert "all heads are active at first" in model.Agency.no_effect_because
 
 
+MEAN = """
+import torch
+from torch import nn
+from nanoheads.mechanism import Mechanism
+
+
+class Mean(Mechanism):
+    class Options:
+        mean: bool = False  # the input less the mean of the batches before
+
+    name = flag = "mean"
+    modes = {"mean": dict(mean=True)}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.register_buffer("kept", torch.zeros(config.n_embd))
+
+    def before_projection(self, attn, heads):
+        x, heads.x = heads.x, heads.x - self.w * self.kept
+        if self.training and torch.is_grad_enabled():
+            self.kept = 0.9 * self.kept + SHARE * x.mean((0, 1)).detach()
+"""
+
+
+@pytest.mark.parametrize("share, words", [("0.1", set()), ("0.0", {"acts", "learns"})])
+def test_a_buffer_that_starts_at_0_is_filled_before_it_is_judged(share, words, mine):
+    """By passes in training. The control: one that stays 0 does nothing."""
+    path = mine()
+    path.write_text(MEAN.replace("SHARE", share))
+    assert broken(path).keys() == words
+
+
 def test_what_does_nothing_is_refused_before_a_study(mine):
     """It passed every promise, and the study called it the same as the plain GPT."""
     name, = own.add(mine("F.softplus(self.slope)", "0 * F.softplus(self.slope)"))
@@ -339,6 +372,13 @@ def test_what_is_made_of_pytorchs_own_values_keeps_them(fill, mine):
     first, second = (model.GPT(config).state_dict() for _ in range(2))
     made = [name for name in first if ".map" in name and not name.endswith("bias")]
     assert made and all(first[name].any() and torch.equal(first[name], second[name]) for name in made)
+
+
+@pytest.mark.parametrize("fill", ["torch.empty(3)", "torch.empty(3, dtype=torch.long)",
+                                  "torch.cat((torch.zeros(2), torch.empty(1)))"])
+def test_a_buffer_without_a_value_is_refused(fill, mine):
+    with pytest.raises(UserError, match="forget: the buffer kept has no initial value: fill it in __init__"):
+        own.add(mine(LAYER, f"{LAYER}; self.register_buffer('kept', {fill})"))
 
 
 @pytest.mark.parametrize("fill, says", [
