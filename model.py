@@ -562,6 +562,7 @@ class GPT(HeadControl, nn.Module):
 
             what start_at() declared                   that value; a random one is drawn here
             weights of plain layers (PLAIN_LAYERS)     N(0, 0.02), as in GPT-2; scales 1, biases 0
+                row padding_idx of an nn.Embedding     0, as PyTorch has it
                 c_proj, into the residual stream       N(0, 0.02 / sqrt(2 n_layer)); with zero_init 0
                 lm_head                                as the others; with zero_init 0
             all else                                   what its constructor has filled in
@@ -570,6 +571,8 @@ class GPT(HeadControl, nn.Module):
         bit-identical in every parameter that they share, whatever else they have.
         """
         plain = plain_parameters(self)
+        padding = {layer.weight: layer.padding_idx for layer in self.modules()
+                   if isinstance(layer, nn.Embedding) and layer.padding_idx is not None}
         for name, p in self.named_parameters():
             start = getattr(p, "initial_value", None)
             if start is None:
@@ -579,6 +582,8 @@ class GPT(HeadControl, nn.Module):
             digest = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             set_to(p, start, generator)
+            if p in padding and isinstance(start, (Normal, Uniform)):
+                p[padding[p]] = 0.0
 
     def plain_start(self, name, p):
         """The initial value of a parameter of a plain layer, a number or a Normal: see init_weights()."""

@@ -397,6 +397,23 @@ def test_a_layers_weight_that_would_be_overwritten_is_refused_whatever_its_value
         own.add(mine(LAYER, code))
 
 
+@pytest.mark.parametrize("make, starts", [
+    ("nn.Linear(4, 4); nn.init.zeros_(self.map.bias)", "bias"),
+    ("nn.LayerNorm(4); nn.init.ones_(self.map.weight)", "bias"),
+    ("nn.MultiheadAttention(4, 2)", "out_proj.bias"),
+])
+def test_a_layer_may_be_filled_with_what_it_starts_at(make, starts, mine):
+    own.add(mine(LAYER, f"{LAYER}; self.map = {make}"))
+    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True))
+    assert not gpt.get_parameter(f"transformer.h.0.attn.forgetting.map.{starts}").any()
+
+
+def test_a_padding_row_of_an_embedding_starts_at_0_and_no_other(mine):
+    own.add(mine(LAYER, f"{LAYER}; self.map = nn.Embedding(5, 4, padding_idx=2)"))
+    layer = model.GPT(model.GPTConfig(**SIZES, forget=True)).transformer.h[0].attn.forgetting.map
+    assert layer.weight.any(1).tolist() == [True, True, False, True, True]
+
+
 def test_what_start_at_declares_is_what_a_layer_starts_with(mine):
     path = mine(LAYER, f"self.map = nn.Linear(4, 4); {LAYER}; start_at(self.map.weight, torch.eye(4))")
     path.write_text(path.read_text().replace("Mechanism, flag", "Mechanism, flag, start_at"))
