@@ -54,7 +54,7 @@ from nanoheads.configurator import likely_name, read_file
 from nanoheads.drawing import COLOURS, label_right, panels, picture_bytes
 from nanoheads.files import only_writer
 from nanoheads.optim import PEAK_RATES
-from nanoheads.pruning import constant_gate, pack, prune_heads
+from nanoheads.pruning import constant_gate, joined_by, pack, prune_heads
 from nanoheads.scoring import load, score_windows
 from nanoheads.tasks import TaskData, rows_per_level, score_levels, summary
 from nanoheads.timing import progress_bar, take_turns, time_rows
@@ -395,6 +395,9 @@ def arguments(argv):
 
 def why_unfit(criterion, model):
     """Why a criterion means nothing for a model; None: it does."""
+    joined = next(filter(None, map(joined_by, attentions(model))), None)
+    if criterion != "blocks" and joined:
+        return f"has {joined}, whose heads depend on one another (per_head = None): none can be pruned"
     if criterion == "gate" and any(constant_gate(attn) is None for attn in attentions(model)):
         return "has no gates: it was trained without sentinel and agency"
     if criterion == "blocks" and model.config.unet:

@@ -201,13 +201,13 @@ def problems_of_models(cls):
         yield from problems_of_values(mode, layer)
     for _, _, layer in models:
         names = layer.per_head
-        if not isinstance(names, (tuple, list, dict)) or isinstance(names, dict) and not all(
+        if not isinstance(names, (tuple, list, dict, type(None))) or isinstance(names, dict) and not all(
                 isinstance(axis, HeadAxis) for axis in names.values()):
             example = names if isinstance(names, str) else "slope"
-            yield (f"per_head={names!r} must be a tuple of names, ({example!r},), or a dict of names and "
-                   "HeadAxis")
+            yield (f"per_head={names!r} must be a tuple of names, ({example!r},), a dict of names and "
+                   "HeadAxis, or None where heads depend on one another")
             return
-    per_head = {name for _, _, layer in models for name in layer.per_head}
+    per_head = {name for _, _, layer in models for name in layer.per_head or ()}
     tensors = {name for _, gpt, _ in models for m in gpt.modules() if isinstance(m, cls)
                for name, _ in tensors_of(m)}
     for name in sorted(per_head - tensors):

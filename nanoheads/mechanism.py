@@ -199,7 +199,8 @@ class Mechanism(nn.Module):
     needs_positions = False  # whether it reads positions or n_keys of the forward pass
     needs_nats = False       # whether model_losses() reads the loss of each token
     # names of its tensors with a row for each head, which pruning slices, as in ("strength", "proj.weight");
-    # or {name: HeadAxis of nanoheads/pruning.py}, where a head is not a single row of dim 0
+    # or {name: HeadAxis of nanoheads/pruning.py}, where a head is not a single row of dim 0; None: its heads
+    # depend on one another, so that none can be pruned
     per_head = ()
 
     # ---- flags ----

@@ -309,9 +309,10 @@ def check(name, flags):
     """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS.
 
     Where it does not run at all, there is one such tuple, for "runs". Where its class says why it has no
-    effect, acts is not tried.
+    effect, acts is not tried, and where it says that heads depend on one another, pruned is not.
     """
     may_be_idle = any(cls.flag in flags and cls.no_effect_because for cls in MECHANISM_CLASSES)
+    is_joined = any(cls.flag in flags and cls.per_head is None for cls in MECHANISM_CLASSES)
     for recipe in ("gpt2", "modern"):
         config = GPTConfig(**SIZES, recipe=recipe, **flags)
         if bad := config.problems():
@@ -324,6 +325,8 @@ def check(name, flags):
             wrong = broken(acts, lambda: random_model(flags, recipe, block_size=LONG), plain)
             yield name, recipe, "acts", wrong
         for promise in PROMISES:
+            if promise is pruned and is_joined:
+                continue
             wrong = broken(promise, lambda: random_model(flags, recipe))
             if promise is learns and wrong and "no gradient" in wrong:
                 wrong = broken(promise, lambda: trained(
@@ -356,7 +359,8 @@ def how_to_declare(flags, recipe):
             where = (f"`from nanoheads.pruning import HeadAxis`, and at the end of {cls.__name__}.__init__ "
                      f"`self.per_head = {{{code}}}`")
         advice.append(f"write {where}")
-    return "; ".join(advice) or "does per_head name each tensor with a row for each head?"
+    return "; ".join(advice) or ("where heads depend on one another, write `per_head = None` in the class, "
+                                 "and none is pruned; else name each tensor with a row for each head in it")
 
 
 def tensors_with_heads(flags, recipe):
@@ -374,7 +378,7 @@ def tensors_with_heads(flags, recipe):
     for attn, larger in zip(*([block.attn for block in model.transformer.h] for model in (small, large))):
         for m in attn.mechanisms():
             axes, names = by_class.setdefault(type(m), ({}, set()))
-            names.update(m.per_head)
+            names.update(m.per_head or ())
             of_larger = dict(tensors_of(larger.get_submodule(m.name)))
             for name, t in tensors_of(m):
                 grown = [dim for dim in range(t.dim()) if t.size(dim) != of_larger[name].size(dim)]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from nanoheads.common import UserError
 from nanoheads.mechanism import whole_groups
 
 
@@ -33,13 +34,25 @@ def head_axes(attn):
     """[(module, name of a tensor of it, HeadAxis)] of all tensors of a layer with rows for each head."""
     axes = []
     for part in (attn, *attn.mechanisms()):
-        per_head = part.per_head
+        per_head = part.per_head or ()
         if not isinstance(per_head, dict):
             per_head = dict.fromkeys(per_head, HeadAxis())
         for path, axis in per_head.items():
             module, _, name = path.rpartition(".")
             axes.append((part.get_submodule(module), name, axis))
     return axes
+
+
+def joined_by(attn):
+    """The class name of a mechanism of a layer that says that its heads depend on one another; None: none."""
+    return next((type(m).__name__ for m in attn.mechanisms() if m.per_head is None), None)
+
+
+def refuse_joined(layers):
+    """UserError where heads of one of these layers depend on one another: none comes or goes by itself."""
+    for name in filter(None, map(joined_by, layers)):
+        raise UserError(f"heads of {name} depend on one another (per_head = None), so that none can be "
+                        "pruned or grown")
 
 
 # mechanisms with a gate that depends on no text; gate() gives it without the noise of training, [H]
@@ -59,9 +72,10 @@ def prune_heads(model, heads, optimizers=()):
 
     The logits are those of the model with these heads' gates at 0. Constraint heads cannot be pruned, since
     they are there for their scores. A compiled or data-parallel wrapper has to be made anew. Raises
-    ValueError for a head that is not there.
+    ValueError for a head that is not there, or where heads depend on one another.
     """
     layers = [block.attn for block in model.transformer.h]
+    refuse_joined(layers)
     for layer, removed in heads.items():
         if not 0 <= layer < len(layers):
             raise ValueError(f"cannot prune block {layer}; they go from 0 to {len(layers) - 1}")
@@ -90,9 +104,11 @@ def pack_in_place(model):
 
 
 def closed_heads(attn):
-    """The layer's own heads whose gate is exactly 0 when evaluated, in whole groups, by original number."""
+    """The layer's own heads whose gate is exactly 0 when evaluated, in whole groups, by original number; none
+    where the others depend on them.
+    """
     gate = constant_gate(attn)
-    if gate is None:
+    if gate is None or joined_by(attn):
         return []
     closed = {i for i, g in zip(attn.head_ids, gate.tolist()) if g == 0}
     n = attn.unit

@@ -16,6 +16,7 @@ import torch
 from nanoheads.common import UserError, plural
 from nanoheads.config import trained_with
 from nanoheads.log import append_row, read_rows, write_rows
+from nanoheads.pruning import refuse_joined
 from lab.heads.gates import MOVERS, move_gates, set_sparsity
 from lab.heads.measuring import Measurements, attentions, constant_gates, head_ids
 from lab.heads.states import States, share_with_agency, states_of
@@ -150,6 +151,8 @@ def start(run, state):
     if unit > 1 and (run.config.prune_gate or run.config.grow_heads):
         raise UserError("prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, "
                         f"where {unit} go together")
+    if run.config.prune_gate or run.config.grow_heads:
+        refuse_joined(attentions(run.model))
     controller = Controller(run)
     set_sparsity(run)
     path = run.out_dir / "ckpt.pt"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.pruning import head_axes, prune_heads, put, rows_of, scale_heads, set_heads
+from nanoheads.pruning import head_axes, prune_heads, put, refuse_joined, rows_of, scale_heads, set_heads
 from lab.heads.measuring import attentions, closed, head_ids
 
 
@@ -53,8 +53,9 @@ def insert_heads(model, heads, optimizers=(), seed=0):
 
     A new head begins as in a new model of another `seed`, but what it sends out is 0, and so are the
     optimizers' moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a
-    number that is taken, or that there is not.
+    number that is taken, or that there is not, or where heads depend on one another.
     """
+    refuse_joined(attentions(model))
     for layer, numbers in heads.items():
         if not 0 <= layer < model.config.n_layer:
             raise ValueError(f"cannot insert into block {layer}; "

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import model
-from helpers import ROOT, without_own_mechanisms, write_dataset
+from helpers import ROOT, forget_own_mechanisms, without_own_mechanisms, write_dataset
 from helpers import CODE, EXAMPLES, PAGE
 from nanoheads import checkpoint, own_mechanism as own, promises
 from nanoheads.class_checks import problems_of_values, small_models
@@ -24,7 +24,10 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, build_configs, keys_of, parse_command
 from nanoheads.mechanism import start_at
+from nanoheads.pruning import pack, prune_heads
+from lab.heads.surgery import insert_heads
 from lab.hub import huggingface as hf
+from lab.prune import why_unfit
 from study import digest
 from study.config import StudyConfig, variants_of
 
@@ -267,6 +270,63 @@ def test_what_the_check_says_of_per_head_works_as_it_stands(name, has, tmp_path)
         imported, line = re.fullmatch(r"write `(.*)`, and at the end of Gates.__init__ `(.*)`", said).groups()
         code = f"{imported}\n" + code.replace("    def before", f"        {line}\n\n    def before")
     assert said_of_pruning(tmp_path / "gates.py", code) == {None}
+
+
+# heads that depend on one another by design
+SELECTIVE = """
+import torch
+from torch.nn import functional as F
+from nanoheads.mechanism import Mechanism
+
+
+class Selective(Mechanism):
+    # score -= what head 0 of earlier queries says of a key (arXiv 2410.02703, section 3)
+    class Options:
+        selective: bool = False  # head 0 masks tokens for later queries
+
+    name = flag = "selective"
+    modes = {"selective": dict(selective=True)}
+    needs_positions = True
+    PER_HEAD
+
+    def score_mod(self, attn, heads):
+        q, k, of_pass = heads.q, heads.k, heads.forward_pass
+        T, S = q.size(2), k.size(2)
+        column, key = torch.arange(S - T, S), torch.arange(S)
+        first = column - of_pass.positions
+        seen = (key < column[:, None]) & (key > first[..., None])  # not the token itself, nor the first one
+        said = (q[:, 0] @ k[:, 0].mT * attn.scale).relu() * seen
+        total = F.pad(said.cumsum(1), (0, 0, 1, 0))
+        if of_pass.begins is not None:  # queries of other documents do not count
+            total = total[:, :-1] - total.gather(1, of_pass.begins[..., None].expand(-1, -1, S))
+        elif of_pass.cache is not None:
+            before = of_pass.cache.swap(attn.layer, self.name, None)
+            if before is not None:
+                total = total + F.pad(before, (0, S - before.size(-1)))
+            of_pass.cache.swap(attn.layer, self.name, total[:, -1:])
+        return lambda score, b, h, t, s: score - total[b, t - (S - T), s]
+"""
+
+
+def test_heads_that_depend_on_one_another_say_so_and_are_not_pruned(mine, bytes_data, tmp_path):
+    path, hint = mine(), "; where heads depend on one another, write `per_head = None` in the class, and none"
+    path.write_text(SELECTIVE.replace("PER_HEAD", ""))
+    wrong = broken(path)
+    assert wrong.keys() == {"pruned"} and hint in wrong["pruned"]
+    forget_own_mechanisms()
+    path.write_text(SELECTIVE.replace("PER_HEAD", "per_head = None"))
+    assert broken(path) == {}
+    gpt = model.GPT(model.GPTConfig(**SIZES, selective=True)).eval()
+    for refused in (lambda: prune_heads(gpt, {0: [1]}), lambda: insert_heads(gpt, {0: [1]})):
+        with pytest.raises(UserError, match=r"heads of Selective depend on one another \(per_head = None\)"):
+            refused()
+    gpt.set_gate(0, 0, 0.0)
+    assert pack(gpt).config.head_ids is None
+    assert "has Selective, whose heads depend" in why_unfit("importance", gpt)
+    command = [f"--mechanism={path}", "--sentinel=hard_concrete", "--prune_gate=0.05",
+               f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=2",
+               "--n_embd=16", "--block_size=16", "--max_iters=1", "--eval_tokens=64", "--device=cpu"]
+    assert "train: heads of Selective depend" in run_here("train.py", *command).stderr
 
 
 @pytest.mark.slow
