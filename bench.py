@@ -62,11 +62,11 @@ def gpt_builder(recipe, args, flags={}, pruned_share=0.0):
         sizes = "vocab_size", "block_size", "n_layer", "n_head", "n_embd"
         try:
             model = GPT(GPTConfig(**{key: getattr(args, key) for key in sizes}, recipe=recipe, **flags))
-        except ValueError as e:  # sizes that make no model
+            if pruned_share:
+                heads = range(round(pruned_share * args.n_head))
+                prune_heads(model, dict.fromkeys(range(args.n_layer), heads))
+        except ValueError as e:  # sizes that make no model, or heads that cannot go
             raise UserError(str(e)) from None
-        if pruned_share:
-            heads = range(round(pruned_share * args.n_head))
-            prune_heads(model, dict.fromkeys(range(args.n_layer), heads))
         config = TrainConfig(dtype=args.dtype, compile=args.compile,
                              compile_mode=args.compile_mode).for_recipe(recipe)
         run = train.ready_to_step(model.to(args.device), config, Process(args.device))

@@ -64,7 +64,9 @@ def problems_of_class(cls):
         yield f"name={cls.name!r} must be a name of its own: it is the layer's attribute"
     for key, known in (("takes", None), ("needs_row_stats", RowStats._fields)):
         names = getattr(cls, key)
-        if not isinstance(names, (tuple, list)):
+        if isinstance(names, property):  # it depends on the flags
+            continue
+        if not isinstance(names, (tuple, list, set)):
             yield f"{key}={names!r} must be a tuple of names, ({names!r},)"
             return
         if unknown := [name for name in names if known and name not in known]:
@@ -282,7 +284,8 @@ def try_hooks(gpt, classes):
         for name in HOOKS:
             if getattr(type(m), name) is not getattr(Mechanism, name):
                 setattr(m, name, partial(call_hook, getattr(m, name), called))
-    ids = torch.zeros(2, gpt.config.block_size, dtype=torch.long)
+    # no dimension of heads has 61 numbers, so that none can be taken for the tokens
+    ids = torch.zeros(2, min(gpt.config.block_size, 61), dtype=torch.long)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             gpt.eval().run_blocks(ids, wants_traces=True)

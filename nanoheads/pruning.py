@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanoheads.common import UserError
 from nanoheads.mechanism import whole_groups
 
 
@@ -49,10 +48,10 @@ def joined_by(attn):
 
 
 def refuse_joined(layers):
-    """UserError where heads of one of these layers depend on one another: none comes or goes by itself."""
+    """ValueError where heads of one of these layers depend on one another: none comes or goes by itself."""
     for name in filter(None, map(joined_by, layers)):
-        raise UserError(f"heads of {name} depend on one another (per_head = None), so that none can be "
-                        "pruned or grown")
+        raise ValueError(f"heads of {name} depend on one another (per_head = None), so that none can be "
+                         "pruned or grown")
 
 
 # mechanisms with a gate that depends on no text; gate() gives it without the noise of training, [H]

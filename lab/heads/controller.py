@@ -152,7 +152,10 @@ def start(run, state):
         raise UserError("prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, "
                         f"where {unit} go together")
     if run.config.prune_gate or run.config.grow_heads:
-        refuse_joined(attentions(run.model))
+        try:
+            refuse_joined(attentions(run.model))
+        except ValueError as e:
+            raise UserError(f"not with prune_gate or grow_heads: {e}") from None
     controller = Controller(run)
     set_sparsity(run)
     path = run.out_dir / "ckpt.pt"

@@ -318,7 +318,7 @@ def test_heads_that_depend_on_one_another_say_so_and_are_not_pruned(mine, bytes_
     assert broken(path) == {}
     gpt = model.GPT(model.GPTConfig(**SIZES, selective=True)).eval()
     for refused in (lambda: prune_heads(gpt, {0: [1]}), lambda: insert_heads(gpt, {0: [1]})):
-        with pytest.raises(UserError, match=r"heads of Selective depend on one another \(per_head = None\)"):
+        with pytest.raises(ValueError, match=r"heads of Selective depend on one another \(per_head = None\)"):
             refused()
     gpt.set_gate(0, 0, 0.0)
     assert pack(gpt).config.head_ids is None
@@ -326,7 +326,7 @@ def test_heads_that_depend_on_one_another_say_so_and_are_not_pruned(mine, bytes_
     command = [f"--mechanism={path}", "--sentinel=hard_concrete", "--prune_gate=0.05",
                f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", "--n_layer=1", "--n_head=2",
                "--n_embd=16", "--block_size=16", "--max_iters=1", "--eval_tokens=64", "--device=cpu"]
-    assert "train: heads of Selective depend" in run_here("train.py", *command).stderr
+    assert "prune_gate or grow_heads: heads of Selective depend" in run_here("train.py", *command).stderr
 
 
 @pytest.mark.slow
