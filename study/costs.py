@@ -189,7 +189,7 @@ def probe(model, device, threads, training):
             seconds += (portions - 1) * median_seconds(lambda: training.forward_backward(run, x, y), device)
         size = max(T, min(max_tokens, 4096 if on_cpu else 16384))  # a batch of score()
         ids = np.random.default_rng(1).integers(model.config.vocab_size, size=size)
-        text = SimpleNamespace(tokens=lambda split: ids, separator=0)
+        text = SimpleNamespace(tokens=lambda split: ids, first=0)
         return seconds, median_seconds(lambda: score(run.model, text, "test"), device) / size
 
 
