@@ -23,6 +23,7 @@ of one's own, and are no folders of transformers'.
 """
 
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def load_file(path, device):
         raise UserError(f"{path} is of version {version}, and this program reads checkpoints up to version "
                         f"{VERSION}: update the program")
     if has_string_keys(state.get("model")) and has_string_keys(state.get("model_args")):
-        state = convert_nanogpt(state)
+        state = convert_nanogpt(state, path)
     if not ("meta" in state and has_string_keys(state.get("model")) and has_string_keys(state.get("config"))):
         raise UserError(f"{path} is a torch file, but no checkpoint: nanoHeads' have model, config and meta, "
                         "nanoGPT's have model and model_args")
@@ -132,20 +133,30 @@ def is_file_record(value):
     return all(isinstance(name, str) for name in names)
 
 
-def convert_nanogpt(state):
+def convert_nanogpt(state, path):
     """nanoGPT's checkpoint in our form; it names the dataset but lacks its vocabulary (meta: None).
 
     Its GELU was the tanh form until 17 May 2023, which those from before February are known by. For one in
-    between there is --set act=gelu_tanh.
+    between there is --set act=gelu_tanh. UserError: a fork's, with arguments that nanoGPT's model has not.
     """
     flags = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
-    config = dict(recipe="gpt2", **{k: state["model_args"][k] for k in flags if k in state["model_args"]})
+    arguments = state["model_args"]
+    if unknown := [f"{key}={value!r}"[:60] for key, value in arguments.items() if key not in flags]:
+        raise UserError(f"{path} is of a fork of nanoGPT: its model_args have {', '.join(unknown)}, and what "
+                        "that changes is not known here; where it changes nothing, take it out: "
+                        "docs/from-nanogpt.md says how")
+    config = dict(recipe="gpt2", **arguments)
     masks = (".attn.bias", ".attn.masked_bias")
-    weights = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items() if not k.endswith(masks)}
+    # DistributedDataParallel and torch.compile put names of their own before those of the model
+    weights = {re.sub(r"^((module|_orig_mod)\.)+", "", name): t for name, t in state["model"].items()
+               if not name.endswith(masks)}
+    # the two matrices are one since 14 January 2023, but not in every fork
+    head = weights.get("lm_head.weight")
+    wte = weights.get("transformer.wte.weight")
+    are_there = torch.is_tensor(head) and torch.is_tensor(wte)
+    config["tied"] = not are_there or torch.equal(wte.float(), head.float())
     if "bias" not in config:  # from before 27 January 2023, when biases became a choice: the tensors tell
-        wte, head = weights.get("transformer.wte.weight"), weights.get("lm_head.weight")
-        tied = wte is None or head is None or torch.equal(wte, head)  # two matrices until 14 January 2023
-        config.update(bias="transformer.ln_f.bias" in weights, tied=tied, act="gelu_tanh")
+        config.update(bias="transformer.ln_f.bias" in weights, act="gelu_tanh")
     settings = state.get("config")
     dataset = settings.get("dataset") if isinstance(settings, dict) else None
     return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),

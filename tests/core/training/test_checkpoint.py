@@ -348,8 +348,11 @@ def logits(w, ids, gelu):
 
 @pytest.mark.parametrize("bias, flag, tied, prefix", [
     (True, True, True, ""), (False, True, True, ""), (False, True, True, "_orig_mod."),
-    (True, False, True, ""), (False, False, False, "")],
-    ids=["bias", "plain", "compiled", "of January 2023", "of 13 January 2023"])
+    (True, False, True, ""), (False, False, False, ""), (True, True, False, ""),
+    (False, True, True, "module."), (False, True, True, "_orig_mod.module."),
+    (False, True, True, "module._orig_mod.")],
+    ids=["bias", "plain", "compiled", "of January 2023", "of 13 January 2023", "two matrices",
+         "in DistributedDataParallel", "compiled around it", "compiled inside it"])
 def test_nanogpts_checkpoints_give_nanogpts_logits(tmp_path, bias, flag, tied, prefix):
     """Of January 2023: no `bias` in model_args, the tanh form of GELU, and two matrices until the 14th."""
     weights = nanogpts(bias, tied)
@@ -363,6 +366,15 @@ def test_nanogpts_checkpoints_give_nanogpts_logits(tmp_path, bias, flag, tied, p
     model, ids = checkpoint.build(state, "ckpt.pt"), torch.arange(16) * 7
     torch.testing.assert_close(model(ids[None]).logits[0], logits(weights, ids, "none" if flag else "tanh"),
                                atol=1e-4, rtol=1e-4)
+    assert model.config.tied == tied
+
+
+def test_a_checkpoint_of_a_fork_is_refused_by_what_nanogpt_does_not_have(tmp_path):
+    """Read without reluify=True, its logits would be off, and nothing would say so."""
+    torch.save(dict(model=nanogpts(bias=False, tied=True), model_args=dict(SIZES, bias=False, reluify=True)),
+               tmp_path / "ckpt.pt")
+    said = line(checkpoint.read, tmp_path / "ckpt.pt")
+    assert said.startswith(f"{tmp_path}/ckpt.pt is of a fork") and "reluify=True" in said
 
 
 def test_an_incomplete_checkpoint_of_nanogpts_is_one_line(tmp_path):
