@@ -102,6 +102,10 @@ def load_file(path, device):
             raise
         if isinstance(e, OSError) and e.filename:
             raise  # it cannot be opened at all
+        if name := re.search(r"Unsupported global: GLOBAL (\S+)", str(e)):
+            raise UserError(f"{path} holds an object of {name[1][:80]}, which is not read, since "
+                            "making it would run code: save plain values where it was written, such as "
+                            "model_args=vars(config) and float(loss)") from None
         raise UserError(f"{path} cannot be read as a checkpoint: it is cut short, damaged, or no file of "
                         "tensors and plain values; copy it anew, or name another") from None
     state = state if has_string_keys(state) else {}

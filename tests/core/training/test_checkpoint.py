@@ -9,9 +9,11 @@ import shutil
 import signal
 import time
 import zipfile
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,6 +150,19 @@ def test_what_is_no_checkpoint_is_refused_in_a_line_and_runs_nothing(make, state
     make(saved, state)
     assert str(saved) in line(checkpoint.read, saved)
     assert not Path("attacked").exists()
+
+
+@pytest.mark.parametrize("put, name", [
+    (lambda state, path: torch.save({**state, "best_val_loss": np.float64(2.0)}, path), "multiarray.scalar"),
+    (lambda state, path: torch.save({**state, "args": Namespace(a=1)}, path), "argparse.Namespace"),
+    (lambda state, path: torch.save({**state, "args": Namespace(a=1)}, path,
+                                    _use_new_zipfile_serialization=False), "argparse.Namespace")],
+    ids=["a number of NumPy", "a config", "a config in an old file"])
+def test_an_object_in_a_checkpoint_is_named_by_its_class(put, name, state, saved):
+    put(state, saved)
+    said = line(checkpoint.read, saved)
+    assert said.startswith(f"{saved} holds an object of ") and f"{name}, " in said
+    assert "save plain values" in said
 
 
 def test_a_newer_version_is_said_as_such(state, saved):
