@@ -127,6 +127,10 @@ def settings_to_resume(command):
         return None
     path, settings = Path(folder, "config.json"), settings_in(folder)
     if settings is None and not Path(folder, "ckpt.pt").is_file():
+        said = {key for key, value in values.items() if (key, value) != ("init_from", "resume")}
+        if not (evaluates or said - COMMAND_KEYS - SAME_RUN_KEYS or Path(folder, "best.pt").is_file()):
+            raise UserError(f"{folder} holds no run to go on with, neither config.json nor ckpt.pt, and this "
+                            "command does not say what to train: repeat the one that began the run")
         return None  # there is no run yet, as checkpoint_of() says
     if settings is None:
         print_once(f"{path} does not say what the run was asked for: what this command leaves open has its "

@@ -252,6 +252,10 @@ COMMANDS = [
         ("--out_dir=best_only --resume", "take its weights with --init_from=best_only/best.pt"),
         ("--out_dir=not_last --resume --max_iters=9", "holds no state to go on from")),
 
+    *under("train.py",
+        ("--out_dir=nothing --resume --device=cpu", "^train: nothing holds no run to go on with, neither "
+         "config.json nor ckpt.pt, and this command does not say what to train")),
+
     # ---- train.py: what contradicts the run that is there ----
     *under(f"{TRAIN} --out_dir=run --resume --max_iters=12",
         ("--n_layer=3 --recipe=modern", "^train: run/ckpt.pt", "n_layer=3", "recipe='modern'", "pos='rope'",

@@ -25,6 +25,7 @@ from nanoheads.common import UserError
 from nanoheads.batches import Batches
 from nanoheads.dataset import Dataset
 from nanoheads.ranks import Process
+from nanoheads.start import settings_in
 from helpers import ROOT, TINY
 from helpers import same, torchrun, untimed, weights
 from train import main
@@ -371,6 +372,16 @@ def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
 def test_resume_without_a_save_starts_at_the_beginning(args, rows, tmp_path):
     main([*args(), "--resume"])
     assert [r["step"] for r in rows(tmp_path / "run")[1]] == [0, 3, 6]
+
+
+def test_a_run_killed_before_its_first_save_begins_anew_as_it_was_asked(args, rows, tmp_path):
+    main(args(n_embd=24))
+    run = tmp_path / "run"
+    asked, losses = settings_in(run), [row["loss"] for row in rows(run)[0]]
+    for name in ("ckpt.pt", "best.pt"):
+        (run / name).unlink()
+    main(["--resume", f"--out_dir={run}"])
+    assert settings_in(run) == asked and [row["loss"] for row in rows(run)[0]] == losses
 
 
 @pytest.mark.slow
