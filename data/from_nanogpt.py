@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # before NumPy: it answers Ctrl-C meanwhile
-from nanoheads.common import UserError, write_atomic
+from nanoheads.common import UserError, is_there, write_atomic
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def occurrences(path):
 
 def tokenizer_of(folder, largest):
     """The Tokenizer of a folder whose largest id is `largest`. UserError."""
-    if (folder / "meta.pkl").is_file():
+    if is_there(folder / "meta.pkl"):
         return Tokenizer("char", characters(folder / "meta.pkl"))
     if largest < 256:  # GPT-2's first 256 tokens are single bytes
         raise UserError(f"{folder}: no token is above {largest}, so that these are no byte pairs of GPT-2; "

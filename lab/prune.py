@@ -27,6 +27,7 @@ text with a cache, in turns with the whole model; MiB are weights, buffers and t
 
 import argparse
 import copy
+import os
 import shlex
 import subprocess
 import sys
@@ -439,7 +440,7 @@ def folders(args):
         names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
         names += [f"{criterion}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
         folder = folder_of[number - 1, criterion, to] = Path(args.out_dir, *names)
-        if any((folder / name).exists() for name in ("best.pt", "ckpt.pt", "pruned.pt")):
+        if any(os.path.lexists(folder / name) for name in ("best.pt", "ckpt.pt", "pruned.pt")):
             raise UserError(f"{folder} already holds a run; choose another --out_dir")
     return folder_of
 

@@ -23,6 +23,7 @@ of one's own, and are no folders of transformers'.
 """
 
 import math
+import os
 import re
 import warnings
 from pathlib import Path
@@ -30,8 +31,8 @@ from pathlib import Path
 import torch
 
 from model import GPT, RECIPES, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_lab, old_version_message, ran_out_of_memory,
-                              write_atomic)
+from nanoheads.common import (UserError, fault_of_own_file, from_lab, is_there, old_version_message,
+                              ran_out_of_memory, write_atomic)
 from nanoheads.configurator import convert_fields, keys_of, likely_key, parse, type_name
 from nanoheads.tokenizer import same_vocabulary
 
@@ -65,7 +66,7 @@ def file_of(path):
     path = Path(path)
     if not path.is_dir():
         return path
-    return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
+    return next((path / n for n in ("best.pt", "ckpt.pt") if os.path.lexists(path / n)), path / "ckpt.pt")
 
 
 def read(path, device="cpu"):
@@ -74,7 +75,7 @@ def read(path, device="cpu"):
     Nothing that is read is run. Raises UserError.
     """
     file = file_of(path)
-    if file.is_file():
+    if is_there(file):
         state = load_file(file, device)
     else:  # no file of ours: a folder of transformers', or a name on the hub
         hf = from_lab("lab.hub.huggingface", f"no checkpoint {file}; a folder or a name of Hugging Face's")

@@ -173,6 +173,17 @@ def try_folder(folder, flag):
         raise UserError(f"{flag}: cannot write into {folder} ({e.strerror}); name another place") from None
 
 
+def is_there(path):
+    """Whether there is a file of this name. UserError: there is a folder, or a link whose file is gone. To
+    take that for a missing file would be to read another one, or none, without a word.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not path.is_file():
+        what = "a link, and leads to no file" if path.is_symlink() else "no file"
+        raise UserError(f"{path} is {what}: put the file there, or remove it")
+    return path.is_file()
+
+
 def write_atomic(path, write):
     """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nanoheads import files, shards
-from nanoheads.common import ROOT, UserError, gib, memory_of_machine, write_atomic
+from nanoheads.common import ROOT, UserError, gib, is_there, memory_of_machine, write_atomic
 from nanoheads.tokenizer import Tokenizer, count_chars, cut_at_spaces, token_sizes
 
 SPLITS = ("train", "val", "test")
@@ -50,7 +50,7 @@ class Dataset:
     """
 
     def __init__(self, name):
-        self.dir = next((folder for folder in folders_of(name) if (folder / "meta.json").is_file()), None)
+        self.dir = next((folder for folder in folders_of(name) if is_there(folder / "meta.json")), None)
         if self.dir is None:
             raise missing_error(name)
         path = self.dir / "meta.json"
@@ -91,7 +91,7 @@ class Dataset:
         if self.shards.get(split):
             return shards.open_shards(self, split)
         path = self.dir / f"{split}.bin"
-        if split not in self.splits or not path.is_file():
+        if split not in self.splits or not is_there(path):
             splits = [s for s in self.splits if all(map(Path.is_file, self.files(s)))]
             raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(splits) or 'none'}")
         tokens, _ = self.sizes[split]

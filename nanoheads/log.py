@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanoheads.common import (ROOT, UserError, git_commit, json_safe, number, plural, say, write_atomic,
-                              write_json)
+from nanoheads.common import (ROOT, UserError, git_commit, is_there, json_safe, number, plural, say,
+                              write_atomic, write_json)
 
 # the learning rate of all weights that have no other: a key of TrainConfig and a column of log.jsonl
 MAIN_RATE = "adamw_lr"
@@ -65,7 +65,7 @@ def read_rows(path):
     Lines that hold no row are left out, which a line on standard error says: a process that is killed leaves
     half a row.
     """
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if is_there(path) else ""
     rows, broken_lines = [], []
     for n, line in enumerate(text.split("\n"), 1):
         if row := parse_row(line):

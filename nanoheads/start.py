@@ -11,6 +11,7 @@ and makes a Run of them. What is in a checkpoint, and how it is read, is in chec
 
 import copy
 import json
+import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Optional
 
 from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
-from nanoheads.common import UserError, json_safe, old_version_message, plural, writable
+from nanoheads.common import UserError, is_there, json_safe, old_version_message, plural, writable
 from nanoheads.config import (TrainConfig, check_configs, check_data, check_model, data_of, flags_by_name,
                               note_on_dropout, note_on_warmup)
 from nanoheads.configurator import build_configs, print_once
@@ -126,7 +127,7 @@ def settings_to_resume(command):
     if not (folder and (evaluates or resumes)):
         return None
     path, settings = Path(folder, "config.json"), settings_in(folder)
-    if settings is None and not Path(folder, "ckpt.pt").is_file():
+    if settings is None and not is_there(Path(folder, "ckpt.pt")):
         said = {key for key, value in values.items() if (key, value) != ("init_from", "resume")}
         if not (evaluates or said - COMMAND_KEYS - SAME_RUN_KEYS or Path(folder, "best.pt").is_file()):
             raise UserError(f"{folder} holds no run to go on with, neither config.json nor ckpt.pt, and this "
@@ -225,7 +226,7 @@ def begin(model_config, config, set_flags, process):
 def check_folder(config):
     """UserError where out_dir holds checkpoints, and the config does not say what becomes of them."""
     out_dir = Path(config.out_dir)
-    names = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
+    names = [name for name in ("ckpt.pt", "best.pt") if os.path.lexists(out_dir / name)]
     for key in ("init_from", "teacher") if config.overwrite else ():
         start = getattr(config, key) and checkpoint.file_of(getattr(config, key))
         if start and start.is_file() and start.resolve().parent == out_dir.resolve():
@@ -245,7 +246,7 @@ def checkpoint_of(config):
     """
     path = Path(config.out_dir) / "ckpt.pt"
     if config.resume and not config.eval_only:
-        if path.is_file():
+        if is_there(path):
             return path, True
         if not config.init_from:
             print_once(f"{path} is not there yet: the run starts anew")

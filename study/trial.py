@@ -32,7 +32,7 @@ import torch
 
 from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, dataset, own_mechanism, tasks
-from nanoheads.common import (LESS, UserError, explain, json_safe, pick_device, plural,
+from nanoheads.common import (LESS, UserError, explain, is_there, json_safe, pick_device, plural,
                               write_json)
 from nanoheads.config import TrainConfig, data_of
 from nanoheads.files import only_writer
@@ -116,7 +116,7 @@ def run(folder, spec, train):
     config, device = config_of(spec, folder), pick_device(spec["device"])
     model_config = GPTConfig(**spec["model"])
     data = data_of(config, model_config.block_size)
-    if not (folder / "ckpt.pt").is_file():
+    if not is_there(folder / "ckpt.pt"):
         (folder / "best.pt").unlink(missing_ok=True)  # without a ckpt.pt nothing goes on from it
         if not causality.untried_classes(model_config):  # else train() asks by itself
             refuse_look_ahead(model_config, config, data, device)

@@ -27,7 +27,7 @@ import torch
 
 from model import MECHANISM_CLASSES, RECIPES, PlainConfig
 from nanoheads import own_mechanism
-from nanoheads.common import ROOT, UserError, write_atomic, write_json
+from nanoheads.common import ROOT, UserError, is_there, write_atomic, write_json
 from nanoheads.corpus import GPT2_ENCODER, GPT2_MERGES, HOME, gpt2_file
 from nanoheads.tokenizer import Tokenizer, byte_symbols, of_text_alone
 
@@ -308,7 +308,7 @@ def tokenizer_of(folder, config):
     """
     folder = Path(folder)
     tokenizer_file, vocab = folder / "tokenizer.json", folder / "vocab.json"
-    if not tokenizer_file.is_file() and not vocab.is_file():
+    if not is_there(tokenizer_file) and not is_there(vocab):
         return None
     try:
         text = tokenizer_file.read_text(encoding="utf-8") if tokenizer_file.is_file() else ""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanoheads import files
-from nanoheads.common import UserError, write_json
+from nanoheads.common import UserError, is_there, write_json
 from nanoheads.dataset import NotPrepared, folders_of
 from nanoheads.files import sha256
 
@@ -79,7 +79,7 @@ class Targets:
 
     def __init__(self, dataset, labels, names=None):
         folders = (dataset.dir / "labels" / str(labels), Path(labels))
-        self.dir = next((folder for folder in folders if (folder / "labels.json").is_file()), None)
+        self.dir = next((folder for folder in folders if is_there(folder / "labels.json")), None)
         if self.dir is None:
             label_sets = sorted(path.parent.name for path in dataset.dir.glob("labels/*/labels.json"))
             raise NotPrepared(f"no labels {labels!r} for {dataset.dir}; there are "

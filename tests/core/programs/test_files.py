@@ -17,9 +17,11 @@ from helpers import ROOT, TINY, torchrun, write_shards
 from nanoheads import checkpoint, files
 from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
+from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words, only_writer, setting_in_name
-from nanoheads.start import RUN_FILES, settings_in
+from nanoheads.log import read_rows
+from nanoheads.start import RUN_FILES, checkpoint_of, settings_in
 
 # ---- whole files or none ----
 
@@ -364,3 +366,35 @@ def test_of_ranks_that_start_together_each_reads_its_text(copied):
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
     assert [process.wait() for process in started] == [0] * 4
     assert is_noted(copied / "train.bin")
+
+
+# ---- a name that leads to no file ----
+
+def put_link(path):
+    path.symlink_to("nowhere")
+
+
+def put_loop(path):
+    path.symlink_to(path.name)
+
+
+READERS = {
+    "run/best.pt": lambda home: checkpoint.read(home / "run"),
+    "run/ckpt.pt": lambda home: checkpoint_of(TrainConfig(out_dir=str(home / "run"), resume=True)),
+    "run/log.jsonl": lambda home: read_rows(home / "run/log.jsonl"),
+    "data/meta.json": lambda home: Dataset(home / "data"),
+    "data/val.bin": lambda home: Dataset(home / "data").tokens("val")}
+
+
+@pytest.mark.parametrize("put", [put_link, put_loop, Path.mkdir])
+@pytest.mark.parametrize("name", READERS)
+def test_a_name_that_leads_to_no_file_is_no_missing_file(name, put, bytes_data, tmp_path):
+    """What is asked for is not read from another file, or taken for nothing, without a word."""
+    shutil.copytree(bytes_data, tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    torch.save(dict(model={}, config={}, meta=None), tmp_path / "run/ckpt.pt")
+    (tmp_path / name).unlink(missing_ok=True)
+    put(tmp_path / name)
+    what = "no file" if put is Path.mkdir else "a link, and leads to no file"
+    with pytest.raises(UserError, match=f"^{tmp_path}/{name} is {what}: put the file there, or remove it$"):
+        READERS[name](tmp_path)
