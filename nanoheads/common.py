@@ -145,8 +145,8 @@ def old_version_message(path):
 
 def writable(path, flag="--json"):
     """The Path of a file to write, checked before hours of work. UserError."""
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():
+    path = Path(os.path.realpath(path))  # which raises nothing for links in a circle, as resolve() does
+    if os.path.lexists(path) and not path.is_file():
         raise UserError(f"{flag}: {path} is not a file")
     try_folder(path.parent, flag)
     return path

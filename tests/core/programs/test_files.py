@@ -79,16 +79,17 @@ def test_json_has_no_nan(tmp_path):
 def test_places_that_take_no_files_are_named_before_the_work(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
+    (tmp_path / "loop").symlink_to("loop")
     for bad, words in ((file, "is a file, not a folder"), (file / "x" / "y", f"{file} is a file"),
                        ("/proc/x", "cannot write into /proc")):
         with pytest.raises(UserError, match=words):
             writable_folder(bad)
     for bad, words in (("/proc/x", "cannot write into /proc"), (tmp_path / "no/x", "No such file"),
-                       (tmp_path, "is not a file")):
+                       (tmp_path, "is not a file"), (tmp_path / "loop", "is not a file")):
         with pytest.raises(UserError, match=f"^--json: .*{words}"):
             writable(bad)
     assert writable_folder(tmp_path / "new/one") == tmp_path / "new/one" and writable(file) == file
-    assert [*tmp_path.iterdir()] == [file], "a check leaves nothing behind"
+    assert {*tmp_path.iterdir()} == {file, tmp_path / "loop"}, "a check leaves nothing behind"
 
 
 @pytest.mark.slow
