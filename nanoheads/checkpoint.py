@@ -42,6 +42,9 @@ VERSION = 1  # of new files; to be raised when an older program would misread th
 PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
 # what a file must hold, besides its model, for a run to go on from it
 RESUME_KEYS = ("meta", "train", *PROGRESS, "optimizers", "scaler")
+# the types of what may be missing, or None
+TYPES = dict(dataset=str, train=dict, step=int, best_val_loss=float, evals_since_best=int, elapsed_s=float,
+             run_id=str, last_eval=dict, optimizers=list, scaler=dict)
 # what is in ckpt.pt beside the states of extensions
 CORE_KEYS = {"version", "model", "config", "dataset", "own_mechanism", *RESUME_KEYS}
 
@@ -87,6 +90,8 @@ def read(path, device="cpu"):
     if meta is not None and not (has_string_keys(meta) and all(isinstance(meta.get(key), kind)
                                                                for key, kind in TOKEN_FIELDS.items())):
         raise UserError(f"{path} is damaged: its meta does not say what its tokens mean")
+    if problem := problem_of_progress(state):
+        raise UserError(f"{path} is damaged: {problem}")
     flags = state["config"].items()
     state["config"] = {key: value for key, value in flags if (key, value) not in IGNORED_FLAGS}
     return state
@@ -123,6 +128,28 @@ def load_file(path, device):
     if not (isinstance(files, list) and all(map(is_file_record, files))):
         raise UserError(f"{path} is damaged: its own_mechanism must be a list of files with their digests")
     return state
+
+
+def problem_of_progress(state):
+    """What is wrong with what a read dict holds beside its model, in a few words; None: nothing is."""
+    def is_a(value, kind):
+        return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+
+    for key, kind in TYPES.items():
+        value = state.get(key)
+        if not (value is None or is_a(value, kind)):
+            return f"its {key} must be of type {kind.__name__}, and is of {type(value).__name__}"
+    scaler, meta = state.get("scaler"), state["meta"] or {}
+    if (state.get("step") or 0) < 0:
+        return f"its step is {state['step']}"
+    if state.get("last_eval") is not None and not is_a(state["last_eval"].get("step"), int):
+        return "its last_eval must have a step, which is a number"
+    if scaler and not (is_a(scaler.get("scale"), float) and is_a(scaler.get("_growth_tracker"), int)):
+        return "its scaler must have a scale and a _growth_tracker, which are numbers"
+    dicts = [meta[key] for key in ("splits", "task") if meta.get(key) is not None]
+    dicts += meta["splits"].values() if isinstance(meta.get("splits"), dict) else ()
+    if not all(map(has_string_keys, dicts)):
+        return "its meta does not say what its splits or its task are"
 
 
 def has_string_keys(value):
@@ -162,9 +189,9 @@ def convert_nanogpt(state, path):
     config["tied"] = not are_there or torch.equal(wte.float(), head.float())
     if "bias" not in config:  # from before 27 January 2023, when biases became a choice: the tensors tell
         config.update(bias="transformer.ln_f.bias" in weights, act="gelu_tanh")
-    settings = state.get("config")
+    step, settings = state.get("iter_num"), state.get("config")
     dataset = settings.get("dataset") if isinstance(settings, dict) else None
-    return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),
+    return dict(model=weights, config=config, meta=None, step=step if isinstance(step, int) else 0,
                 dataset=dataset if isinstance(dataset, str) else None)
 
 

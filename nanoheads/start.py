@@ -21,7 +21,7 @@ from model import GPT, MECHANISM_CLASSES, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import UserError, is_there, json_safe, old_version_message, plural, writable
 from nanoheads.config import (TrainConfig, check_configs, check_data, check_model, data_of, flags_by_name,
-                              note_on_dropout, note_on_warmup)
+                              note_on_dropout, note_on_warmup, trained_with)
 from nanoheads.configurator import build_configs, print_once
 from nanoheads.dataset import Dataset, digests_of
 from nanoheads.extensions import EXTENSIONS
@@ -214,9 +214,10 @@ def begin(model_config, config, set_flags, process):
         model_config = replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)
     config = config.for_recipe(model_config.recipe)
     if goes_on:
-        check_same_run(state, path, config, dataset)
-        print_changes(config, state["train"], state["step"])
-    progress = {key: state[key] for key in checkpoint.PROGRESS if key in state}
+        old_values = asdict(trained_with(state.get("train") or {}, path).for_recipe(model_config.recipe))
+        check_same_run(state, path, config, dataset, old_values)
+        print_changes(config, old_values, state["step"])
+    progress = {key: state[key] for key in checkpoint.PROGRESS if state.get(key) is not None}
     return Start(process, config, dataset, settings, progress if goes_on or config.eval_only else {},
                  model_config, path, state, goes_on, new_mechanisms)
 
@@ -337,13 +338,16 @@ def model_of(start):
 
 # ---- the run that goes on ----
 
-def check_same_run(state, path, config, dataset):
-    """UserError unless a run that goes on from a read checkpoint as configured is still the same run."""
+def check_same_run(state, path, config, dataset, old_values):
+    """UserError unless a run that goes on from a read checkpoint as configured is still the same run.
+
+    old_values: {key: value} of its training at that save.
+    """
     advice = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
     if missing := sorted(name for name in checkpoint.RESUME_KEYS if state.get(name) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(missing)}); {advice}")
     old, new = ({"optimizer": c["optimizer"], "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]}
-                for c in (state["train"], asdict(config)))
+                for c in (old_values, asdict(config)))
     differences = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
     old, new = (training_flags(meta) for meta in (state["meta"], dataset.meta))  # {} of a text
     differences += [f"{key}={new.get(key)!r} here is {old.get(key)!r} there" for key in {**old, **new}
@@ -360,13 +364,12 @@ def print_changes(config, old_values, step):
     old_values: {key: value} at that save.
     """
     launch_keys = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism", "profile"}
-    were = {**asdict(TrainConfig()), **old_values}  # a key of an extension may not have been there
     for key in sorted(set(asdict(config)) - launch_keys):
-        if getattr(config, key) != were[key]:
-            print_once(f"changed since the last save: {key}={getattr(config, key)}, was {were[key]}")
+        if getattr(config, key) != old_values[key]:
+            print_once(f"changed since the last save: {key}={getattr(config, key)}, was {old_values[key]}")
 
     # and where the learning rate goes on higher than that schedule would have
-    old_config = replace(config, **{key: old_values[key] for key in SCHEDULE if key in old_values})
+    old_config = replace(config, **{key: old_values[key] for key in SCHEDULE})
     rate, old_rate = (rates_at(c, step)[MAIN_RATE] for c in (config, old_config))
     last_rate = rates_at(old_config, step - 1)[MAIN_RATE]
     if rate > max(old_rate, last_rate) * (1 + 1e-9):

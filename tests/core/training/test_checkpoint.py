@@ -226,7 +226,13 @@ MISFITS = {  # what a line must name, and what was done to the file
     "own_mechanism must be a list of files": lambda s: s.update(own_mechanism=[dict(file=3, digest="0")]),
     "its own_mechanism must be": lambda s: s.update(own_mechanism=[dict(file="a.py", digest="0", helpers=3)]),
     "its meta does not say": lambda s: s["meta"].update(vocab_size="256"),
-    "flux": lambda s: s["config"].update(flux=3)}
+    "flux": lambda s: s["config"].update(flux=3),
+    "its step must be of type int, and is of str": lambda s: s.update(step="6"),
+    "its step is -6": lambda s: s.update(step=-6),
+    "its train must be of type dict": lambda s: s.update(train=[1]),
+    "its last_eval must have a step": lambda s: s.update(last_eval=dict(val_loss=2.0)),
+    "its scaler must have a scale": lambda s: s.update(scaler=dict(scale="high", _growth_tracker=0)),
+    "its meta does not say what its splits": lambda s: s["meta"].update(splits=3)}
 PROGRAMS = dict(sample=lambda run, data: sample.main(["--ckpt", str(run), "--device=cpu"]),
                 evaluate=lambda run, data: evaluate.main(["--ckpt", str(run), "--device=cpu"]),
                 train=lambda run, data: train.main([*command(data, run, max_iters=9), "--resume"]))
@@ -272,6 +278,7 @@ NO_START = {
     "[256, 16]": lambda s: put(s, 1, "exp_avg", lambda t: t.T.clone()),
     "exp_avg_sq": lambda s: put(s, 1, "exp_avg_sq", lambda t: t[:9].clone()),
     "momentum": lambda s: put(s, 0, "momentum", lambda t: t[:9].clone()),
+    "batch_size='four'": lambda s: s["train"].update(batch_size="four"),
     "NaN": lambda s: put(s, 0, "momentum", lambda t: t * math.nan)}
 
 
