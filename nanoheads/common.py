@@ -305,7 +305,9 @@ def say(*lines, **options):
 
 def number(value):
     """A float; NaN for whatever is missing, not a number, or infinite."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    with suppress(OverflowError):  # of an int that no float can be
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    return math.nan
 
 
 def unescape(text):

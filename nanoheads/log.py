@@ -80,7 +80,7 @@ def read_rows(path):
 
 def parse_row(line):
     """The dict in a line of a log, which has a step; None where there is none."""
-    with suppress(ValueError, AttributeError):  # not JSON; JSON, but no object
+    with suppress(ValueError, RecursionError, AttributeError):  # not JSON, or too deep; JSON, but no object
         row = json.loads(line)
         return row if number(row.get("step")) >= 0 else None
 

@@ -32,7 +32,7 @@ import torch
 
 from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, dataset, own_mechanism, tasks
-from nanoheads.common import (LESS, UserError, explain, is_there, json_safe, pick_device, plural,
+from nanoheads.common import (LESS, UserError, explain, is_there, json_safe, number, pick_device, plural,
                               write_json)
 from nanoheads.config import TrainConfig, data_of
 from nanoheads.files import only_writer
@@ -163,9 +163,9 @@ def score_on_task(model, data, score_spec):
 
 def curve_of(folder, config):
     """{"steps", "scores"} on validation, from the log of a finished run."""
-    rows = [row for row in read_rows(folder / "log.jsonl") if "val_loss" in row]
-    return dict(steps=[row["step"] for row in rows],
-                scores=[row["val_acc" if config.task else "val_bpb"] for row in rows])
+    key = "val_acc" if config.task else "val_bpb"
+    rows = [row for row in read_rows(folder / "log.jsonl") if math.isfinite(number(row.get(key)))]
+    return dict(steps=[row["step"] for row in rows], scores=[row[key] for row in rows])
 
 
 # ---- checks that nothing changed since the plan ----

@@ -57,7 +57,7 @@ def history(run_dir):
     path = Path(run_dir) / "heads.jsonl"
     if not path.is_file():
         return warn(run_dir, "no heads.jsonl; train with --controller_log to have the heads measured")
-    rows = {row["step"]: row for row in read_rows(path)}
+    rows = {row["step"]: row for row in read_rows(path) if isinstance(row.get("heads"), list)}
     rows = [rows[step] for step in sorted(rows)]
     if not rows:
         return warn(run_dir, "heads.jsonl has no measurements")

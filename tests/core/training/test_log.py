@@ -36,6 +36,15 @@ def test_a_log_that_is_cut_anywhere_has_its_whole_rows(tmp_path, size):
     assert read_rows(path) in (ROWS[:whole], ROWS[:whole + 1])
 
 
+@pytest.mark.parametrize("text", [
+    "7", "null", "[1]", '{"loss": 2.0}', '{"step": "3"}', '{"step": NaN}', '{"step": -1}',
+    pytest.param('{"step": 1' + 400 * "0" + "}", id="huge"), pytest.param(100_000 * "[", id="deep")])
+def test_what_is_no_row_is_left_out_and_said(log, capsys, text):
+    log.write_text(f"{text}\n{log.read_text()}")
+    assert read_rows(log) == ROWS
+    assert "1 broken line in log.jsonl, the first is line 1; the rest is used" in capsys.readouterr().err
+
+
 @given(EDITS)
 def test_of_a_damaged_log_the_sound_rows_are_read(tmp_path, edits):
     path = tmp_path / "log.jsonl"
