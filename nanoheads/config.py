@@ -151,7 +151,7 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         bad = [*range_problems(self)]
         if None not in (self.adamw_lr, self.min_lr) and self.min_lr > self.adamw_lr:
-            bad.append(f"min_lr={self.min_lr} must not be above adamw_lr={self.adamw_lr}")
+            bad.append(f"adamw_lr={self.adamw_lr} is below min_lr={self.min_lr}, to which it falls: set both")
         if self.overwrite and self.resume:
             bad.append("overwrite=True must not be given with resume, which goes on with what it would "
                        "remove")

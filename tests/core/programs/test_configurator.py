@@ -589,8 +589,8 @@ def said_of(argv, data):
      ["dropout=1.5", "n_embd=10", "adamw_lr=-1.0", "overwrite=True"]),
     (["--init_from=out/c", "--constraint_focal=2"],  # a detail of what the checkpoint may have
      ["constraint_focal=2.0", "leave those out"]),
-    # both together
-    (["--min_lr=1", "--block_size=16"], ["min_lr=1.0 must not be above adamw_lr=0.001"]),  # by the defaults
+    # both together, by the defaults
+    (["--min_lr=1", "--block_size=16"], ["adamw_lr=0.001 is below min_lr=1.0, to which it falls: set both"]),
     (["--task=recall", "--labels=x"], ["labels='x' is of a text, and task='recall' has none"]),
     # with the data
     (["--vocab_size=5", "--block_size=15000"], ["vocab_size=5", "30,000 tokens of train", "of val"]),
