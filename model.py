@@ -44,6 +44,7 @@ arXiv 2109.08668 (squared ReLU).
 import hashlib
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
 from typing import Literal, NamedTuple, Optional
 
 import torch
@@ -831,6 +832,17 @@ class GPT(HeadControl, nn.Module):
         # the generator itself: through stream() it enters inference_mode anew for each token
         new = list(GPT.stream.__wrapped__(self, idx, max_new_tokens, **sampling))
         return torch.cat((idx, torch.stack(new, dim=1)), dim=1) if new else idx
+
+    @classmethod
+    def from_pretrained(cls, model_type, override_args=None):
+        """nanoGPT's: the GPT of gpt2, gpt2-medium, gpt2-large or gpt2-xl, as --init_from reads it, or of any
+        other checkpoint; override_args may have `dropout`. UserError: it cannot be read.
+        """
+        if set(override_args or {}) - {"dropout"}:
+            raise ValueError(f"override_args={override_args} may set dropout alone: weights fix all else")
+        # no import statement, since transformers would ask for it in a folder that has this file alone
+        checkpoints = import_module("nanoheads.checkpoint")
+        return checkpoints.build(checkpoints.read(model_type), model_type, **(override_args or {})).train()
 
     # ---- sizes ----
 

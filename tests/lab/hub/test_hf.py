@@ -164,6 +164,15 @@ def gpt2_folder(tmp_path_factory):
     return folder
 
 
+def test_from_pretrained_gives_gpt2_as_nanogpts_does(gpt2_folder, monkeypatch):
+    monkeypatch.chdir(gpt2_folder.parent)
+    model = GPT.from_pretrained("gpt2", dict(dropout=0.25))
+    assert model.training and model.config.dropout == 0.25
+    assert apart(model.eval(), transformers.GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()) < 1e-5
+    with pytest.raises(ValueError, match="may set dropout alone"):
+        GPT.from_pretrained("gpt2", dict(n_layer=1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what, words", [
     ("no config", ["config.json"]),
