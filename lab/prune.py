@@ -23,6 +23,9 @@ several checkpoints under <number>-<run>. --recover trains on, on batches in ano
 in a straight line from RECOVER_FROM of the run's peaks to 0, without a controller; pruned.pt is what it
 started from. Longer training helps the whole model too: --to 1 shows how much. Speed is that of decoding one
 text with a cache, in turns with the whole model; MiB are weights, buffers and the cache of one full context.
+
+prune.json in out_dir has the rows that are done, or the file of --json where there is no out_dir: the same
+command goes on with them after it was stopped or killed, and does what was half done anew.
 """
 
 import argparse
@@ -48,12 +51,13 @@ import torch
 
 from model import GPT
 from nanoheads import checkpoint, own_mechanism
-from nanoheads.common import (ROOT, UserError, as_program, pick_device, plural, say, table, writable,
-                              writable_folder, write_atomic, write_json)
+from nanoheads.common import (ROOT, UserError, as_program, json_safe, pick_device, plural, say, table,
+                              writable, writable_folder, write_atomic, write_json)
 from nanoheads.config import TrainConfig, trained_with
 from nanoheads.configurator import likely_name, read_file
 from nanoheads.drawing import COLOURS, label_right, panels, picture_bytes
-from nanoheads.files import only_writer
+from nanoheads.files import only_writer, sha256
+from nanoheads.log import read_json
 from nanoheads.optim import PEAK_RATES
 from nanoheads.pruning import constant_gate, joined_by, pack, prune_heads
 from nanoheads.scoring import load, score_windows
@@ -237,6 +241,8 @@ def run_training(values, files):
 
 def train_recovered(path, state, model, data, args):
     """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
+    for name in ("ckpt.pt", "best.pt"):  # of a command that was killed here
+        path.with_name(name).unlink(missing_ok=True)
     files = [str(own_mechanism.copy(file, path.parent)) for file in own_mechanism.files_for(model.config)]
     run_training(recovery(path, state, model, data, args), files)
     return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
@@ -256,7 +262,9 @@ def heads_kept(to, heads, unit):
 
 
 def rows_of(args, number):
-    """Yield a row for each criterion and share of one checkpoint; of blocks, where one is cheap enough."""
+    """Yield a row for each criterion and share of one checkpoint that args.done has none of; of blocks, where
+    one is cheap enough.
+    """
     state, model, data = args.loaded[number]
     x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
     heads, whole_flops = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
@@ -266,12 +274,16 @@ def rows_of(args, number):
         return scores(scored_model, data, args)
 
     scores_before = {f"{key}_before": value for key, value in score_model(model).items()}
+    done = {(row["ckpt"], row["by"], row["to"]) for row in args.done}
     for criterion in progress_bar(args.by, f"checkpoint {number + 1}"):
+        shares = [to for to in args.to if (args.ckpt[number], criterion, to) not in done]
+        if not shares:
+            continue
         # blocks: they save no more FLOPs than heads at random
         score = {"importance_rescored": "importance", "blocks": "random"}.get(criterion, criterion)
         order = removal_order(model, score, max(n_removed.values()), args.floor, x, y, args.seed + number,
                               rescore=criterion == "importance_rescored")
-        for to in args.to:
+        for to in shares:
             gone, blocks = order[:n_removed[to]], []
             smaller = without_heads(model, gone)
             if criterion == "blocks":
@@ -429,6 +441,25 @@ def check_model(args, path, state, model):
             raise UserError(f"--by {criterion}: {path} {reason}")
 
 
+def results_of(args):
+    """What a command asks for and of which data, as its results say."""
+    options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device", "ckpt", "by", "to")
+    _, _, data = args.loaded[0]
+    of_task = isinstance(data, TaskData)
+    files = [checkpoint.file_of(path) for path in args.ckpt]
+    return dict(dataset=data.meta["name"],
+                split_sha256=None if of_task else data.splits[args.split].get("sha256"),
+                ckpt_sha256=[sha256(file) if file.is_file() else None for file in files],
+                torch=torch.__version__, **{name: vars(args)[name] for name in options})
+
+
+def rows_done(args):
+    """The rows that the same command had when it ended before all were done; None: it did not."""
+    known = args.progress and read_json(args.progress) or {}
+    rows, finished = known.pop("rows", None), known.pop("finished", None)
+    return rows if finished is False and known == json_safe(results_of(args)) else None
+
+
 def folders(args):
     """{(number of the checkpoint, criterion, share): folder}. UserError where one holds a run already."""
     folder_of = {}
@@ -440,7 +471,8 @@ def folders(args):
         names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
         names += [f"{criterion}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
         folder = folder_of[number - 1, criterion, to] = Path(args.out_dir, *names)
-        if any(os.path.lexists(folder / name) for name in ("best.pt", "ckpt.pt", "pruned.pt")):
+        names = ("best.pt", "ckpt.pt", "pruned.pt")
+        if args.done is None and any(os.path.lexists(folder / name) for name in names):
             raise UserError(f"{folder} already holds a run; choose another --out_dir")
     return folder_of
 
@@ -469,6 +501,7 @@ def check(args):
     own_mechanism.add_named(args)
     args.device = pick_device(args.device)
     args.json = writable(args.json) if args.json else None
+    args.progress = Path(args.out_dir, "prune.json") if args.out_dir else args.json
     args.loaded = [load(path, args.split, 0, args.device, args.dataset, task=True) for path in args.ckpt]
     ids = [[attn.head_ids for attn in attentions(model)] for _, model, _ in args.loaded]
     for path, (state, model, data), head_ids in zip(args.ckpt, args.loaded, ids):
@@ -478,25 +511,27 @@ def check(args):
     args.by = [criterion for criterion in CRITERIA if criterion in args.by or "all" in args.by]
     args.by = [criterion for criterion in args.by
                if not any(why_unfit(criterion, model) for _, model, _ in args.loaded)]
+    args.done = rows_done(args)
     folders(args)
 
 
 def run(args):
     """Prune, measure, write, print; of what was stopped or failed, the rows that are done."""
     _, _, data = args.loaded[0]
-    options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
-    rows = []
-    of_task = isinstance(data, TaskData)
-    results = dict(dataset=data.meta["name"],
-                   split_sha256=None if of_task else data.splits[args.split].get("sha256"),
-                   torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
-                   finished=False)
+    args.done = args.done or []
+    rows, of_task = [*args.done], isinstance(data, TaskData)
+    if rows:
+        say(f"going on: {plural(len(rows), 'row')} in {args.progress}", file=sys.stderr)
+    results = dict(**results_of(args), rows=rows, finished=False)
+    files = [path for path in {args.progress, args.json} if path]
+    for path in files:
+        write_json(path, results)
     try:
         for number in range(len(args.ckpt)):
             for row in rows_of(args, number):
                 rows.append(row)
-                if args.json:
-                    write_json(args.json, results)
+                for path in files:
+                    write_json(path, results)
     except (UserError, KeyboardInterrupt):
         if rows:
             print(result_table(rows))
@@ -504,8 +539,9 @@ def run(args):
     if not rows:
         raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
     paths = sorted({row["folder"] for row in rows if "folder" in row})
+    for path in files:
+        write_json(path, {**results, "finished": True})  # these are all
     if args.json:
-        write_json(args.json, {**results, "finished": True})  # these are all
         paths.append(args.json)
         if picture := picture_bytes(draw_curves, rows, "png"):
             paths.append(args.json.with_name("pruning.png"))
@@ -525,6 +561,7 @@ def main(argv=None):
     args = arguments(argv)
     check(args)
     with only_writer(args.out_dir) if args.out_dir else nullcontext():
+        args.done = rows_done(args)
         args.folders = folders(args)  # once more: another process may just have been at work there
         run(args)
 

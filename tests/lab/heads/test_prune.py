@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -451,6 +452,26 @@ def test_the_rows_that_are_done_are_kept_where_the_next_one_fails(run, data, tmp
     told = json.loads(out.read_text())
     assert [row["ckpt"] for row in told["rows"]] == two[:1] and told["finished"] is False
     assert "random" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_command_that_was_killed_goes_on_with_the_rows_that_are_done(run, tmp_path, refusal, capsys):
+    """A kill leaves prune.json with those rows, and of the next one a folder that holds half of it."""
+    argv = ["--ckpt", run, "--to", "0.5", "--by", "random", "entropy", "--out_dir", tmp_path / "out",
+            "--recover", "2", "--rounds", "0"]
+    found = prune_json(argv, tmp_path)
+    capsys.readouterr()
+    assert "already holds a run" in refusal([*map(str, argv), "--device=cpu"])
+    progress = tmp_path / "out/prune.json"
+    progress.write_text(json.dumps({**found, "rows": found["rows"][:1], "finished": False}))
+    first, second = (Path(row["folder"], "best.pt") for row in found["rows"])
+    before = first.stat().st_mtime_ns, second.stat().st_mtime_ns
+    assert prune_json(argv, tmp_path) == json.loads(progress.read_text()) == found
+    after = first.stat().st_mtime_ns, second.stat().st_mtime_ns
+    assert before[0] == after[0] and before[1] < after[1]
+    progress.write_text(json.dumps({**found, "seed": 5, "rows": [], "finished": False}))  # another command's
+    capsys.readouterr()
+    assert "already holds a run" in refusal([*map(str, argv), "--device=cpu"])
 
 
 def test_heads_in_groups_are_counted_in_groups(data, tmp_path, refusal):
