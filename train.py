@@ -616,8 +616,7 @@ def train(model_config, config, given=None):
             make_ready(run, begun.state if begun.goes_on else {})
             del begun  # the tensors that were read can go
             open_run(run, closing)
-            with process.report_errors():
-                loop(run)
+            loop(run)
         write_result(run)
         return run.last_eval
 

@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Optional
 
 import torch
@@ -13,6 +15,10 @@ from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
 from nanoheads.common import UserError, drop, explain, pick_device, printable, ran_out_of_memory, say
+
+
+START_WITHIN = timedelta(minutes=5)  # in which all processes of a run must have started
+ALONE_AFTER = 5  # seconds in which torchrun ends a process where the first one fails as well
 
 
 @dataclass
@@ -42,18 +48,6 @@ class Process:
             if self.stop is None:
                 raise
             self.stop.lose_reader()
-
-    @contextmanager
-    def report_errors(self):
-        """This rank says what goes wrong inside: other ranks may know nothing of it, and report_once() has
-        the first one say what all of them meet.
-        """
-        try:
-            yield
-        except (UserError, OSError) as e:
-            if self.rank:
-                say(f"train: rank {self.rank}: {explain(e)}", file=sys.stderr, flush=True)
-            raise
 
     def all_reduce_sum(self, values):
         """The sum over ranks of a few numbers, in float64."""
@@ -102,18 +96,31 @@ class Process:
 
 @contextmanager
 def report_once():
-    """Only the first process of a machine reports an error that all processes of torchrun there meet. Memory
-    runs out in each by itself, and Process.report_errors() reports what one of them alone met.
+    """Only the first process of a machine reports an error that all processes of torchrun there meet, and
+    then torchrun ends the others. One that is still alive a little later met it alone, and says so. Memory
+    runs out in each by itself.
     """
     try:
         yield
     except Exception as e:
-        if os.environ.get("LOCAL_RANK", "0") != "0" and explain(e) and not ran_out_of_memory(e):
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if other_is_gone(e):
+            message = UserError("another process of this run has ended, for the reason that it gives")
+            raise (message if is_first else SystemExit(1)) from None
+        if not is_first and explain(e) and not ran_out_of_memory(e):
+            time.sleep(ALONE_AFTER)
+            say(f"train: rank {os.environ['RANK']}: {explain(e)}", file=sys.stderr, flush=True)
             sys.exit(1)
         raise
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def other_is_gone(e):
+    """Whether an exception says that a process group cannot go on without another process."""
+    return (dist.is_available() and dist.is_initialized()
+            and (isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and "gloo" in str(e)))
 
 
 def join_ranks(name):
@@ -127,7 +134,17 @@ def join_ranks(name):
     if device == "cuda":
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    # the group itself waits for half an hour, also for a process that has failed on another machine
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=START_WITHIN))
+        store.set(f"rank {rank}", "is here")
+        store.wait([f"rank {number}" for number in range(world)], START_WITHIN)
+    except dist.DistError:
+        raise UserError(f"not all processes of this run have started within {START_WITHIN.seconds} s: one "
+                        "has failed, for the reason that it gives, or its machine cannot be reached"
+                        ) from None
+    dist.init_process_group(dist.get_default_backend_for_device(device), rank=rank, world_size=world,
+                            store=dist.PrefixStore("group", store))
     return Process(device, dist.get_rank(), dist.get_world_size())
 
 

@@ -259,20 +259,36 @@ def test_ranks_that_begin_apart_are_refused(args, key):
 
 
 @pytest.mark.slow
-def test_the_rank_that_fails_alone_says_why(args, tmp_path):
-    """The first rank knows nothing of it, and would leave without a reason."""
-    code = ("import sys, train\n"
-            "real = train.training_step\n"
-            "def step(run, *batch):\n"
-            "    if run.process.rank == 1 and run.step == 2:\n"
+@pytest.mark.parametrize("place", ["start.begin", "training_step"])
+def test_the_rank_that_fails_alone_says_why(args, tmp_path, place):
+    """Before training and in it. The first rank knows nothing of it, and says that another one has ended."""
+    code = ("import os, sys, train\n"
+            f"real = train.{place}\n"
+            "def broken(*arguments):\n"
+            "    if os.environ['RANK'] == '1':\n"
             "        raise train.UserError('its rows hold a token that is none')\n"
-            "    return real(run, *batch)\n"
-            "train.training_step = step\n"
+            "    return real(*arguments)\n"
+            f"train.{place} = broken\n"
             "train.main(sys.argv[1:])\n")
     (tmp_path / "broken.py").write_text(code)
     done = torchrun(args("two", batch_size=8), 2, program=tmp_path / "broken.py")
     assert done.returncode != 0
-    assert "train: rank 1: its rows hold a token that is none" in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("train: ")] == [
+        "train: rank 1: its rows hold a token that is none",
+        "train: another process of this run has ended, for the reason that it gives"]
+
+
+def test_a_rank_does_not_wait_for_one_that_never_starts(args, free_port):
+    code = ("import datetime, sys, train\n"
+            "from nanoheads import ranks\n"
+            "ranks.START_WITHIN = datetime.timedelta(seconds=1)\n"
+            "train.main(sys.argv[1:])\n")
+    group = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                 MASTER_PORT=str(free_port))
+    done = subprocess.run([sys.executable, "-c", code, *args("two", batch_size=8)], cwd=ROOT,
+                          env={**os.environ, **group}, capture_output=True, text=True, timeout=100)
+    assert "train: not all processes of this run have started within 1 s: one has failed" in done.stderr
+    assert done.returncode == 1
 
 
 def test_a_batch_that_ranks_cannot_share_is_one_line(args, fails, monkeypatch):
