@@ -455,7 +455,7 @@ def results_of(args):
 
 def rows_done(args):
     """The rows that the same command had when it ended before all were done; None: it did not."""
-    known = args.progress and read_json(args.progress) or {}
+    known = read_json(args.progress) or {} if args.progress and args.progress.is_file() else {}
     rows, finished = known.pop("rows", None), known.pop("finished", None)
     return rows if finished is False and known == json_safe(results_of(args)) else None
 
