@@ -88,7 +88,7 @@ FAULTS = (
           'bpb=bits(nats, size["bytes"])', "bpb=bits(nats, tokens)",
           ("test_evaluate.py::test_bytes_and_characters_come_from_meta_not_from_the_token_count",)),
     Fault("a run folder means its last checkpoint", "checkpoint.py",
-          '("best.pt", "ckpt.pt") if (path / n)', '("ckpt.pt", "best.pt") if (path / n)',
+          '("best.pt", "ckpt.pt") if os', '("ckpt.pt", "best.pt") if os',
           ("test_checkpoint.py::test_a_run_folder_means_its_best_checkpoint",)),
     Fault("tensors of other names are passed over", "checkpoint.py",
           "model.load_state_dict(weights, strict=strict)", "model.load_state_dict(weights, strict=False)",
