@@ -96,12 +96,18 @@ def problems_of_methods(cls):
 
 def cannot_call(function, names):
     """Why a function cannot be called with arguments in the order of these names, in words; None: it can."""
+    if not callable(function):
+        return f"{in_short(function)} is not a callable object"
     try:
-        inspect.signature(function).bind(*names)
+        signature = inspect.signature(function)
+        signature.bind(*names)
     except TypeError as e:
         return str(e)
     except ValueError:  # one that is written in C, and does not say
         return None
+    own_names = [*signature.parameters]
+    if own_names != [*names] and sorted(own_names) == sorted(names):
+        return f"it has these arguments in another order, ({', '.join(own_names)})"
 
 
 def problems_of_modes(cls):
@@ -298,10 +304,14 @@ def try_hooks(gpt, classes):
                 if wrong := wrong_losses("must return", cls.model_losses(gpt, outcome)):
                     raise UserError(f"{called[-1]} {wrong}")
     except Exception as e:
-        if isinstance(e, UserError) or fault_of_own_file(e) or ran_out_of_memory(e) or not called:
+        if isinstance(e, UserError) or ran_out_of_memory(e) or not called:
             raise
-        raise UserError(f"{called[-1]}: the layer cannot go on after it: {type(e).__name__}: "
-                        f"{' '.join(str(e).split())[:200]}") from None
+        words = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        wrong = fault_of_own_file(e) or f"{called[-1]}: the layer cannot go on after it: {words}"
+        if "NoneType" in words and isinstance(e, (AttributeError, TypeError)):
+            wrong += ("; heads.row_stats is None unless the class names in needs_row_stats what it reads, "
+                      "positions and n_keys unless it has needs_positions = True")
+        raise UserError(wrong) from None
 
 
 def place_of(hook):
@@ -324,13 +334,16 @@ def call_hook(hook, called, attn, *args):
 
 def wrong_return(name, args, returned):
     """What is wrong, in words, with what a hook of this name returned for its arguments; None: nothing."""
+    if name in ("before_projection", "before_attention", "after_attention") and returned is not None:
+        return (f"must return nothing, and returned {in_short(returned)}, which would be ignored: set "
+                "heads.x, heads.q, heads.k, heads.v or heads.y, or put a gate into heads.gates")
     if name in ("after_projection", "trace_map"):
         return wrong_shape("must return a tensor", returned, args[0].shape)
     if name == "score_mod" and returned is not None and (wrong := cannot_call(returned, SCORE)):
         return f"must return None or a function of ({', '.join(SCORE)}): {wrong}"
     if name == "after_kernel":
         if not isinstance(returned, tuple) or len(returned) != 2:
-            what = "y alone" if torch.is_tensor(returned) else f"{returned!r:.40}"
+            what = "y alone" if torch.is_tensor(returned) else in_short(returned)
             return f"must return y and row_stats, and returned {what}"
         return wrong_shape("must return outputs y", returned[0], args[1].shape, but_last=True)
 
@@ -356,7 +369,7 @@ def wrong_heads(attn, heads, before):
     shape = (B, attn.n_total, T, attn.head_size)
     for name, gate in heads.gates.items():
         if not torch.is_tensor(gate):
-            return f"must put a tensor into heads.gates[{name!r}], not {gate!r:.40}"
+            return f"must put a tensor into heads.gates[{name!r}], not {in_short(gate)}"
         if gate.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(gate.shape), reversed(shape))):
             return (f"must put into heads.gates[{name!r}] what broadcasts over the outputs {[*shape]}, and "
                     f"its shape is {[*gate.shape]}")
@@ -366,11 +379,17 @@ def wrong_losses(words, losses):
     """What is wrong, in words, with losses of a mechanism, in a sentence that begins so; None: nothing."""
     form = f"{words} a dictionary of losses, each a tensor of no dimension"
     if not isinstance(losses, dict):
-        return f"{form}, and it is {losses!r:.40}"
+        return f"{form}, and it is {in_short(losses)}"
     for name, loss in losses.items():
         if not torch.is_tensor(loss) or loss.dim():
-            what = f"has the shape {[*loss.shape]}" if torch.is_tensor(loss) else f"is {loss!r:.40}"
+            what = f"has the shape {[*loss.shape]}" if torch.is_tensor(loss) else f"is {in_short(loss)}"
             return f"{form}, and {name!r} {what}"
+
+
+def in_short(value):
+    """A value as an error shows it, in a few words: by its type, where it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def wrong_shape(words, value, shape, but_last=False):
@@ -380,6 +399,6 @@ def wrong_shape(words, value, shape, but_last=False):
     """
     shape = [*shape]
     if not torch.is_tensor(value):
-        return f"{words} of the shape {shape}, and it is {value!r:.40}"
+        return f"{words} of the shape {shape}, and it is {in_short(value)}"
     if value.dim() != len(shape) or [*value.shape][:len(shape) - but_last] != shape[:len(shape) - but_last]:
         return f"{words} of the shape {shape}, and its shape is {[*value.shape]}"

@@ -411,10 +411,7 @@ def broken(promise, build, plain=None):
     except UserError as e:
         return str(e)
     except Exception as e:  # a mechanism of one's own may raise anything
-        wrong = fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        if "NoneType" in wrong:
-            wrong += "; positions and n_keys are None unless the class has needs_positions = True"
-        return wrong
+        return fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
 def at_size(model_config, config):

@@ -308,6 +308,13 @@ def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, a
     ("after_attention(self, attn, heads): heads.y = heads.y.mean(1)", "heads.y a tensor of the shape"),
     ("after_attention(self, attn, heads): heads.gates['a'] = 0.5",
      "must put a tensor into heads.gates['a'], not 0.5"),
+    ("after_kernel(self, attn, heads, y, row_stats): return [y, row_stats]", "and returned a list"),
+    ("score_mod(self, attn, heads): return self.slope", "a Parameter is not a callable object"),
+    ("score_mod(self, attn, heads): return lambda score, h, b, t, s: score",
+     "it has these arguments in another order, (score, h, b, t, s)"),
+    ("before_attention(self, attn, heads): return heads.q * 2",
+     "must return nothing, and returned a Tensor, which would be ignored: set heads.x, heads.q,"),
+    ("after_attention(self, attn, heads): yield heads.y", "must return nothing, and returned a generator"),
     ("after_attention(self, attn, heads): heads.gates['a'] = torch.ones(3, 3, 3)",
      "what broadcasts over the outputs [2, 2, 16, 8], and its shape is [3, 3, 3]"),
     ("model_losses(cls, model, outcome): pass",
@@ -324,8 +331,18 @@ def test_what_a_layer_cannot_go_on_with_names_class_and_hook(hook, words, mine, 
     assert place in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("value", ["row_stats.entropy", "forward_pass.n_keys.log()"])
+def test_what_is_none_unless_a_class_asks_for_it_is_named(value, mine, args):
+    path = mine(HOOK, f"    def after_attention(self, attn, heads):\n        heads.{value}\n\n{HOOK}")
+    said = line_of(train, *args(), f"--mechanism={path}")
+    assert "heads.row_stats is None unless the class names in needs_row_stats what it reads" in said
+    assert "positions and n_keys unless it has needs_positions = True" in said
+
+
 @pytest.mark.parametrize("hook, words", [
     ("score_mod(self, attn): return None", "score_mod() is called with (self, attn, heads): too many"),
+    ("before_attention(self, heads, attn): pass",
+     "(self, attn, heads): it has these arguments in another order, (self, heads, attn)"),
     ("at_step(self, step): pass", "at_step() is called with (self, config, step): too many positional"),
     ("problems(self, config): return []", "problems() is called with (config), as a staticmethod: missing"),
     ("__init__(self, config): pass", "__init__() is called with (self, config, attn): too many positional"),
