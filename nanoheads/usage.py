@@ -18,6 +18,7 @@ from model import MECHANISM_CLASSES, OWN, PlainConfig
 from nanoheads.common import UserError
 from nanoheads.config import CoreTrainConfig
 from nanoheads.configurator import Presets, fields_of, is_help, keys_of, likely_name, type_name
+from nanoheads.other_names import our_name
 
 EVERY_DAY = ("scale", "mechanism", "check", "dataset", "out_dir", "resume", "overwrite", "init_from",
              "recipe", "n_layer", "n_head", "n_embd", "block_size", "dropout", "batch_size", "max_iters",
@@ -125,14 +126,16 @@ def listed(section):
 
 def about(word, classes):
     """What --help=WORD prints: the sections that are called so, that have a key or a mechanism called so, or
-    keys that begin with it. UserError: there are none.
+    keys that begin with it; nanoGPT's names of keys mean ours. UserError: there are none.
     """
     keys, sections, word = keys_of(classes), sections_of(classes), word.strip("-").replace("-", "_")
+    if word not in keys and our_name(word) in keys:
+        word = our_name(word)
     found = [section for section in sections if word in (section.name, *section.keys, *section.modes)]
     found = found or [section for section in sections
                       if any(name.startswith(f"{word}_") for name in section.keys)]
     if not found:
-        names = {name for section in sections for name in (section.name, *section.keys)}
+        names = {name for section in sections for name in (section.name, *section.keys, *section.modes)}
         suggestion = likely_name(word, sorted(names))
         raise UserError(f"--help={word}: there is no key, mechanism or heading of that name; "
                         + (f"did you mean --help={suggestion}?" if suggestion else "--help lists them"))

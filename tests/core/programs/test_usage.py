@@ -69,12 +69,15 @@ def test_help_about_a_word_finds_a_mechanism_by_its_name_its_flag_or_any_key(cap
         assert "--mechanism=moh" in text and "--routing=moh --routing_shared=1" in text
     assert "constraint_names" in keys_in(shown(capsys, "--help=constraint"))
     assert "n_embd" in keys_in(shown(capsys, "--help=n_head", "--scale=tiny"))
+    for word in ("lr", "learning_rate"):  # nanoGPT's name of it
+        assert "adamw_lr" in keys_in(shown(capsys, f"--help={word}"))
 
 
-def test_help_about_a_word_that_is_none_says_what_was_meant():
+@pytest.mark.parametrize("word, meant", [("routnig", "routing"), ("constraintt_a", "constraint_a")])
+def test_help_about_a_word_that_is_none_says_what_was_meant(word, meant):
     with pytest.raises(SystemExit) as end:
-        main(["--help=routnig"])
-    assert "did you mean --help=routing?" in end.value.code
+        main([f"--help={word}"])
+    assert f"did you mean --help={meant}?" in end.value.code
 
 
 def test_a_row_has_the_key_its_default_what_it_does_and_what_may_be_chosen():
