@@ -205,14 +205,16 @@ def leaks_in_words(study):
     if not trained_here(study):
         return []
     judged = {run.name for run in study.runs if run.stage == "judge" and run.name in study.results}
-    searches = [study.results[name].leaks for name in judged if study.results[name].leaks]
+    searches = Counter(study.results[name].leaks for name in judged if study.results[name].leaks)
     if not searches:
         return []
-    subject = f"{len(searches):,} of {len(judged):,} judged runs were"
-    if len(searches) == len(judged):
+    searched = sum(searches.values())
+    subject = f"{searched:,} of {len(judged):,} judged runs were"
+    if searched == len(judged):
         subject = "Every judged run was"
-    return [f"{subject} searched for a model that looks ahead or mixes rows, and none was found: {words}."
-            for words in sorted(set(searches))[:3]]
+    words = "; ".join(f"{n:,} runs at {search}" if len(searches) > 1 else search
+                      for search, n in sorted(searches.items()))
+    return [f"{subject} searched for a model that looks ahead or mixes rows, and none was found: {words}."]
 
 
 def timing_in_words(study):

@@ -274,6 +274,10 @@ def test_a_score_on_validation_is_called_that_first(split, digests, more, said):
 def test_leaks_that_were_looked_for_are_named():
     text = everything(ONE)
     assert all(f"none was found: {LEAKS}" in text[where] for where in ("terminal", "markdown", "page"))
+    other = {run.name: replace(ONE.results[run.name], leaks="9 positions") for run in ONE.runs[:3]}
+    assert notices.leaks_in_words(replace(ONE, results={**ONE.results, **other})) == [
+        "Every judged run was searched for a model that looks ahead or mixes rows, and none was found: "
+        f"{len(ONE.results) - len(other)} runs at {LEAKS}; {len(other)} runs at 9 positions."]
 
 
 def test_a_new_study_is_proposed_with_fresh_seeds():
