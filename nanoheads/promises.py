@@ -20,7 +20,6 @@ mechanism, also in a study, it tries causal and rows at its own size, and prints
 import copy
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -69,12 +68,18 @@ def far(a, b):
 # ---- the promises: each function returns what is wrong, in words, or None ----
 
 def perturbations(model):
-    """Yield ("in training" or "when evaluated", a Perturbation of the model's logits) of both modes."""
+    """Yield ("in training" or "when evaluated", a Perturbation of the model's logits) of both modes.
+
+    Each batch is given to a new copy, since a forward pass in training may change a buffer for the next one.
+    """
+    def ask(ids):
+        return logits_of(copy.deepcopy(model), ids)
+
     idx = tokens(1, 2, T)
     for training in (False, True):
         model.train(training)
         yield ("in training" if training else "when evaluated",
-               Perturbation(partial(logits_of, model), idx, (idx + 5) % SIZES["vocab_size"], 1e-9))
+               Perturbation(ask, idx, (idx + 5) % SIZES["vocab_size"], 1e-9))
 
 
 @torch.no_grad()

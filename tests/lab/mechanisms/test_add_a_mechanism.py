@@ -175,7 +175,7 @@ class Mean(Mechanism):
 
     def before_projection(self, attn, heads):
         x, heads.x = heads.x, heads.x - self.w * self.kept
-        if self.training and torch.is_grad_enabled():
+        if self.training:
             self.kept = 0.9 * self.kept + SHARE * x.mean((0, 1)).detach()
 """
 
