@@ -426,10 +426,20 @@ def problems_of(study, on_file):
     recomputed = json_safe([asdict(c) for c in comparisons_of(study)])
     if len(recomputed) != len(on_file):
         problems.append(f"{len(on_file)} comparisons, where its runs give {len(recomputed)}")
-    for new, old in zip(recomputed, on_file):
-        problems += [f"{new['variant']} against {new['baseline']}: {key} is {old.get(key)}, where its runs "
-                     f"give {new[key]}" for key in new if not records.are_close(new[key], old.get(key))]
+    on_file = {compared_in(c): c for c in on_file}
+    for new in recomputed:
+        name, old = f"{new['variant']} against {new['baseline']}", on_file.get(compared_in(new))
+        if old is None:
+            problems.append(f"{name}: its runs give this comparison, and the file does not have it")
+            continue
+        problems += [f"{name}: {key} is {old.get(key)}, where its runs give {new[key]}" for key in new
+                     if not records.are_close(new[key], old.get(key))]
     return problems
+
+
+def compared_in(comparison):
+    """What is compared in a comparison of a results file: variant, baseline, texts, and what is equal."""
+    return comparison["variant"], comparison["baseline"], (*comparison["texts"],), comparison["equal"]
 
 
 def compare_scores(path, config):

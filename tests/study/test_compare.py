@@ -232,6 +232,13 @@ def test_what_was_edited_is_found(change, inside, tmp_path, capsys):
     assert "NOT AS COMPUTED" in refused("report", copy, f"--out_dir={tmp_path / 'out'}")
 
 
+def test_a_comparison_that_is_missing_says_nothing_of_the_others(inside, tmp_path):
+    copy = changed(results_of(inside), tmp_path, lambda found: found["comparisons"].pop(0))
+    lines = refused("recheck", copy).splitlines()
+    assert len(lines) == 2 and "comparisons, where its runs give" in lines[0]
+    assert lines[1].endswith(": its runs give this comparison, and the file does not have it")
+
+
 DAMAGES = {
     "no such measure": lambda found: found["study"].update(measure="nats"),
     "no such variant": lambda found: found["study"]["variants"].pop(0),
