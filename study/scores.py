@@ -131,7 +131,8 @@ def read_csv(path):
         head = [title.strip().lower() for title in next(lines, [])]
         if missing_columns := [title for title in REQUIRED if title not in head]:
             raise UserError(f"{path}, line 1: no column {', '.join(missing_columns)}; it must name "
-                            f"{', '.join(REQUIRED)}, and has {', '.join(map(printable, head)) or 'nothing'}")
+                            f"{', '.join(REQUIRED)}, and has {', '.join(map(printable, head)) or 'nothing'}"
+                            + "; commas separate columns" * (len(head) == 1))
         if repeated := [title for title in (*REQUIRED, *OPTIONAL) if head.count(title) > 1]:
             raise UserError(f"{path}, line 1: the column {repeated[0]} is there twice")
         rows, problems, line_of = [], [], {}

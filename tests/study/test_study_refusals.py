@@ -36,6 +36,7 @@ SCORES += [(f"variant,seed,score,{column}", f"a,9,2.0,{value}",
 NO_SCORES = [
     ("", "line 1: no column variant, seed, score; it must name variant, seed, score, and has nothing"),
     ("variant,score\na,1\n", "line 1: no column seed"),
+    ("variant;seed;score\na;1;1,4\n", "and has variant;seed;score; commas separate columns"),
     ("variant,seed,score,score\n", "score is there twice"), ("variant,seed,score\n", "has no runs"),
     ("variant,seed,score\na,1,2.0\n", "has one variant, a: nothing to compare it with"),
     ("x" * 200_000, "line 1: field larger than field limit")]
