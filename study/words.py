@@ -256,7 +256,7 @@ def sentence_of(study, c):
     elif c.verdict == "identical":
         words = "identical: nothing acted, the scores are the same on every shared seed"
     elif c.verdict == "same":
-        words = f"the same within {study.margin:g}{unit}: {figures}, {p_in_words(c.p_same)} of more)"
+        words = f"the same within {study.margin:g}{unit}: {figures}, {p_in_words(c.p_same)} of a larger one)"
     elif c.verdict != "undecided":
         size = "" if is_of_tasks(study) else f" by {abs(c.mean):.4f}{unit}"
         ends = sorted((c.low, c.high)) if is_of_tasks(study) else sorted((abs(c.low), abs(c.high)))
