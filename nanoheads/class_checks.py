@@ -294,7 +294,7 @@ def try_hooks(gpt, classes):
     ids = torch.zeros(2, min(gpt.config.block_size, 61), dtype=torch.long)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            gpt.eval().run_blocks(ids, wants_traces=True)
+            gpt.eval().run_blocks(ids, wants_traces="maps")
             with torch.enable_grad():
                 x, results = gpt.train().run_blocks(ids, wants_losses=True)
             _, nats = gpt.cross_entropy(x, ids, None, per_token=gpt.needs_nats)

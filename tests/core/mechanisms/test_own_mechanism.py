@@ -317,6 +317,8 @@ def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, a
     ("after_attention(self, attn, heads): yield heads.y", "must return nothing, and returned a generator"),
     ("after_attention(self, attn, heads): heads.gates['a'] = torch.ones(3, 3, 3)",
      "what broadcasts over the outputs [2, 2, 16, 8], and its shape is [3, 3, 3]"),
+    ("trace_map(self, attn, weights, heads): return weights.mean(1)",
+     "must return a tensor of the shape [2, 2, 16, 16], and its shape is [2, 16, 16]"),
     ("model_losses(cls, model, outcome): pass",
      "must return a dictionary of losses, each a tensor of no dimension, and it is None"),
 ])
