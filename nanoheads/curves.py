@@ -21,7 +21,7 @@ AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
         "time": ("elapsed_s", "elapsed minutes")}
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
 TITLES = {"bpb": "Bits per byte", "bpc": "Bits per character", "loss": "Loss, nats per token",
-          "lr": "Learning rate", "gap": "Gap, val − train loss",
+          "lr": "Learning rate", "gap": "Gap, val − train loss, nats per token",
           "acc": "Answers that are right, mean over levels"}
 BITS = 1 / np.log(2)  # nats -> bits
 OF_TASK = {"loss": "Loss, nats an answer", "acc": "Answers that are right, by level"}  # of a run alone

@@ -47,7 +47,8 @@ def label_right(ax, labels, size=12):
     size: of the letters, at most. Returns [(height, (y, text, colour))] as written, heights 0 to 1.
     """
     ax.get_ylim()  # settles the autoscale that transData needs
-    labels, gap = sorted(labels), min(0.07, 1 / max(len(labels), 1))
+    inches = ax.get_position().height * ax.get_figure().get_figheight()
+    labels, gap = sorted(labels), min(max(0.07, size / 72 / inches), 1 / max(len(labels), 1))
     heights = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for y, _, _ in labels]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)

@@ -17,7 +17,7 @@ from helpers import ANYTHING, EDITS, curve as rows, damaged, words_in as text, w
 from labels import hidden_labels
 from nanoheads import curves
 from nanoheads.curves import curves_of, plot_runs, read_log
-from nanoheads.drawing import COLOURS
+from nanoheads.drawing import COLOURS, canvas, label_right
 from nanoheads.files import LONGEST
 from plot_curves import main
 
@@ -25,6 +25,13 @@ from plot_curves import main
 def strokes(svg):
     """The palette colours that an SVG draws with."""
     return {c for c in COLOURS if re.search(f"stroke: {c}", svg.read_text(), re.I)} - {"#000000"}
+
+
+@pytest.mark.parametrize("inches", [1, 2, 4])
+def test_numbers_beside_a_curve_do_not_lie_on_each_other(inches):
+    ax = canvas(6, inches).subplots()
+    (low, _), (high, _) = label_right(ax, [(0.5, "+0.210", "red"), (0.501, "+0.205", "blue")], size=12)
+    assert 72 * inches * ax.get_position().height * (high - low) >= 12 - 1e-9  # points, of letters of 12
 
 
 @pytest.fixture
@@ -71,7 +78,7 @@ def test_svg_is_xml_and_has_the_panels(three):
     for path in (three[0] / "out").rglob("*.svg"):
         assert ET.parse(path).getroot().tag.endswith("svg")
         for title in ("its per byte", "oss, nats per token",
-                      "Learning rate", "Gap, val − train loss", "best val"):
+                      "Learning rate", "Gap, val − train loss, nats per token", "best val"):
             assert title in text(path), (path, title)
 
 
