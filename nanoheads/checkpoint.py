@@ -22,6 +22,7 @@ own_mechanism.py and lab/hub/ are imported by the functions that need them: most
 of one's own, and are no folders of transformers'.
 """
 
+import json
 import math
 import os
 import re
@@ -31,8 +32,8 @@ from pathlib import Path
 import torch
 
 from model import GPT, RECIPES, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_lab, is_there, old_version_message,
-                              ran_out_of_memory, write_atomic)
+from nanoheads.common import (UserError, fault_of_own_file, from_lab, is_there, number,
+                              old_version_message, ran_out_of_memory, write_atomic)
 from nanoheads.configurator import convert_fields, keys_of, likely_key, parse, type_name
 from nanoheads.tokenizer import same_vocabulary
 
@@ -87,8 +88,8 @@ def read(path, device="cpu"):
             raise UserError(f"no checkpoint {file}")
         state = hf.read(hf.fetch(path) if from_hub else path)
     meta = state["meta"]
-    if meta is not None and not (has_string_keys(meta) and all(isinstance(meta.get(key), kind)
-                                                               for key, kind in TOKEN_FIELDS.items())):
+    if meta is not None and not (has_string_keys(meta) and is_json(meta) and
+                                 all(isinstance(meta.get(key), kind) for key, kind in TOKEN_FIELDS.items())):
         raise UserError(f"{path} is damaged: its meta does not say what its tokens mean")
     if problem := problem_of_progress(state):
         raise UserError(f"{path} is damaged: {problem}")
@@ -139,21 +140,32 @@ def problem_of_progress(state):
         value = state.get(key)
         if not (value is None or is_a(value, kind)):
             return f"its {key} must be of type {kind.__name__}, and is of {type(value).__name__}"
+        if kind is float and value is not None and math.isnan(value):
+            return f"its {key} is {value}"
     scaler, meta = state.get("scaler"), state["meta"] or {}
     if (state.get("step") or 0) < 0:
         return f"its step is {state['step']}"
     if state.get("last_eval") is not None and not is_a(state["last_eval"].get("step"), int):
         return "its last_eval must have a step, which is a number"
-    if scaler and not (is_a(scaler.get("scale"), float) and is_a(scaler.get("_growth_tracker"), int)):
-        return "its scaler must have a scale and a _growth_tracker, which are numbers"
-    dicts = [meta[key] for key in ("splits", "task") if meta.get(key) is not None]
+    if scaler and not (number(scaler.get("scale")) > 0 and is_a(scaler.get("_growth_tracker"), int)):
+        return "its scaler must have a scale above 0 and a _growth_tracker, which are numbers"
+    dicts = [meta[key] for key in ("splits", "task", "options") if meta.get(key) is not None]
     dicts += meta["splits"].values() if isinstance(meta.get("splits"), dict) else ()
     if not all(map(has_string_keys, dicts)):
-        return "its meta does not say what its splits or its task are"
+        return "its meta does not say what its splits, its task or its options are"
 
 
 def has_string_keys(value):
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def is_json(value):
+    """Whether JSON can hold a value, as all of a meta.json is held by it: no tensors, no bytes."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def is_file_record(value):

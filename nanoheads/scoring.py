@@ -335,7 +335,7 @@ def load(path, split, stride, device, dataset=None, settings=(), task=False):
         say_first(path, tokenizer)
         data.first = tokenizer.first
     trained_split, current_split = (
-        {"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
+        {"separator": meta.get("separator"), **(meta.get("splits") or {}).get(split, {})}
         for meta in (state["meta"] or {}, data.meta))
     if trained_split.get("sha256") and not dataset:
         advice = f"--dataset={data.dir} scores it all the same"

@@ -37,7 +37,7 @@ def task_in(path):
     """
     try:
         state = torch.load(checkpoint.file_of(path), map_location="cpu", weights_only=True, mmap=True)
-        return state["meta"]["task"]
+        return dict(state["meta"])["task"]
     except Exception:  # damage shows in many ways
         return None
 
