@@ -129,7 +129,8 @@ def settings_to_resume(command):
     path, settings = Path(folder, "config.json"), settings_in(folder)
     if settings is None and not is_there(Path(folder, "ckpt.pt")):
         said = {key for key, value in values.items() if (key, value) != ("init_from", "resume")}
-        if not (evaluates or said - COMMAND_KEYS - SAME_RUN_KEYS or Path(folder, "best.pt").is_file()):
+        said -= COMMAND_KEYS | SAME_RUN_KEYS | {"max_iters"}  # a larger one goes on with a run
+        if not (evaluates or said or Path(folder, "best.pt").is_file()):
             raise UserError(f"{folder} holds no run to go on with, neither config.json nor ckpt.pt, and this "
                             "command does not say what to train: repeat the one that began the run")
         return None  # there is no run yet, as checkpoint_of() says

@@ -253,8 +253,9 @@ COMMANDS = [
         ("--out_dir=not_last --resume --max_iters=9", "holds no state to go on from")),
 
     *under("train.py",
-        ("--out_dir=nothing --resume --device=cpu", "^train: nothing holds no run to go on with, neither "
-         "config.json nor ckpt.pt, and this command does not say what to train")),
+        *((f"--out_dir=nothing --resume --device=cpu {more}", "^train: nothing holds no run to go on with, "
+           "neither config.json nor ckpt.pt, and this command does not say what to train")
+          for more in ("", "--max_iters=9"))),
 
     # ---- train.py: what contradicts the run that is there ----
     *under(f"{TRAIN} --out_dir=run --resume --max_iters=12",
