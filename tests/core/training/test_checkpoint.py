@@ -230,7 +230,7 @@ MISFITS = {  # what a line must name, and what was done to the file
     "its step must be of type int, and is of str": lambda s: s.update(step="6"),
     "its step is -6": lambda s: s.update(step=-6),
     "its best_val_loss is nan": lambda s: s.update(best_val_loss=math.nan),
-    "its scaler must have a scale above 0": lambda s: s.update(scaler=dict(scale=math.nan, _growth_tracker=0)),
+    "a scale above 0": lambda s: s.update(scaler=dict(scale=math.nan, _growth_tracker=0)),
     "its meta does not say what its tokens mean": lambda s: s.update(meta=torch.zeros(3)),
     "its meta does not say what its tokens": lambda s: s["meta"].update(dtype=torch.zeros(3)),
     "its task or its options are": lambda s: s["meta"].update(options=3),
