@@ -206,7 +206,7 @@ class ForwardPass:
         return self.positions if self.positions.dim() == 1 else self.positions[:, None]
 
 
-@dataclass
+@dataclass(slots=True)  # so that a name that is none of these is refused
 class Heads:
     """The heads of one layer in one forward pass: what hooks are given, and what they rewrite."""
 

@@ -280,6 +280,8 @@ def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine):
     ("import torch\n", "import sys\nsys.exit(0)\n", "mine.py, line 3: SystemExit: 0"),
     ("        super().__init__()\n", "        exit()\n", "mine.py, line 23: SystemExit"),
     (HOOK, f"{HOOK}\n        exit(0)  #", "mine.py, line 27: SystemExit: 0"),
+    (HOOK, f"    def after_attention(self, attn, heads):\n        heads.gate = heads.y\n\n{HOOK}",
+     "AttributeError: 'Heads' object has no attribute 'gate'"),
 ])
 def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, args):
     assert words in line_of(train, *args(), f"--mechanism={mine(before, after)}")
