@@ -10,7 +10,8 @@ A fault is one that a person makes: a sign, an index, a mask, a missing term. It
 its file; where it stands no more the table says so in a line, and the fault is to be put anew. A file is
 named by the end of its path and a test by its file's name, so both may move to other folders.
 
-Before any fault is planted all named tests are run as they are: a test that fails by itself finds nothing.
+Several are planted at a time, each in a copy of its own. A test that fails by itself finds nothing, so
+`make test-all` has to pass as well.
 """
 import argparse
 import os
@@ -19,7 +20,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +122,20 @@ FAULTS = (
           "if state in (GOOD_STATES.get(path), read_note(note)):",
           "if GOOD_STATES.get(path) or read_note(note):",
           ("test_files.py::test_a_text_is_hashed_once_and_again_where_it_was_touched_or_copied",)),
+    Fault("a fork's arguments are dropped", "checkpoint.py",
+          'if unknown := [f"{key}={value!r}"[:60] for key, value in arguments.items() if key not in flags]:',
+          "if unknown := []:",
+          ("test_checkpoint.py::test_a_checkpoint_of_a_fork_is_refused_by_what_nanogpt_does_not_have",)),
+    Fault("a link that leads nowhere is a missing file", "nanoheads/common.py",
+          "if os.path.lexists(path) and not path.is_file():\n        what =", "if False:\n        what =",
+          ("test_files.py::test_a_name_that_leads_to_no_file_is_no_missing_file",)),
+    Fault("a resumed run has all its patience again", "checkpoint.py",
+          'PROGRESS = ("step", "best_val_loss", "evals_since_best",', 'PROGRESS = ("step", "best_val_loss",',
+          ("test_train.py::test_a_resumed_run_has_as_much_patience_left",)),
+    Fault("a window's first tokens are scored twice", "scoring.py",
+          "return position + stride - block_size, end, end - position",
+          "return position + stride - block_size, end, end - position + 1",
+          ("test_evaluate.py::test_windows_score_each_position_once_and_in_order",)),
     # ---- configuration ----
     Fault("of two names for one key the first wins", "other_names.py",
           "translated.update(translated_values)", "translated = {**translated_values, **translated}",
@@ -130,6 +147,16 @@ FAULTS = (
     Fault("bytes in the place of characters", "tokenizer.py",
           "count_chars(a) - count_chars(b))", "len(a) - len(b))",
           ("test_tokenizer.py::test_tokens_stand_for_the_bytes_of_a_text_that_they_respell",)),
+    Fault("a shard's header is read as tokens", "shards.py",
+          'offset = HEADER if shard["format"] == "llm.c" else 0', "offset = 0",
+          ("test_prepare.py::test_shards_that_are_there_are_read_where_they_lie",)),
+    Fault("half of a surrogate pair is text", "corpus.py",
+          're.compile("[\\ud800-\\udfff]")', 're.compile("[\\udc80-\\udcff]")',
+          ("test_prepare.py::test_what_is_no_text_in_a_document_is_replaced_and_counted",)),
+    Fault("a special token's name in a text is the token", "tokenizer.py",
+          "self.pairs.encode_special_tokens = not special", "self.pairs.encode_special_tokens = False",
+          ("test_hf.py::test_a_tokenizer_cuts_pads_and_loses_nothing",
+           "test_tokenizer.py::test_special_tokens_are_text_unless_they_are_asked_for")),
     Fault("each rank reads the first rank's rows", "batches.py",
           "np.arange(step * self.rows + rank, (step + 1) * self.rows, world)",
           "np.arange(step * self.rows, (step + 1) * self.rows, world)",
@@ -150,7 +177,67 @@ FAULTS = (
           "scale_heads(attn, attn.gate_by_hand)", "pass",
           ("test_controller.py::"
            "test_gates_by_hand_go_into_the_projections_of_every_mechanism[sentinel]",)),
+    Fault("averages forget instead of weighing the past", "measuring.py",
+          "mean = values * (1 - keep) + np.nan_to_num(old_mean) * keep",
+          "mean = values * keep + np.nan_to_num(old_mean) * (1 - keep)",
+          ("test_controller.py::test_averages_weigh_the_past",)),
+    Fault("a new head says something at once", "surgery.py",
+          "fresh_attn.c_proj.weight[:, (~is_old).repeat_interleave(attn.head_size)] = 0.0", "pass",
+          ("test_controller.py::test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly",
+           "test_heads.py::test_inserted_heads_leave_the_logits_alone_and_learn")),
+    Fault("heads that were dropped are grown while the loss falls", "surgery.py",
+          "if self.ramps or not self.is_plateau(measurements.losses):", "if self.ramps:",
+          ("test_controller.py::test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free",)),
+    # ---- Hugging Face ----
+    Fault("an exported tokenizer puts a token before a text", "huggingface.py",
+          'if not meta.get("published"):', "if False:",
+          ("test_hf.py::test_an_exported_tokenizer_gives_the_ids_of_the_run",)),
+    Fault("a published model's text begins as ours do", "tokenizer.py",
+          'self.first = (self.encode_prompt("") or [self.separator])[0]', "self.first = self.separator",
+          ("test_hf.py::test_a_published_models_text_begins_as_its_tokenizer_says",)),
+    Fault("an inserted layer's cache is passed over", "inserted.py",
+          "kwargs[name] = cache = LateCache(kwargs[name], x, inserted.constraint is not None)",
+          "cache = LateCache(kwargs[name], x, inserted.constraint is not None)",
+          ("test_inserted.py::test_a_cache_and_padding_change_nothing",)),
+    # ---- plan, queue, trial, records ----
+    Fault("seeds that chose are judged as well", "plan.py",
+          "(seed for seed in itertools.count(max(c.seeds) + 1) if seed not in c.screen_seeds)",
+          "itertools.count(max(c.seeds) + 1)",
+          ("test_plan.py::test_seeds_of_the_plain_gpt_pass_over_those_that_choose",)),
+    Fault("the luckiest rates are taken", "plan.py",
+          "best if means[0] - means[best] > error else 0", "best",
+          ("test_plan.py::test_the_rates_stay_unless_others_are_better_by_a_standard_error",)),
+    Fault("rates at which a run failed are judged by those that did not", "plan.py",
+          "if len(by_seed) == n > 0 else math.inf", "if by_seed else math.inf",
+          ("test_plan.py::test_rates_at_which_a_run_failed_are_not_taken",)),
+    Fault("the plain GPT is not tried at a variant's rates", "plan.py",
+          "factors.update(*(by_group[group] for by_group in factors_tried.values() if group in by_group))",
+          "factors.update()",
+          ("test_plan.py::test_the_search_goes_on_where_the_best_is_the_last_one_tried",)),
+    Fault("all runs go to the first GPU", "queue.py",
+          "min(slots.gpus, key=busy_gpus.count, default=None)", "next(iter(slots.gpus), None)",
+          ("test_queue.py::test_the_next_run_gets_the_gpu_with_the_fewest",)),
+    Fault("a result is believed in any run's folder", "trial.py",
+          "hash_of([folder.resolve().stem, result])", "hash_of([result])",
+          ("test_trial.py::test_a_result_that_was_copied_from_another_run_is_not_believed",)),
+    Fault("data that changed meanwhile is scored", "trial.py",
+          "check_unchanged(folder, spec)  # so it was the same from begin to end", "pass",
+          ("test_trial.py::test_data_that_changes_while_a_run_is_trained_gives_no_score",)),
+    Fault("a trained model that looks ahead has a score", "trial.py",
+          'causality.refuse(model, config, "after training", step=max(0, state["step"] - 1))', '""',
+          ("test_trial.py::test_a_look_ahead_that_training_grows_has_no_score",)),
+    Fault("a spec's name depends on the order of its keys", "records.py",
+          "json.dumps(spec, sort_keys=True)", "json.dumps(spec)",
+          ("test_plan.py::test_a_run_follows_from_its_spec_alone",
+           "test_plan.py::test_names_of_runs_are_the_same_in_another_process")),
     # ---- studies ----
+    Fault("Holm's correction where only half of the claims count", "stats.py",
+          "max_true=len(tested))", "max_true=1)",
+          ("test_stats.py::test_holm_is_the_written_procedure",
+           "test_golden.py::test_every_figure_follows_from_the_scores_as_it_did")),
+    Fault("failed runs withhold nothing", "verdicts.py",
+          'withheld = verdict if n_failed and verdict != "undecided" else ""', 'withheld = ""',
+          ("test_stats.py::test_a_failed_run_withholds_the_verdict_that_it_might_change",)),
     Fault("p of one tail", "stats.py",
           "float(2 * stdtr(df, -abs(mean) / se))", "float(stdtr(df, -abs(mean) / se))",
           ("test_stats.py::test_a_difference_is_welchs",)),
@@ -213,6 +300,14 @@ def run(tree, tests):
     return done.returncode, failed[1] if failed else "", last
 
 
+def copy_of(paths, tree):
+    """A copy of the repository's files in a folder; the folder."""
+    for path in paths:
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, tree / path)
+    return tree
+
+
 def found_by(fault, tree, paths):
     """(whether the tests find a fault in a copy that is whole otherwise, where it is, what finds it)."""
     try:
@@ -235,6 +330,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults, by their names (default: all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(),
+                        help="so many at a time (default: one a core)")
     parser.add_argument("--list", action="store_true", help="print what they are, and plant none")
     args = parser.parse_args(argv)
     if unknown := set(args.names) - {fault.name for fault in FAULTS}:
@@ -246,24 +343,22 @@ def main(argv=None):
         return
     paths, missed = files_here(), 0
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
-        tree = Path(folder)
-        for path in paths:
-            (tree / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / path, tree / path)
-        tests = []
-        for fault in faults:
+        trees = Queue()
+        for number in range(args.jobs):
+            trees.put(copy_of(paths, Path(folder, str(number))))
+
+        def plant(fault):
+            tree = trees.get()
             try:
-                tests += tests_of(fault, paths)
-            except Missing:  # said below, in the line of the fault
-                pass
-        code, test, last = run(tree, list(dict.fromkeys(tests)))
-        if code:
-            sys.exit(f"planted: without any fault, {test or 'pytest'} fails: {last}")
+                return found_by(fault, tree, paths)
+            finally:
+                trees.put(tree)
+
         width = max(len(fault.name) for fault in faults)
-        for fault in faults:
-            found, place, what = found_by(fault, tree, paths)
-            missed += not found
-            print(f"{fault.name:{width}}  {place:34}  {what}", flush=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for fault, (found, place, what) in zip(faults, pool.map(plant, faults)):
+                missed += not found
+                print(f"{fault.name:{width}}  {place:34}  {what}", flush=True)
     print(f"{len(faults) - missed} of {len(faults)} faults are found")
     if missed:
         sys.exit(1)
