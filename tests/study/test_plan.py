@@ -355,6 +355,8 @@ def test_a_run_follows_from_its_spec_alone(texts):
         assert GPTConfig(**spec["model"]) == replace(model.config, seed=spec["model"]["seed"])
         again = TrainConfig(**spec["train"], device=spec["device"])
         assert replace(again, out_dir=None) == replace(model.training, device="cpu", out_dir=None)
+        backwards = replace(run, spec={key: run.spec[key] for key in [*run.spec][::-1]})
+        assert backwards.name == run.name and replace(run, spec={**run.spec, "device": "x"}).name != run.name
     assert len({run.name for run in plan.runs}) == len(plan.runs)
 
 

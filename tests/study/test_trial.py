@@ -191,7 +191,8 @@ def test_data_that_changed_since_it_was_planned_is_refused(tmp_path):
     assert "train.bin is not the file that meta.json describes" in refused(run)
 
 
-def test_data_that_changes_while_a_run_is_trained_gives_no_score(tmp_path):
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_data_that_changes_while_a_run_is_trained_gives_no_score(comes_back, tmp_path):
     """And its checkpoints go, so that it begins anew once the data is back."""
     text = b"".join(b"%d is %d.\n" % (i, i) for i in range(2000))
     splits = dict(train=text, val=text[:3000], test=text[:3000])
@@ -203,11 +204,14 @@ def test_data_that_changes_while_a_run_is_trained_gives_no_score(tmp_path):
         write_dataset(data, splits)
 
     def and_meanwhile(model_config, config):
+        if comes_back:
+            prepare(**{**splits, "train": text[:-10]})
         last = train.train(model_config, config)
-        prepare(**{**splits, "test": text[:2000]})
+        prepare(**(splits if comes_back else {**splits, "test": text[:2000]}))
         return last
     folder = trial.make_folder(run)
-    with pytest.raises(SystemExit, match=r"^trial: the data \(meta, test\) changed after this run was p"):
+    what = "" if comes_back else r" \(meta, test\)"
+    with pytest.raises(SystemExit, match=rf"^trial: the data{what} changed after this run was p"):
         trial.main([str(folder)], and_meanwhile)
     assert isinstance(trial.outcome(run), Failure)
     assert not (folder / "best.pt").exists() and not (folder / "ckpt.pt").exists()

@@ -219,7 +219,8 @@ def test_a_closed_head_sends_nothing_and_comes_back():
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
 def test_inserted_heads_leave_the_logits_alone_and_learn(name):
     flags = {"plain": {}, "all_on": ALL_ON}.get(name) or MECHANISMS.get(name, {})
-    pairs = GPTConfig(**SIZE, **flags).in_pairs
+    flags = {**flags, "zero_init": False}  # else new heads would be silent by themselves
+    pairs = GPTConfig(**{**SIZE, **flags}).in_pairs
     model = tiny(flags, head_ids=[[2, 3], [], [0, 1]] if pairs else [[1], [], [0, 2, 3]])
     model.eval()
     plain = model(X).logits
