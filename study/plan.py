@@ -86,11 +86,16 @@ class Planner:
         return self.plan_of_judging(variants, rates, runs, outcomes)
 
     def foresee(self, outcomes):
-        """The Plan that follows if all missing runs give the same score. It has all runs that there will be,
-        except those of rates beyond the last one tried, and of wider plain GPTs.
+        """The Plan that follows if each missing run gives what those give that are done on its text, in the
+        mean. It has all runs that there will be, except those of rates beyond the last one tried, and of
+        wider plain GPTs for what will seem better.
         """
         while not have_ended((plan := self.plan(outcomes)).runs, outcomes):
-            outcomes = {run.name: Result(0.0) for run in plan.runs} | outcomes
+            done = {}
+            for run in plan.runs:
+                done.setdefault(run.text, []).extend(scores_of_results([run], outcomes))
+            outcomes = {run.name: Result(statistics.mean(done[run.text] or [0.0])) for run in plan.runs
+                        } | outcomes
         return plan
 
     def models_on_first_text(self, variants):

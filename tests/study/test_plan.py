@@ -344,6 +344,12 @@ def test_what_is_foreseen_is_what_follows_if_no_score_differs(texts):
     assert before.runs == after.runs and len(before.pairs) == 2
 
 
+def test_what_is_missing_does_not_seem_better_than_what_is_done(texts):
+    planner = Planner(study(mechanisms=GATES, seeds=[1, 2, 3], plain_seeds=4))
+    done = {run.name: Result(2.0 + 0.01 * run.seed) for run in planner.plan({}).runs if run.variant == PLAIN}
+    assert not any("plain, MLP" in run.variant for run in planner.foresee(done).runs)
+
+
 # ---- specs ----
 
 def test_a_run_follows_from_its_spec_alone(texts):
