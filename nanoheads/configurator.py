@@ -47,7 +47,7 @@ Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
 class Presets:
     """Keys of train.py that are no part of a run's config: two set others, and one says what is done."""
     scale: Optional[Scale] = field(default=None, metadata=dict(
-        help="start from config/<scale>.py; with another recipe: not its rates",
+        help="start from config/<scale>.py; with another --recipe its rates are left out",
         section="presets: keys that set others, each of which may be set by itself as well and then wins"))
     mechanism: str | list[str] | None = field(default=None, metadata=dict(
         help="turn these on: name,name for several, or a file of your own, mine.py"))

@@ -367,7 +367,8 @@ def verdicts_sentence(study, comparisons, rows):
     others_clause = "".join(f"; {counts[word]} {word}" for word in (*MEANING, "failed", "no runs yet")
                             if counts[word] and word != "better")
     others_clause = others_clause.replace(" same", f" the same within {margin_in_words(study)}")
-    others_clause = others_clause.replace(" identical", " identical to it, since nothing acted")
+    others_clause = others_clause.replace(
+        " identical", " identical to it on the seeds that both have, since nothing acted")
     n = len({run.variant for run in study.runs if run.stage == "screen"} - {PLAIN})
     screening = f"{plural(n, 'variant')} {'was' if n == 1 else 'were'} screened. " * (n > 0)
     sentence = INTERIM.capitalize() * (not study.finished) + screening
