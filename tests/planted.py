@@ -149,7 +149,7 @@ FAULTS = (
           ("test_tokenizer.py::test_tokens_stand_for_the_bytes_of_a_text_that_they_respell",)),
     Fault("a shard's header is read as tokens", "shards.py",
           'offset = HEADER if shard["format"] == "llm.c" else 0', "offset = 0",
-          ("test_prepare.py::test_shards_that_are_there_are_read_where_they_lie",)),
+          ("test_batches.py::test_batches_of_shards_are_those_of_one_file",)),
     Fault("half of a surrogate pair is text", "corpus.py",
           're.compile("[\\ud800-\\udfff]")', 're.compile("[\\udc80-\\udcff]")',
           ("test_prepare.py::test_what_is_no_text_in_a_document_is_replaced_and_counted",)),
