@@ -153,12 +153,13 @@ def difference_table(reports, width):
         if comparison is None:
             rows.append((name, "other text: not compared", *["–"] * 5))
             continue
-        bpb, bpc = ("{:+.4f} [{:+.4f}, {:+.4f}]".format(*comparison[key]) for key in ("bpb", "bpc"))
-        rows.append((name, bpb, bpc, f"{comparison['percent']:+.2f} %",
+        bpb, low, high = comparison["bpb"]
+        rows.append((name, f"{bpb:+.4f} [{low:+.4f}, {high:+.4f}]", f"{comparison['bpc'][0]:+.4f}",
+                     f"{comparison['percent']:+.2f} %",
                      f"{report['params'] - first['params']:+,}", f"{comparison['params']:.3f} x",
                      f"{comparison['flops']:.3f} x"))
-    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte, below 0 is better",
-            "bits/character [95 % over text]", "of it", "parameters", "ratio", "FLOPs/token")
+    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text], < 0 better",
+            "bits/char", "of it", "params", "ratio", "FLOPs")
     return table(head, rows, width=width, cut=last_folders) if rows else ""
 
 

@@ -257,7 +257,7 @@ def test_the_routing_write_ups_commands_without_arguments(here, chars_data, caps
     assert "--test_data data/enwik8/test.bin means --split test" in said.err
     plot_curves.main([])
     assert {f"{run}/figures/curves.png" for run in pair} <= {*capsys.readouterr().out.split()}
-    assert (here / "figures/comparison.png").is_file()
+    assert (here / pair[1] / "figures/comparison.png").is_file()
     sample.main(["--start", "a b"])
     said = capsys.readouterr()
     assert said.out.count("==== sample") == 3 and f"sample: --ckpt {pair[0]} --ckpt {pair[1]}, " in said.err
