@@ -457,7 +457,7 @@ def rows_done(args):
     """The rows that the same command had when it ended before all were done; None: it did not."""
     known = read_json(args.progress) or {} if args.progress and args.progress.is_file() else {}
     rows, finished = known.pop("rows", None), known.pop("finished", None)
-    return rows if finished is False and known == json_safe(results_of(args)) else None
+    return rows if finished is False and known == json_safe(args.results) else None
 
 
 def folders(args):
@@ -511,6 +511,7 @@ def check(args):
     args.by = [criterion for criterion in CRITERIA if criterion in args.by or "all" in args.by]
     args.by = [criterion for criterion in args.by
                if not any(why_unfit(criterion, model) for _, model, _ in args.loaded)]
+    args.results = results_of(args)
     args.done = rows_done(args)
     folders(args)
 
@@ -522,7 +523,7 @@ def run(args):
     rows, of_task = [*args.done], isinstance(data, TaskData)
     if rows:
         say(f"going on: {plural(len(rows), 'row')} in {args.progress}", file=sys.stderr)
-    results = dict(**results_of(args), rows=rows, finished=False)
+    results = dict(**args.results, rows=rows, finished=False)
     files = [path for path in {args.progress, args.json} if path]
     for path in files:
         write_json(path, results)

@@ -206,7 +206,7 @@ def problems_of_models(cls):
                 candidates = [*flags_of(cls), *(f"{cls.name}.{name}" for name in tensors)]
                 yield (f"neutral: {mode} names {pattern!r}, which is none of its flags and parameters"
                        f"{did_you_mean(pattern, candidates)}")
-        yield from problems_of_values(mode, layer)
+        yield from problems_of_values(mode, gpt, layer)
     for _, _, layer in models:
         names = layer.per_head
         if not isinstance(names, (tuple, list, dict, type(None))) or isinstance(names, dict) and not all(
@@ -245,7 +245,7 @@ def is_empty(t):
     return t.is_floating_point() and bool(t.isnan().any())
 
 
-def problems_of_values(mode, mechanism):
+def problems_of_values(mode, gpt, mechanism):
     """Yield a sentence for each parameter or buffer of a mechanism, built in values_missing(), that has no
     initial value, and for each parameter of a plain layer that holds values, some or all, in whose place the
     model would start it at others.
@@ -267,8 +267,9 @@ def problems_of_values(mode, mechanism):
                 yield (f"{mode}: {name} has no initial value: fill it in __init__, as torch.zeros() does, or "
                        f"have the model draw it, start_at({code}, Normal(0.02))")
             if isinstance(module, model.PLAIN_LAYERS) and (p != AS_NEW).any():
-                if p.dim() < 2 and (p == (0.0 if name.endswith("bias") else 1.0)).all():
-                    continue  # GPT.init_weights() gives it that value, too
+                start = gpt.plain_start(name, p)
+                if isinstance(start, float) and (p == start).all():
+                    continue  # training starts from that value in any case
                 yield (f"{mode}: __init__ fills {name}, and the model would start it as GPT-2 starts all "
                        f"such layers; say start_at({code}, value)")
 

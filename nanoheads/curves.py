@@ -222,8 +222,9 @@ def draw(runs, stem, title=""):
     """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    rows, of_task = panels_of(runs), all(c.of_task for _, c, _, _ in runs)
+    rows = panels_of(runs)
     axes = fig.subplot_mosaic(rows, sharex=True, height_ratios=[2, 1, 1] if len(rows) == 3 else None)
+    of_task = "acc" in axes
     alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes.values()}
     for n, (name, c, colour, dash) in enumerate(runs):
         tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""

@@ -28,14 +28,11 @@ WIDTH, COLUMN = 116, 42  # characters of a line, and where the descriptions begi
 
 
 def answer(argv, doc, classes, only=None):
-    """What --help, -h or --help=WORD among the arguments asks for, as text; None: nothing. UserError.
+    """What --help, -h or --help=WORD, one of which is among the arguments, asks for, as text. UserError.
 
     doc: what the program is for. classes: the dataclasses that have its keys. only: those to show; None: all.
     """
-    word = next((word for word in argv if is_help(word)), None)
-    if word is None:
-        return None
-    name = word.partition("=")[2]
+    name = next(filter(is_help, argv)).partition("=")[2]
     return about(name, classes) if name else overview(doc, classes, only)
 
 

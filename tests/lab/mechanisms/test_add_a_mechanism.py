@@ -497,8 +497,8 @@ def test_a_value_that_does_not_fill_its_parameter_is_refused(value, words):
 
 def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
     assert sum(1 for cls in model.MECHANISM_CLASSES for _ in small_models(cls)) > 40
-    assert [problem for cls in model.MECHANISM_CLASSES for mode, _, mechanism in small_models(cls)
-            for problem in problems_of_values(mode, mechanism)] == []
+    assert [problem for cls in model.MECHANISM_CLASSES for mode, gpt, mechanism in small_models(cls)
+            for problem in problems_of_values(mode, gpt, mechanism)] == []
 
 
 def test_flags_of_the_repository_are_not_taken_over(mine):
