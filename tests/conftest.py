@@ -49,6 +49,23 @@ def chars_data(tmp_path_factory):
                          "char", sorted(set("abcdefgh \n")))
 
 
+@pytest.fixture(scope="session")
+def finished_run(bytes_data, tmp_path_factory):
+    """The folder of a tiny run that was trained to its end, with every file that a run writes: to be read.
+
+    A test that changes something in it takes a copy, `tiny_run`.
+    """
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train.main([f"--{key}={value}" for key, value in dict(TINY, dataset=bytes_data, out_dir=folder).items()])
+    return folder
+
+
+@pytest.fixture
+def tiny_run(finished_run, tmp_path):
+    """A copy of the tiny run, in tmp_path / "tiny"."""
+    return Path(shutil.copytree(finished_run, tmp_path / "tiny"))
+
+
 @pytest.fixture
 def gpt2_files(tmp_path, monkeypatch):
     """The folder of GPT-2's byte pairs, data/ or $NANOHEADS_DATA; what is kept of them goes elsewhere."""
