@@ -20,10 +20,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 from typing import NamedTuple
+
+# The tests of each fault run in a fork of this process, which has these already: to import them takes longer
+# than most of the tests.
+import hypothesis  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
+import pytest
+import scipy.stats  # noqa: F401
+import tokenizers  # noqa: F401
+import torch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -289,15 +296,10 @@ def tests_of(fault, paths):
     return [f"{only(paths, file, of=True)}::{name}" for file, _, name in names]
 
 
-def run(tree, tests, jobs=0):
-    """(exit code, the first test that fails or "", the last line) of tests in a copy, so many at a time."""
-    # the copy's files before those of an installation, also in processes that tests start
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-n", str(jobs), "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
-    failed = re.search(r"^FAILED (?:\S*/)?(test_\w+\.py::.+?)(?: - .*)?$", done.stdout, re.M)
-    last = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
-    return done.returncode, failed[1] if failed else "", last
+def summary_of(said):
+    """(the first test that fails or "", the last line) of what pytest printed."""
+    failed = re.search(r"^FAILED (?:\S*/)?(test_\w+\.py::.+?)(?: - .*)?$", said, re.M)
+    return failed[1] if failed else "", (said.strip() or "nothing").splitlines()[-1]
 
 
 def copy_of(paths, tree):
@@ -308,22 +310,57 @@ def copy_of(paths, tree):
     return tree
 
 
-def found_by(fault, tree, paths):
-    """(whether the tests find a fault in a copy that is whole otherwise, where it is, what finds it)."""
-    try:
-        (path, line), tests = place_of(fault, paths), tests_of(fault, paths)
-    except Missing as e:
-        return False, fault.file, f"NOT PLANTED: {e}"
-    file = tree / path
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    try:
-        code, test, last = run(tree, tests)
-    finally:
-        file.write_text(text, encoding="utf-8")
-    if code == 1 and test:
-        return True, f"{path}:{line}", test
-    return False, f"{path}:{line}", "NOT FOUND" if code == 0 else f"NOT RUN: {last}"
+def start_tests(tree, tests, said):
+    """Run tests in a copy until one fails, what they print into a file; the number of the process."""
+    sys.stdout.flush()
+    if process := os.fork():
+        return process
+    with open(said, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    sys.dont_write_bytecode = True
+    # the copy's files before those of an installation, also in processes that tests start
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+    code = pytest.main(["-x", "-p", "no:cacheprovider", "--disable-warnings", *tests])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run_as_they_are(tree, tests, jobs):
+    """End with a line where one of the tests fails though no fault is planted."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "pytest", "-n", str(jobs), "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    if done.returncode:
+        test, last = summary_of(done.stdout or done.stderr)
+        sys.exit(f"planted: without any fault, {test or 'pytest'} fails: {last}")
+
+
+class Planted(NamedTuple):
+    """A fault in its copy, while its tests run there."""
+    fault: Fault
+    tree: Path
+    path: str  # of the file that it is in
+    line: int
+    text: str  # which the file had before
+
+    def found(self, code, said):
+        """Take the fault out; (whether a test found it, what there is to say)."""
+        (self.tree / self.path).write_text(self.text, encoding="utf-8")
+        test, last = summary_of(said.read_text(errors="replace"))
+        if code == 1 and test:
+            return True, test
+        return False, "NOT FOUND" if code == 0 else f"NOT RUN: {last}"
+
+
+def plant(fault, tree, paths):
+    """Plant a fault in a copy that is whole otherwise."""
+    path, line = place_of(fault, paths)
+    text = (tree / path).read_text(encoding="utf-8")
+    (tree / path).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    return Planted(fault, tree, path, line, text)
 
 
 def main(argv=None):
@@ -341,35 +378,38 @@ def main(argv=None):
         for fault in faults:
             print(f"{fault.name}\n    {fault.file}: {fault.old}\n    becomes: {fault.new}")
         return
-    paths, missed = files_here(), 0
+    paths, n_found = files_here(), 0
+    width = max(len(fault.name) for fault in faults)
+
+    def say(fault, place, what):
+        print(f"{fault.name:{width}}  {place:34}  {what}", flush=True)
+
+    ready = []  # (fault, its tests)
+    for fault in faults:
+        try:
+            place_of(fault, paths)
+            ready.append((fault, tests_of(fault, paths)))
+        except Missing as e:
+            say(fault, fault.file, f"NOT PLANTED: {e}")
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
-        trees = Queue()
-        for number in range(args.jobs):
-            trees.put(copy_of(paths, Path(folder, str(number))))
-        tests = []
-        for fault in faults:
-            try:
-                tests += tests_of(fault, paths)
-            except Missing:  # said below, in the line of the fault
-                pass
-        code, test, last = run(Path(folder, "0"), list(dict.fromkeys(tests)), args.jobs)
-        if code:
-            sys.exit(f"planted: without any fault, {test or 'pytest'} fails: {last}")
-
-        def plant(fault):
-            tree = trees.get()
-            try:
-                return found_by(fault, tree, paths)
-            finally:
-                trees.put(tree)
-
-        width = max(len(fault.name) for fault in faults)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            for fault, (found, place, what) in zip(faults, pool.map(plant, faults)):
-                missed += not found
-                print(f"{fault.name:{width}}  {place:34}  {what}", flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} faults are found")
-    if missed:
+        trees = [copy_of(paths, Path(folder, str(number))) for number in range(args.jobs)]
+        named = dict.fromkeys(test for _, tests in ready for test in tests)
+        run_as_they_are(trees[0], named, args.jobs)
+        running = {}  # number of a process: the fault that its tests are to find
+        while ready or running:
+            while ready and trees:
+                fault, tests = ready.pop(0)
+                planted = plant(fault, trees.pop(), paths)
+                running[start_tests(planted.tree, tests, Path(f"{planted.tree}.said"))] = planted
+            process, status = os.wait()
+            planted = running.pop(process)
+            trees.append(planted.tree)
+            code = os.waitstatus_to_exitcode(status)
+            found, what = planted.found(code, Path(f"{planted.tree}.said"))
+            n_found += found
+            say(planted.fault, f"{planted.path}:{planted.line}", what)
+    print(f"{n_found} of {len(faults)} faults are found")
+    if n_found < len(faults):
         sys.exit(1)
 
 
