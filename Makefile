@@ -1,10 +1,10 @@
-# make demo · make test · make test-lab · make test-all · make test-newest · make planted · make lint · make compare · make bench · make plots · make notebook · make gpu-check · make clean
+# make demo · make test · make test-all · make test-newest · make planted · make lint · make compare · make bench · make plots · make notebook · make gpu-check · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
 STUDY ?= config/studies/controls.py
 GPU_VENV ?= .venv-gpu
 
-.PHONY: demo test test-lab test-all test-newest planted lint compare bench plots notebook gpu-check clean
+.PHONY: demo test test-all test-newest planted lint compare bench plots notebook gpu-check clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -21,23 +21,22 @@ demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
 	$(PY) compare.py config/studies/demo.py
 
-# the core's tests, but for those marked slow: a process per core, each with one thread (threads that wait for
-# each other spin)
-test: .venv/ready-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/core
+# a process per core, each with one thread (threads that wait for each other spin); a process that has none
+# left takes tests of another, which else keeps those of a file together, as they share what is made for them
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal --durations=10
 
-# the study's and the lab's, but for those marked slow
-test-lab: .venv/ready-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow" tests/study tests/lab
+# what to run before a push: the core's tests and the study's, but for those marked slow
+test: .venv/ready-test
+	$(PYTEST) -m "not slow" tests/core tests/study
 
 # every test, as continuous integration runs them
 test-all: .venv/ready-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+	$(PYTEST)
 
 # the tests that go by transformers, with its newest version, which replaces the pinned one in .venv
 test-newest: .venv/ready-test
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade "transformers>=5.4,<6"
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto tests/lab/hub
+	$(PYTEST) tests/lab/hub
 
 # faults that the tests must find, each planted alone in a copy of the repository; some three minutes
 planted: .venv/ready-test

@@ -1,7 +1,7 @@
 """
 The lines between the core, the study and the lab. In a copy of the repository without study/, lab/, their
-tests, configs and results/, the core trains, resumes, samples, evaluates, plots and passes its tests, and
-what is theirs says so. compare.py needs study/, and no lab/.
+tests, configs and results/, the core trains, resumes, samples, evaluates and plots, its tests can be
+collected, and what is theirs says so. compare.py needs study/, and no lab/.
 """
 
 import json
@@ -22,6 +22,21 @@ SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=16", "--batch
          "--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu", "--compile=False"]
 MISSING = "which is not there beside nanoheads/: bring it back, or do without"
 
+# runs programs one after the other in one process, since to start one takes longer than these runs
+PROGRAMS = """
+import contextlib, importlib, io, json, sys
+answers = []
+for name, *argv in json.load(sys.stdin):
+    code, said = 0, io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            importlib.import_module(name.removesuffix(".py")).main(argv)
+        except SystemExit as e:
+            code = e.code or 0
+    answers.append((code, said.getvalue()))
+json.dump(answers, sys.stdout)
+"""
+
 
 def copied(folder, without):
     """A copy of the repository in a folder, without some of its files and folders."""
@@ -35,132 +50,86 @@ def copied(folder, without):
     return folder
 
 
+def python(folder, *argv, said=None):
+    """What Python printed in a folder, which ends with status 0."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run([sys.executable, *map(str, argv)], cwd=folder, env=env, text=True, input=said,
+                          capture_output=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (argv, done.stdout, done.stderr[-2000:])
+    return done.stdout
+
+
+def programs(folder, *commands):
+    """[what a program printed, or the line that it ended with if it failed] of command lines in a folder."""
+    lines = python(folder, "-c", PROGRAMS, said=json.dumps([[*map(str, each)] for each in commands]))
+    return [code or said for code, said in json.loads(lines)]
+
+
 @pytest.fixture(scope="module")
-def core(tmp_path_factory, bytes_data):
-    """A folder with the core alone, and a run in it, out/plain."""
-    here = In(copied(tmp_path_factory.mktemp("fork") / "nanoheads", WITHOUT), bytes_data)
-    here("train.py", *SMALL, f"--dataset={bytes_data}", "--out_dir=out/plain")
-    return here
+def core(tmp_path_factory):
+    """A folder with the core alone."""
+    return copied(tmp_path_factory.mktemp("fork") / "nanoheads", WITHOUT)
 
 
-class In:
-    """Runs Python in a folder: what it printed. Its status must be 0, or with `fails` 1."""
-
-    def __init__(self, folder, data):
-        self.folder, self.data = folder, data
-
-    def __call__(self, *argv, fails=False):
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        env.pop("PYTHONPATH", None)
-        env.setdefault("NANOHEADS_DATA", str(ROOT.parent / "shared/data"))  # the copy lies somewhere else
-        done = subprocess.run([sys.executable, *map(str, argv)], cwd=self.folder, env=env, text=True,
-                              capture_output=True)
-        assert done.returncode == int(fails), (argv, done.stdout[-2000:], done.stderr[-2000:])
-        assert "Traceback" not in done.stderr
-        return done.stderr if fails else done.stdout
-
-
-def test_there_is_no_study_and_no_lab_in_it(core):
-    assert not [path for name in WITHOUT - {"out"} for path in core.folder.glob(name)]
-    for name in ("study", "lab"):
-        assert core("-c", f"from importlib.util import find_spec; print(find_spec({name!r}))") == "None\n"
-
-
-@pytest.mark.parametrize("program", ["train", "sample", "evaluate", "plot_curves", "bench"])
-def test_programs_of_the_core_say_what_they_take(core, program):
-    assert f"{program}.py" in core(f"{program}.py", "--help")
+def test_the_core_alone_trains_resumes_samples_evaluates_and_plots(core, bytes_data):
+    (core / "mine.py").write_text(CODE, encoding="utf-8")
+    train = ["train.py", *SMALL, f"--dataset={bytes_data}"]
+    scales = "tiny", "paper"
+    trained = programs(
+        core, [*train, "--out_dir=out/plain"],
+        ["train.py", "--resume", "--out_dir=out/plain", "--max_iters=4"],
+        *([*train, f"--scale={scale}", f"--out_dir=out/{scale}"] for scale in scales),
+        [*train, "--mechanism=mine.py", "--out_dir=out/mine"])
+    assert "going on at step 2 of 4" in trained[1]
+    for name in ("plain", *scales, "mine"):
+        assert (core / "out" / name / "best.pt").is_file()
+    text, score, plotted, checked, *helps = programs(
+        core, ["sample.py", "--ckpt=out/plain", "--max_new_tokens=9", "--start=1 plus", "--device=cpu"],
+        ["evaluate.py", "--ckpt=out/mine", "--device=cpu", "--tokens=64", "--mechanism=out/mine/mine.py"],
+        ["plot_curves.py", "out/plain"],
+        ["train.py", "--mechanism=mine.py", "--check"],
+        *([f"{name}.py", "--help"] for name in ("train", "sample", "evaluate", "plot_curves", "bench")))
+    assert text.startswith("1 plus") and "bits/byte" in score and ".png" in plotted
+    assert all(line.startswith("forget ") and line.endswith(" kept") for line in checked.splitlines()[1:])
+    assert "--controller" not in helps[0] and all(".py" in each for each in helps)
+    refused, = programs(core, [*train, "--mechanism=tests/leaks.py:leak_rows", "--out_dir=out/leak"])
+    assert refused.startswith("train: before training row ") and "\n" not in refused
 
 
-@pytest.mark.parametrize("scale", ["tiny", "nano", "mid", "small", "paper"])
-def test_every_scale_trains(core, scale):
-    core("train.py", f"--scale={scale}", *SMALL, f"--dataset={core.data}", f"--out_dir=out/{scale}")
-    assert (core.folder / "out" / scale / "best.pt").is_file()
-
-
-def test_every_mechanism_trains(core):
-    """One process for all of them, since a start takes longer than these runs. agency_learned is left out:
-    its switches learn from what the lab measures of the heads.
-    """
+@pytest.mark.slow
+def test_every_mechanism_trains_in_the_core_alone(core, bytes_data):
+    """But for agency_learned, whose switches learn from what the lab measures of the heads."""
     names = [*(name for name in MECHANISMS if name != "agency_learned"), "acag,moh,unet_add,sentinel"]
-    core("-c", f"""
-import train
-for name in {names!r}:
-    train.main(['--scale=tiny', f'--mechanism={{name}}', *{SMALL!r}, '--dataset={core.data}',
-                f'--out_dir=out/each/{{name}}'])
-""")
-    assert len([*core.folder.glob("out/each/*/best.pt")]) == len(names)
+    programs(core, *(["train.py", "--scale=tiny", f"--mechanism={name}", *SMALL, f"--dataset={bytes_data}",
+                      f"--out_dir=out/each/{name}"] for name in names))
+    assert len([*core.glob("out/each/*/best.pt")]) == len(names)
 
 
-def test_a_run_goes_on_where_it_was(core):
-    said = core("train.py", "--resume", "--out_dir=out/plain", "--max_iters=4")
-    assert "going on at step 2 of 4" in said
+def test_tests_of_the_core_need_neither_the_study_nor_the_lab(core):
+    """All of them import there. That they pass is what they do beside both."""
+    assert not [path for name in WITHOUT - {"out"} for path in core.glob(name)]
+    assert "test_promises.py" in python(core, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider",
+                                        "tests/core")
 
 
-def test_two_ranks_train_together(core):
-    core("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *SMALL,
-         "--grad_accum=2", f"--dataset={core.data}", "--out_dir=out/ranks")
-    assert (core.folder / "out/ranks/best.pt").is_file()
-
-
-def test_runs_are_sampled_evaluated_and_drawn(core):
-    assert core("sample.py", "--ckpt=out/plain", "--max_new_tokens=9", "--start=1 plus", "--device=cpu"
-                ).startswith("1 plus")
-    assert "bits/byte" in core("evaluate.py", "--ckpt=out/plain", "--device=cpu", "--tokens=64")
-    assert ".png" in core("plot_curves.py", "out/plain")
-
-
-def test_a_mechanism_of_ones_own_is_checked_and_trained(core):
-    """One that mixes the rows of a batch is refused before the first step."""
-    (core.folder / "mine.py").write_text(CODE, encoding="utf-8")
-    checked = core("train.py", "--mechanism=mine.py", "--check").splitlines()[1:]
-    assert checked and all(line.startswith("forget ") and line.endswith(" kept") for line in checked)
-    run = [*SMALL, f"--dataset={core.data}"]
-    core("train.py", "--mechanism=mine.py", *run, "--out_dir=out/mine")
-    core("evaluate.py", "--ckpt=out/mine", "--device=cpu",
-         "--mechanism=out/mine/mine.py")
-    said = core("train.py", "--mechanism=tests/leaks.py:leak_rows", *run, "--out_dir=out/leak", fails=True)
-    assert said.startswith("train: before training row ") and said.count("\n") == 1
-    assert not (core.folder / "out/leak/best.pt").exists()
-
-
-@pytest.mark.parametrize("what, command", [
-    ("labels=weak", ["train.py", *SMALL, "--mechanism=constraint_a", "--labels=weak"]),
-    ("--trial", ["train.py", "--trial", "out/trials/0"]),
-    ("--audit", ["sample.py", "--ckpt=out/plain", "--audit=x.jsonl", "--device=cpu"]),
-    ("--nanogpt", ["bench.py", "--nanogpt=."]),
-    ("--race", ["bench.py", "--race", "--nanogpt=."]),
-    ("--heads", ["plot_curves.py", "--heads", "out/plain"]),
-    ("no checkpoint nowhere; a folder or a name of Hugging Face's", ["evaluate.py", "--ckpt=nowhere"])],
-    ids=lambda each: str(each)[:20])
-def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, what, command):
-    if command[0] == "train.py" and "--trial" not in command:
-        command = [*command, f"--dataset={core.data}", "--out_dir=out/other"]
-    said = core(*command, fails=True)
-    folder = "study" if what == "--trial" else "lab"
-    assert said == f"{command[0].removesuffix('.py')}: {what} is work of {folder}/, {MISSING}\n"
-
-
-# ---- keys of training that the lab adds ----
-
-@pytest.mark.parametrize("words, said", [
-    (["--controller=rules"], "command line: unknown key controller; --help lists the keys"),
-    (["--mechanism=agency_learned"],
-     "agency_learned predicts from what is measured of the heads between steps, which is work of lab/heads: "
-     "see docs/heads.md")])
-def test_without_the_lab_its_keys_are_unknown(core, words, said):
-    assert core("train.py", *SMALL, *words, "--out_dir=out/other", fails=True) == f"train: {said}\n"
-    assert "--controller" not in core("train.py", "--help")
-
-
-@pytest.fixture(scope="module")
-def with_lab(core):
-    """Runs train.py beside the lab, for two steps of four, into a folder of the copy that has none."""
-    here = In(ROOT, core.data)
-
-    def make(name, *keys):
-        return here("train.py", *SMALL, "--lr_decay_iters=4", f"--dataset={core.data}",
-                    f"--out_dir={core.folder / 'out' / name}", *keys)
-    return make
+def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, bytes_data, finished_run):
+    train = ["train.py", *SMALL, f"--dataset={bytes_data}", "--out_dir=out/other"]
+    asked = {
+        "labels=weak": [*train, "--mechanism=constraint_a", "--labels=weak"],
+        "--trial": ["train.py", "--trial", "out/trials/0"],
+        "--audit": ["sample.py", f"--ckpt={finished_run}", "--audit=x.jsonl", "--device=cpu"],
+        "--nanogpt": ["bench.py", "--nanogpt=."],
+        "--race": ["bench.py", "--race", "--nanogpt=."],
+        "--heads": ["plot_curves.py", "--heads", finished_run],
+        "no checkpoint nowhere; a folder or a name of Hugging Face's": ["evaluate.py", "--ckpt=nowhere"]}
+    unknown, learned, *answers = programs(core, [*train, "--controller=rules"],
+                                          [*train, "--mechanism=agency_learned"], *asked.values())
+    assert unknown == "train: command line: unknown key controller; --help lists the keys"
+    assert "agency_learned" in learned and "lab/heads" in learned and "\n" not in learned
+    for (what, (program, *_)), said in zip(asked.items(), answers, strict=True):
+        folder = "study" if what == "--trial" else "lab"
+        assert said == f"{program.removesuffix('.py')}: {what} is work of {folder}/, {MISSING}"
 
 
 def losses(folder):
@@ -168,53 +137,44 @@ def losses(folder):
     return [row["val_loss"] for row in rows if "val_loss" in row]
 
 
-def test_a_plain_run_goes_on_with_the_lab_and_without_it(core, with_lab):
-    """To the same digits; no key of the other place counts as changed."""
-    runs = core.folder / "out"
-    with_lab("begun_with")
-    core("train.py", *SMALL, "--lr_decay_iters=4", f"--dataset={core.data}", "--out_dir=out/begun_without")
-    said = [core("train.py", "--resume", "--out_dir=out/begun_with", "--max_iters=4"),
-            with_lab("begun_without", "--resume", "--max_iters=4")]
-    with_lab("whole", "--max_iters=4")
-    for each in said:
-        assert "going on at step 2 of 4" in each
-        assert {*re.findall(r"changed since the last save: (\w+)", each)} == {"max_iters", "out_dir"}
-    assert losses(runs / "begun_with") == losses(runs / "begun_without") == losses(runs / "whole")
-
-
-def test_without_the_lab_a_run_whose_heads_were_measured_is_read_and_does_not_go_on(core, with_lab):
-    with_lab("measured", "--controller_log", "--controller_interval=2", "--controller_tokens=64",
-             "--controller_heldout=64")
-    goes_on = ["train.py", "--resume", "--out_dir=out/measured", "--max_iters=4"]
-    said = core(*goes_on, fails=True)
-    assert said.count("\n") == 1 and "controller_log" in said and "config.json" in said
-    assert "bits/byte" in core("evaluate.py", "--ckpt=out/measured", "--device=cpu", "--tokens=64")
-    assert core("sample.py", "--ckpt=out/measured", "--max_new_tokens=9", "--start=1 plus", "--device=cpu")
-    core("train.py", "--eval_only", "--out_dir=out/measured", *SMALL)
-    (core.folder / "out/measured/config.json").unlink()
-    said = core(*goes_on, *SMALL[:-1], f"--dataset={core.data}", "--compile=False", fails=True)
-    assert said.count("\n") == 1 and "ckpt.pt holds the state of controller" in said
-
-
 @pytest.mark.slow
-def test_the_cores_tests_pass(core):
-    said = core("-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider", "tests/core")
-    assert "[100%]" in said  # and the status says that none failed
+def test_a_run_goes_on_with_the_lab_and_without_it(core, bytes_data):
+    """A plain run to the same digits, and no key of the other place counts as changed. One whose heads were
+    measured is read without the lab, and does not go on."""
+    runs = core / "out"
 
+    def begin(name, *more):
+        return ["train.py", *SMALL, "--lr_decay_iters=4", f"--dataset={bytes_data}",
+                f"--out_dir={runs / name}", *more]
 
-# ---- a study without the lab ----
+    def go_on(name):
+        return ["train.py", "--resume", "--max_iters=4", f"--out_dir={runs / name}"]
+
+    programs(core, begin("without"))
+    _, _, said = programs(ROOT, begin("with"), begin("whole", "--max_iters=4"), go_on("without"))
+    programs(ROOT, begin("measured", "--controller_log", "--controller_interval=2", "--controller_tokens=64",
+                         "--controller_heldout=64"))
+    again, score, refused = programs(core, go_on("with"), ["evaluate.py", f"--ckpt={runs / 'measured'}",
+                                                           "--device=cpu", "--tokens=64"], go_on("measured"))
+    for each in (said, again):
+        assert "going on at step 2 of 4" in each
+        assert {*re.findall(r"changed since the last save: (\w+)", each)} == {"max_iters"}
+    assert losses(runs / "with") == losses(runs / "without") == losses(runs / "whole")
+    assert "bits/byte" in score
+    assert "\n" not in refused and "controller_log" in refused and "config.json" in refused
+
 
 @pytest.mark.slow
 def test_a_study_needs_no_lab(tmp_path, bytes_data):
-    here = In(copied(tmp_path / "nanoheads", {"lab", "tests", "results", "out"}), bytes_data)
-    (here.folder / "plain.py").write_text("".join(
+    here = copied(tmp_path / "nanoheads", {"lab", "tests", "results", "out"})
+    (here / "plain.py").write_text("".join(
         f"{key} = {value!r}\n" for key, value in dict(
             n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=4, eval_interval=2,
             eval_tokens=64, dataset=str(bytes_data)).items()))
-    study = ["compare.py", "--base=plain.py", "--mechanisms=sink", "--seeds=1,2", "--plain_seeds=2",
-             "--budgets=[]", "--jobs=2", "--device=cpu", "--out_dir=out/study"]
-    assert "sink" in here(*study)
-    assert "all of them the same" in here("compare.py", "recheck", "out/study/results.json.gz")
+    study = ["--base=plain.py", "--mechanisms=sink", "--seeds=1", "--plain_seeds=1", "--budgets=[]",
+             "--device=cpu", "--out_dir=out/study"]
+    assert "sink" in python(here, "compare.py", *study)
+    assert "all of them the same" in python(here, "compare.py", "recheck", "out/study/results.json.gz")
 
 
 # ---- what `pip install` gives: model, nanoheads, study and lab, from any folder ----
@@ -227,7 +187,5 @@ def test_the_study_and_the_lab_need_no_program(tmp_path):
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts)
              for pattern in ("study/*.py", "lab/**/*.py") for path in ROOT.glob(pattern)
              if path.stem not in ("__init__", "modeling_nanoheads")]
-    program = f"from importlib import import_module\nfor name in {names!r}: import_module(name)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
-    assert (done.returncode, done.stderr) == (0, "")
+    python(tmp_path, "-c", f"import sys\nsys.path.insert(0, 'site')\nfrom importlib import import_module\n"
+                           f"for name in {names!r}: import_module(name)")
