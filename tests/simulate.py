@@ -89,7 +89,7 @@ def studies_at_once(n, n_plain, m, sims, true, margin, own_df=False, families=1)
     if families == 2:
         differs, same = (np.array([stats.holm(row) for row in each]) for each in p)
     else:
-        both = np.array([stats.holm(row, most_true=m) for row in np.concatenate(p, 1)])
+        both = np.array([stats.holm(row, max_true=m) for row in np.concatenate(p, 1)])
         differs, same = both[:, :m], both[:, m:]
     if not own_df and families == 1:  # the first study, as judge() has it
         rows = judge({PLAIN: plain[0, 0], **{f"variant {i}": row for i, row in enumerate(y[0])}},
