@@ -1,4 +1,4 @@
-"""compare.py: one real study of tiny models from its file to its report, and what is done with its results."""
+"""compare.py: a study of tiny models from its file to its report, and what is done with its results."""
 
 import gzip
 import json
