@@ -14,8 +14,9 @@ def study_of(scores, measure="bits/byte", flags={}, **more):
     for name, by_text in scores.items():
         for text, own in (by_text if isinstance(by_text, dict) else {"prose": by_text}).items():
             for seed, score in enumerate(own, 1):
-                spec = dict(model=dict(seed=seed, n_layer=1), train=dict(name=name, text=text, adamw_lr=0.01))
-                run = Run("judge", name, text, seed, spec)
+                model = dict(seed=seed, n_layer=1, n_embd=8)
+                train = dict(name=name, text=text, adamw_lr=0.01)
+                run = Run("judge", name, text, seed, dict(model=model, train=train))
                 runs.append(run)
                 if score is None:
                     failures[run.name] = Failure("loss is not a finite number")

@@ -24,7 +24,8 @@ LINES = [
     *(("variant,seed,score", f"a,9,{score}", f"score '{score}' is not a finite number, nor 'failed'")
       for score in ("inf", "two", "1_4695", "١.٤")),
     ("variant,seed,score", "a,9,-1e200", "score '-1e200' is beyond 1e+50"),
-    *(("variant,seed,score", f"a,{seed},1.5", "a with seed 2 is on line 4 already") for seed in ("2", "02.0")),
+    ("variant,seed,score", "a,2,1.5", "a with seed 2 is on line 4 already"),
+    ("variant,seed,score", "a,02.0,1.5", "a with seed 2 is on line 4 already"),
     ("variant,seed,score,tokens", "a,9,2.0,0", "tokens '0' is not a number above 0"),
     ("variant,seed,score,cost", "a,9,2.0,many", "cost 'many' is not a number above 0")]
 NO_SCORES = [
@@ -77,7 +78,7 @@ COMMANDS = [
         ("none.py", "none.py")),
     ("compare.py --mechanisms=sink --base=none.py", ["no config file none.py"]),
     ("compare.py --mechanisms=sink --scale=task", ["config/task.py trains on the task recall: add --task"]),
-    ("compare.py --mechanisms=sink,xsa,acag --task=all --seeds=1", ["seeds=[1] are too few for a verdict on"]),
+    ("compare.py --mechanisms=sink,xsa,acag --task=all --seeds=1", ["seeds=[1] are too few for a verdict"]),
 
     # ---- a plan, also where the data is not prepared ----
     *under("compare.py plan --device=cpu --settings=\"{'dataset': 'wikitext103'}\"",
