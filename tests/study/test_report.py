@@ -143,7 +143,7 @@ def test_a_program_gets_no_verdict_of_an_unfinished_study_nor_one_that_a_failure
     (dict(other_code={"bad": 3}), ["3 runs", "--accept_code", "bad"]),
     (dict(left_out={"good": [9, 10, 11, 15]}), ["4 of good", "9 to 11, 15"]),
     (dict(made=dict(commit="abc-dirty")), ["commit"]),
-    (dict(whole=dict(steps=60, tokens=6e6, bytes=dict(prose=1000))), ["20 steps", "2M of 6M tokens"]),
+    (dict(whole=dict(steps=60, tokens=6e6, bytes=dict(prose=1000))), ["20 steps", "of 6,000,000 tokens"]),
     (dict(whole=dict(steps=20, tokens=2e6, bytes=dict(prose=10000))), ["10 %"]),
     (dict(variants=(ONE.variants[0], replace(ONE.variants[1], tokens=3e6), *ONE.variants[2:])),
      ["good", "1.50 times"]),
