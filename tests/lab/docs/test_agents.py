@@ -7,9 +7,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import ROOT
 
 import train
-from helpers import ROOT
 
 PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
 CODE, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -34,25 +34,19 @@ def loop(verdicts, monkeypatch):
 
 
 @pytest.mark.parametrize("verdicts, times", [
-    ([("undecided", -0.02)], 0),
-    ([("better", -0.02), ("better", -0.01)], 1),
-    ([("better", -0.02), ("better", -0.03), ("worse", 0.1)], 2),
-    ([("better", -0.01), ("better", -0.02), ("better", -0.03), ("better", -0.04)], 4),
-])
-def test_the_loop_keeps_what_is_better_than_before(verdicts, times, tmp_path, monkeypatch, capsys):
+    ([("undecided", -0.02)], 0), ([("better", -0.02), ("better", -0.01)], 1),
+    ([("better", -0.02), ("better", -0.03), ("worse", 0.1)], 2)])
+def test_the_loop_keeps_what_is_better_than_before(verdicts, times, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = loop(verdicts, monkeypatch)
     assert f"before, {times} times in a row" in (tmp_path / "mine.py").read_text()
-    best = min([0, *(difference for verdict, difference in verdicts if verdict == "better")])
-    assert capsys.readouterr().out.endswith(f"kept: times {times}, {best:+.4f} bits/byte\n")
     assert len(given) == 2 * len(verdicts) and given[1][-1] == "--jobs=2"
 
 
 @pytest.mark.slow
-def test_its_mechanism_keeps_the_promises(tmp_path, monkeypatch, own_mechanisms_go, capsys):
+def test_its_mechanism_keeps_the_promises(tmp_path, monkeypatch, own_mechanisms_go):
     monkeypatch.chdir(tmp_path)
     loop([("better", -0.02), ("worse", 0.1)], monkeypatch)
-    train.main(["--scale=tiny", f"--mechanism={tmp_path / 'mine.py'}", "--check",
-                f"--json={tmp_path / 'check.json'}"])
+    train.main(["--scale=tiny", f"--mechanism={tmp_path / 'mine.py'}", "--check", "--json=check.json"])
     found = json.loads((tmp_path / "check.json").read_text())
     assert found and all(row["broken"] is None for row in found)
