@@ -15,7 +15,7 @@ from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
 from study.config import StudyConfig, variants_of
-from study.digest import digest_of_code, hash_without_code
+from study.digest import digest_of_code
 from study.plan import Planner, have_ended
 from study.records import PLAIN, Failure, Pair, Result
 
@@ -108,15 +108,12 @@ def test_screening_chooses_the_best_the_worst_and_those_that_are_named():
     assert {run.stage for run in plan.runs} == {"judge"}
 
 
-def test_a_contrast_is_a_pair_of_its_own_and_one_with_the_plain_gpt_is_there_already():
-    config = study(mechanisms=GATES[:2], contrasts=[GATES[:2], [GATES[0], PLAIN]])
-    assert Planner(config).plan({}).pairs == (
-        *(Pair(name, PLAIN, ("wikitext2_byte",)) for name in GATES[:2]),
-        Pair(*GATES[:2], ("wikitext2_byte",)))
-
-
-def test_a_seed_among_a_variants_flags_is_added_to_each_seed():
-    plan = Planner(study(variants={"again": dict(seed=1000)}, seeds=[1, 2])).plan({})
+def test_a_contrast_is_a_pair_of_its_own_and_a_variants_seed_is_added_to_each_seed():
+    """A contrast with the plain GPT is there already."""
+    plan = Planner(study(mechanisms=["xsa"], variants={"again": dict(seed=1000)}, seeds=[1, 2],
+                         contrasts=[["xsa", "again"], ["xsa", PLAIN]])).plan({})
+    assert [(pair.variant, pair.baseline) for pair in plan.pairs] == [
+        ("xsa", PLAIN), ("again", PLAIN), ("xsa", "again")]
     plain, again = (runs_of(plan, "judge", name)[0].spec for name in (PLAIN, "again"))
     assert again["model"]["seed"] == 1001 and plain["model"]["seed"] == 1
     assert {**again, "model": {**again["model"], "seed": 1}} == plain
@@ -124,27 +121,24 @@ def test_a_seed_among_a_variants_flags_is_added_to_each_seed():
 
 # ---- equal parameters ----
 
+def wider(plan):
+    """The pairs of a Plan with a plain GPT that is wider."""
+    return [pair for pair in plan.pairs if pair.equal]
+
+
 def test_what_seems_better_meets_a_plain_gpt_of_as_many_parameters():
-    planner = Planner(study(mechanisms=["output_gate", "short_conv"], seeds=[1, 2, 3]))
-    plan, _ = finished(planner, by_name(dict(output_gate=1.9, short_conv=2.1)))
-    (pair,) = [pair for pair in plan.pairs if pair.equal]
+    """Not what adds none, nor what has fewer than any plain GPT, which a note says."""
+    config = study(mechanisms=["output_gate", "short_conv", "xsa"], variants={"slim": dict(n_embd=8)},
+                   seeds=[1, 2, 3])
+    better = by_name(dict(output_gate=1.9, short_conv=2.1, xsa=1.9, slim=1.0))
+    plan, _ = finished(Planner(config), better)
+    (pair,) = wider(plan)
     assert (pair.variant, pair.equal, pair.texts) == ("output_gate", "parameters", ("wikitext2_byte",))
     wide, own = plan.models[pair.baseline], plan.models["output_gate"]
     assert wide.kind == "wider" and abs(wide.params - own.params) <= 1e-3 * own.params
     assert [run.seed for run in runs_of(plan, "judge", wide.name)] == [1, 2, 3]
-
-
-def test_no_wider_plain_gpt_for_what_adds_nothing_nor_where_it_is_not_asked_for():
-    better = by_name(dict(xsa=1.9, output_gate=1.9))
-    assert not any(pair.equal for pair in finished(Planner(study(mechanisms=["xsa"])), better)[0].pairs)
-    config = study(mechanisms=["output_gate"], match_parameters=False)
-    assert not any(pair.equal for pair in finished(Planner(config), better)[0].pairs)
-
-
-def test_a_variant_below_any_plain_gpt_is_named():
-    plan, _ = finished(Planner(study(variants={"slim": dict(n_embd=8)})), by_name(dict(slim=1.0)))
-    assert not any(pair.equal for pair in plan.pairs)
-    assert plan.notes == ("slim has fewer parameters than any plain GPT of this size",)
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("slim has fewer parameters than any plain GPT")
+    assert wider(finished(Planner(replace(config, match_parameters=False)), better)[0]) == []
 
 
 # ---- several texts ----
@@ -162,14 +156,10 @@ def test_of_two_texts_the_first_chooses_and_both_judge():
 
 def test_what_seems_better_on_the_first_text_alone_meets_the_same_width_on_both():
     config = study(mechanisms=["output_gate"], texts=["wikitext2_byte", "enwiki15"], seeds=[1, 2, 3, 4])
-    outcome = by_name({})
-
-    def on_first(run):
-        better = run.variant == "output_gate" and run.text == "wikitext2_byte"
-        worse = run.variant == "output_gate" and run.text == "enwiki15"
-        return outcome(run) - 0.1 * better + 0.2 * worse
-    plan, _ = finished(Planner(config), on_first)
-    (pair,) = [pair for pair in plan.pairs if pair.equal]
+    outcome, gains = by_name({}), {"wikitext2_byte": -0.1, "enwiki15": 0.2}
+    plan, _ = finished(Planner(config), lambda run: outcome(run) + gains[run.text] * (
+        run.variant == "output_gate"))
+    (pair,) = wider(plan)
     assert pair.texts == ("wikitext2_byte", "enwiki15")
     assert len({run.text for run in runs_of(plan, "judge", pair.baseline)}) == 2
 
@@ -187,6 +177,11 @@ def by_rates(factors, means=None, spread=0.001, curve=0.5):
     return outcome
 
 
+def rates_judged(plan, name):
+    """AdamW's rates with which a variant is judged."""
+    return {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)}
+
+
 def factors_tried(plan, name):
     return {run.spec["train"]["adamw_lr"] / 0.016 for run in runs_of(plan, "tune")
             if run.variant.startswith(f"{name},")}
@@ -199,12 +194,9 @@ def test_the_search_goes_on_where_the_best_is_the_last_one_tried():
     assert factors_tried(plan, "xsa") == {0.5, 1, 2, 4, 8}
     assert factors_tried(plan, "short_conv") == {0.25, 0.5, 1, 2}
     assert factors_tried(plan, PLAIN) == {0.25, 0.5, 1, 2, 4, 8}  # all that was tried for a variant
-    judged = {name: {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)}
-              for name in (PLAIN, "xsa", "short_conv", "plain x 2")}
-    assert judged == {PLAIN: {0.016}, "xsa": {0.064}, "short_conv": {0.008}, "plain x 2": {0.016}}
-    assert plan.rates["xsa"] == dict(adamw_lr=0.064)
-    assert plan.rates[PLAIN] == {}
-    assert plan.models["xsa"].flags["adamw_lr"] == 0.064
+    for name, rate in ((PLAIN, 0.016), ("xsa", 0.064), ("short_conv", 0.008), ("plain x 2", 0.016)):
+        assert rates_judged(plan, name) == {rate}
+    assert plan.rates["xsa"] == dict(adamw_lr=0.064) and plan.rates[PLAIN] == {}
     # what follows AdamW's rate where nothing is set stays as it was
     assert {run.spec["train"]["embed_lr"] for run in runs_of(plan, "judge", "xsa")} == {0.02}
 
@@ -219,16 +211,14 @@ def test_the_rates_stay_unless_others_are_better_by_a_standard_error():
         return at
     for gain, rate in ((0.005, 0.016), (0.05, 0.032)):
         plan, _ = finished(Planner(config), outcome(gain))
-        for name in (PLAIN, "xsa"):
-            assert {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)} == {rate}
+        assert rates_judged(plan, PLAIN) == rates_judged(plan, "xsa") == {rate}
 
 
 def test_the_plain_gpts_own_rates_are_its_budgets_and_its_wider_ones():
     config = study(mechanisms=["output_gate"], tune_lr=True, seeds=[1, 2, 3], budgets=[2])
     plan, _ = finished(Planner(config), by_rates({PLAIN: 2.0, "plain x 2": 2.0}, {"output_gate": 1.5}))
-    (pair,) = [pair for pair in plan.pairs if pair.equal]
-    for name in (PLAIN, "plain x 2", pair.baseline):
-        assert {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", name)} == {0.032}
+    (pair,) = wider(plan)
+    assert all(rates_judged(plan, name) == {0.032} for name in (PLAIN, "plain x 2", pair.baseline))
     assert plan.rates[PLAIN]["adamw_lr"] == 0.032
     # of a variant that stayed where it was the flags say that the plain GPT did not
     assert plan.models["output_gate"].flags["adamw_lr"] == 0.016 and plan.models[PLAIN].flags == {}
@@ -242,7 +232,7 @@ def test_rates_at_which_a_run_failed_are_not_taken():
         return "its loss is nan" if diverged else good(run)
     plan, outcomes = finished(Planner(config), outcome)
     assert any(isinstance(each, Failure) for each in outcomes.values())
-    assert {run.spec["train"]["adamw_lr"] for run in runs_of(plan, "judge", "xsa")} == {0.016}
+    assert rates_judged(plan, "xsa") == {0.016}
 
 
 # ---- tasks ----
@@ -255,9 +245,8 @@ def test_each_task_is_judged_by_itself_and_training_longer_is_a_variant():
     assert {pair.variant for pair in plan.pairs} == {"output_gate", "xsa", "plain x 2"}
     assert {run.spec["score"]["rows"] for run in plan.runs} == {256}
     of_plain = runs_of(plan, "judge", PLAIN, "copy")
-    wide = [pair for pair in plan.pairs if pair.equal]
-    assert [pair.texts for pair in wide] == [("recall",), ("copy",)]
-    assert len(runs_of(plan, "judge", wide[1].baseline, "copy")) == len(of_plain)
+    assert [pair.texts for pair in wider(plan)] == [("recall",), ("copy",)]
+    assert len(runs_of(plan, "judge", wider(plan)[1].baseline, "copy")) == len(of_plain)
     # the smallest p of a permutation test, times the comparisons, leaves a verdict possible
     assert 6 / math.comb(len(of_plain) + 5, 5) <= 0.05 / 2
 
@@ -322,7 +311,9 @@ def test_what_is_foreseen_is_what_follows_if_no_score_differs():
 # ---- specs ----
 
 def test_a_run_follows_from_its_spec_alone():
-    config = study(mechanisms=["*"], variants={"policy": dict(agency=True, policy=True)}, seeds=[7])
+    """Also where nothing acts between its steps but the number of heads that it begins with."""
+    config = study(mechanisms=["*"], seeds=[7], variants={"policy": dict(agency=True, policy=True),
+                                                          "two": dict(grow_from=2)})
     planner = Planner(replace(config, match_parameters=False))
     plan = planner.plan({})
     for run in runs_of(plan, "judge"):
@@ -333,13 +324,6 @@ def test_a_run_follows_from_its_spec_alone():
         backwards = replace(run, spec={key: run.spec[key] for key in [*run.spec][::-1]})
         assert backwards.name == run.name and replace(run, spec={**run.spec, "device": "x"}).name != run.name
     assert len({run.name for run in plan.runs}) == len(plan.runs)
-
-
-def test_heads_to_begin_with_are_part_of_a_run():
-    """Nothing acts between the steps of such a run, and yet it is no plain GPT's."""
-    plan = Planner(study(variants={"two": dict(grow_from=2)}, seeds=[1], budgets=[])).plan({})
-    plain, two = (runs_of(plan, "judge", name)[0] for name in (PLAIN, "two"))
-    assert two.spec["train"]["grow_from"] == 2 and two.name != plain.name
 
 
 def test_the_mechanism_file_of_a_teacher_goes_with_its_students(mine):
@@ -365,22 +349,15 @@ def test_other_data_is_another_run_and_damaged_data_is_refused(texts):
     shutil.rmtree(texts / "wikitext2_byte")
     write_dataset(texts / "wikitext2_byte", {**SPLITS, "test": SUMS[:900]})
     assert not before & {run.name for run in Planner(config).plan({}).runs}
-    (texts / "wikitext2_byte" / "val.bin").write_bytes(bytes(2000))
-    with pytest.raises(UserError, match=r"val\.bin is not the file that meta.json describes"):
-        Planner(config).plan({})
-
-
-def test_a_study_reads_its_text_whole_whatever_was_noted_of_it(texts):
-    """A note that is right in everything but what the file holds, as no accident leaves one behind."""
+    # a study reads its text whole, also where the note of a check is right in everything else
     path = texts / "wikitext2_byte/train.bin"
-    expected = Dataset(path.parent).splits["train"]["sha256"]
     path.write_bytes(b" " * 20000)
-    now = path.stat()
+    now, expected = path.stat(), Dataset(path.parent).splits["train"]["sha256"]
     path.with_name("train.bin.checked").write_text(json.dumps(
         [now.st_size, now.st_mtime_ns, now.st_ctime_ns, expected]))
     Dataset(path.parent).tokens("train")  # a run relies on it
-    with pytest.raises(UserError, match="train.bin is not the file that meta.json describes"):
-        Planner(study(mechanisms=["xsa"])).plan({})
+    with pytest.raises(UserError, match=r"train\.bin is not the file that meta.json describes"):
+        Planner(config).plan({})
 
 
 # ---- sources ----
@@ -409,14 +386,6 @@ def test_a_comment_changes_no_digest_and_a_constant_does(tmp_path, file, old, ne
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text.replace(old, new, 1) if (root, name) == ("after", file) else text)
     assert (digest_of_code(tmp_path / "before") == digest_of_code(tmp_path / "after")) == same
-
-
-def test_what_a_run_is_whatever_code_made_it():
-    one, other = Planner(study(mechanisms=["xsa"], seeds=[1, 2], budgets=[])).plan({}).runs[:2]
-    again = {**one.spec, "code": "f" * 64, "torch": "1.0", "own": {"mechanism mine.py": "e" * 64}}
-    again["train"] = {**again["train"], "own_mechanism": "mine.py"}
-    assert hash_without_code(again) == hash_without_code(one.spec) != hash_without_code(other.spec)
-    assert hash_without_code({**again, "own": {"teacher": "e" * 64}}) != hash_without_code(one.spec)
 
 
 # ---- the studies on file ----

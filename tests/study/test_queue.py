@@ -86,14 +86,6 @@ def test_what_cannot_be_started_is_a_failure(bytes_data, monkeypatch):
     assert "--mechanism=a.py,b.py" in commands[0]
 
 
-def test_a_full_disk_ends_the_study_in_a_line(bytes_data, monkeypatch):
-    def full(number):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"^could not write \S+spec.json \(No space left on device\)[^\n]*$"):
-        queue.execute([run_of(bytes_data)], 1, "cpu")
-
-
 # ---- two studies in one folder, and what stops one ----
 
 @pytest.mark.slow
@@ -147,33 +139,24 @@ def gpus(monkeypatch, count, visible=""):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
 
-@pytest.mark.parametrize("jobs, device, each, expected", [
-    (0, "cpu", 1, (8, [], 1, 1)), (3, "cpu", 1, (3, [], 1, 2)), (0, "cuda", 1, (2, ["0", "1"], 1, 4)),
-    (4, "cuda", 1, (4, ["0", "1"], 2, 2)), (9, "cuda", 3, (6, ["0", "1"], 3, 1)),
-    (0, "cuda:1", 1, (1, ["1"], 1, 8))])
-def test_cores_and_gpus_are_shared_out(jobs, device, each, expected, monkeypatch):
-    gpus(monkeypatch, 2)
+@pytest.mark.parametrize("jobs, device, each, visible, expected", [
+    (0, "cpu", 1, "", (8, [], 1, 1)), (3, "cpu", 1, "", (3, [], 1, 2)),
+    (0, "cuda", 1, "", (2, ["0", "1"], 1, 4)), (4, "cuda", 1, "", (4, ["0", "1"], 2, 2)),
+    (9, "cuda", 3, "", (6, ["0", "1"], 3, 1)), (0, "cuda:1", 1, " 4 , GPU-b", (1, ["GPU-b"], 1, 8))])
+def test_cores_and_gpus_are_shared_out(jobs, device, each, visible, expected, monkeypatch):
+    """The GPUs have the names that the environment gives them."""
+    gpus(monkeypatch, 2, visible)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert queue.find_slots(jobs, device, each) == expected
 
 
-def test_gpus_have_the_names_that_the_environment_gives_them(monkeypatch):
-    gpus(monkeypatch, 2, visible=" 4 , GPU-b")
-    assert queue.find_slots(0, "cuda").gpus == ["4", "GPU-b"]
-    assert queue.find_slots(0, "cuda:1").gpus == ["GPU-b"]
-
-
-def test_gpus_that_are_not_there_cannot_be_shared(monkeypatch):
+def test_a_run_has_no_more_threads_than_were_asked_for_and_no_gpu_that_is_not_there(monkeypatch):
     gpus(monkeypatch, 0)
+    for asked, threads in (("3,2", [3, 2]), ("64", [8, 2]), ("many", [8, 2])):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert [queue.find_slots(jobs, "cpu").threads for jobs in (1, 3)] == threads
     with pytest.raises(UserError, match="^jobs_per_gpu=2 means nothing on device=cpu, which has no CUDA GPU"):
         queue.find_slots(0, "cpu", 2)
-
-
-@pytest.mark.parametrize("asked, threads", [("3,2", [3, 2]), ("64", [8, 2]), ("many", [8, 2])])
-def test_a_run_has_no_more_threads_than_were_asked_for(asked, threads, monkeypatch):
-    gpus(monkeypatch, 0)
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert [queue.find_slots(jobs, "cpu").threads for jobs in (1, 3)] == threads
 
 
 def test_the_next_run_gets_the_gpu_with_the_fewest(bytes_data, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from made_up import LEAKS, study_of
 
-from study import docs_tables, pictures, records, report, tables, words
+from study import docs_tables, records, report, tables, words
 from study.records import PLAIN, Failure, Result, Run, Variant
 from study.scores import from_csv
 from study.verdicts import compare_with_target, comparisons_of
@@ -256,11 +256,6 @@ def test_screening_and_rates_that_were_tried_are_shown():
     assert any("good (adamw_lr)" in line for line in program(study)["notices"]), "the best is the last tried"
 
 
-def test_a_run_that_ends_early_stays_at_its_last_score():
-    steps, scores = pictures.on_one_axis([([0, 10], [0.2, 1.0]), ([0, 10, 20], [0.2, 0.4, 0.6])])
-    assert [*steps] == [0, 10, 20] and scores.tolist() == [[0.2, 1.0, 1.0], [0.2, 0.4, 0.6]]
-
-
 # ---- what to run next ----
 
 def test_a_new_study_is_proposed_with_fresh_seeds():
@@ -338,7 +333,7 @@ def test_a_program_finds_the_fields_that_the_docs_name():
 NASTY = "</td><script>alert(1)</script> <img src=http://evil.example/x.png> {{ 1 }} \x1b[31m"
 
 
-@pytest.mark.parametrize("study", [ONE, failed(TASKS, "good"), unfinished(TWO)])
+@pytest.mark.parametrize("study", [ONE, failed(TASKS, "good")], ids=["text", "tasks"])
 def test_the_page_is_whole_and_loads_nothing(study, tmp_path):
     paths = report.write(study, comparisons_of(study), tmp_path / "out")
     assert {path.name for path in paths} == {"report.html", "report.md", "forest.svg", "forest.png"}

@@ -115,31 +115,19 @@ def test_a_command_that_cannot_be_is_one_line(command, words, home, monkeypatch,
     check_refusal(command, words, home, capsys)
 
 
-def test_each_line_of_a_csv_that_is_wrong_is_named(tmp_path, capsys):
-    from compare import main
-    (tmp_path / "s.csv").write_text("variant,seed,score\nplain,1,2\na,1,x\nb,1\n")
-    with pytest.raises(SystemExit) as e:
-        main(["scores", str(tmp_path / "s.csv")])
-    named = [line.partition("s.csv, ")[2][:7] for line in e.value.code.splitlines()]
-    assert named == ["line 3:", "line 4:"]
-
-
 # ---- keys that go together, or not ----
 
 PROBLEMS = [
     (dict(mechanism="xsa", mechanisms=["fox"]), "mechanism='xsa' is a study of its own: leave out"),
     (dict(variants={"a": 3}), "variants: 'a' must be a dict of flags, not 3"),
-    (dict(variants={"a": {3: 4}}), "a: the flag 3 must be a name in quotes"),
     (dict(variants={"a": dict(dataset="x")}), "a: dataset cannot be set here: a study decides it for every "
                                               "run; settings can"),
     (dict(settings=dict(seed=3)), "settings: seed cannot be set here"),
     (dict(settings=dict(task="copy")), "--task=NAME makes a study of tasks"),
     (dict(variants={"xsa": {}}, mechanisms=["xsa"]), "variants: the name 'xsa' is taken"),
-    (dict(variants={"plain x 3": {}}), "variants: the name 'plain x 3' is taken"),
     (dict(variants={"a, adamw_lr x 2": {}}), "variants: the name 'a, adamw_lr x 2' is taken"),
     (dict(contrasts=[["xsa", "nobody"]]), "contrasts: ['xsa', 'nobody'] must be two of this"),
     (dict(always=["nobody"]), "always: 'nobody' is no variant of this study"),
-    (dict(first={"a": 3}), "first: 'a' and its command 3 must be texts"),
     (dict(size="2M"), "size='2M' must be one of 0.1M, 0.33M, 1M, 10M"),
     (dict(texts=["a", "x/a"]), "each once"),
     (dict(texts=["a", "b"], settings=dict(dataset="c")), "without settings of a dataset beside them"),

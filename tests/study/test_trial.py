@@ -80,7 +80,7 @@ def test_a_run_on_a_task_has_the_share_of_right_answers():
 @pytest.mark.slow
 def test_killed_at_any_instant_it_ends_in_the_same_digits(bytes_data):
     """Between two saves, in a process of its own; and after its last step, before it is scored."""
-    run = run_of(bytes_data, max_iters=240, eval_interval=80, save_interval=20)
+    run = run_of(bytes_data, max_iters=120, eval_interval=40, save_interval=20)
     whole = perform(run)
     rows = untimed(read_rows(trial.folder_of(run) / "log.jsonl"))
 
@@ -92,7 +92,7 @@ def test_killed_at_any_instant_it_ends_in_the_same_digits(bytes_data):
     folder = trial.make_folder(run)
     job = subprocess.Popen([sys.executable, ROOT / "train.py", "--trial", folder], stdin=subprocess.DEVNULL,
                            stdout=subprocess.DEVNULL)
-    assert wait_until(lambda: last_step(folder) >= 130)
+    assert wait_until(lambda: last_step(folder) >= 50)
     job.kill()
     job.wait()
     assert trial.outcome(run) is None and (folder / "ckpt.pt").is_file()
