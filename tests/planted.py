@@ -268,7 +268,7 @@ FAULTS = (
           ("test_golden.py::test_every_figure_follows_from_the_scores_as_it_did",)),
     # ---- pages and layout ----
     Fault("a command of a page has a flag that its program lacks", "docs/tasks.md",
-          "python sample.py --ckpt out/recall --levels 4", "python sample.py --ckpt out/recall --lvl 4",
+          "recall-key_offset --levels 8,12,24", "recall-key_offset --lvls 8,12,24",
           ("test_docs.py::test_every_command_of_a_page_is_read[docs/tasks.md]",)),
     Fault("a figure of a page is changed by hand", "docs/results/scale.md", "| 2.3995 |", "| 2.4995 |",
           ("test_figures.py::test_the_command_finds_every_table_as_it_is",)),

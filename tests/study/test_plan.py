@@ -297,6 +297,7 @@ def test_the_same_outcomes_give_the_same_plan_in_whatever_order_they_come(keys):
         assert (plan.runs, plan.pairs, plan.rates) == (whole.runs, whole.pairs, whole.rates)
 
 
+@pytest.mark.slow
 def test_what_is_foreseen_is_what_follows_if_no_score_differs():
     """Where some are done, those that are missing do not seem better than these."""
     planner = Planner(study(mechanisms=GATES, screen=True, best=1, worst=1, tune_lr=True, seeds=[1, 2]))
@@ -310,6 +311,7 @@ def test_what_is_foreseen_is_what_follows_if_no_score_differs():
 
 # ---- specs ----
 
+@pytest.mark.slow
 def test_a_run_follows_from_its_spec_alone():
     """Also where nothing acts between its steps but the number of heads that it begins with."""
     config = study(mechanisms=["*"], seeds=[7], variants={"policy": dict(agency=True, policy=True),

@@ -61,6 +61,7 @@ def test_a_failed_run_is_a_failure_and_the_study_goes_on(bytes_data, capsys, mon
     assert (trial.folder_of(good) / "log.jsonl").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_damaged_result_is_trained_anew_which_a_line_says(bytes_data, capsys, here):
     run = run_of(bytes_data)
     before = queue.execute([run], jobs=1, device="cpu")[run.name]

@@ -333,6 +333,7 @@ def test_a_program_finds_the_fields_that_the_docs_name():
 NASTY = "</td><script>alert(1)</script> <img src=http://evil.example/x.png> {{ 1 }} \x1b[31m"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", [ONE, failed(TASKS, "good")], ids=["text", "tasks"])
 def test_the_page_is_whole_and_loads_nothing(study, tmp_path):
     paths = report.write(study, comparisons_of(study), tmp_path / "out")

@@ -58,6 +58,7 @@ def test_the_score_is_the_one_of_evaluate(tiny_study):
     assert perform(run) == result and (folder / "log.jsonl").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_run_on_a_task_has_the_share_of_right_answers():
     training = {key: value for key, value in TINY_TASK.items() if key in TrainConfig.__dataclass_fields__}
     training = {**training, "task_levels": [1, 2, 3], "task_test_levels": [1, 3]}
@@ -141,6 +142,7 @@ def test_a_result_that_was_copied_from_another_run_is_not_believed(tiny_study):
     assert trial.outcome(other) is None
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_no_result(bytes_data, monkeypatch):
     run = run_of(bytes_data)
     folder = trial.make_folder(run)
@@ -177,6 +179,7 @@ def test_data_that_changed_since_it_was_planned_is_refused(tmp_path):
     assert "train.bin is not the file that meta.json describes" in refused(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_data_that_changes_while_a_run_is_trained_gives_no_score(comes_back, tmp_path):
     """And its checkpoints go, so that it begins anew once the data is back."""
@@ -237,6 +240,7 @@ def test_a_look_ahead_that_training_grows_has_no_score(bytes_data, own_mechanism
     assert (trial.folder_of(run) / "best.pt").is_file()
 
 
+@pytest.mark.slow
 def test_a_mechanisms_file_runs_only_where_the_command_line_names_it(bytes_data, tmp_path,
                                                                      own_mechanisms_go):
     """And as it was planned. Of a study's own copies: what they were made of may be edited meanwhile."""
