@@ -17,7 +17,8 @@ from nanoheads import threads  # noqa: E402, F401  before torch, whose threads i
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from helpers import CODE, ROOT, TINY, TINY_TASK, without_own_mechanisms, write_dataset  # noqa: E402
+from helpers import (CODE, ROOT, TINY, TINY_TASK, articles, without_own_mechanisms,  # noqa: E402
+                     write_dataset)
 from nanoheads import corpus  # noqa: E402
 
 # the same examples in each run, as many as a test says; all examples of a test have the same fixtures
@@ -47,6 +48,13 @@ def chars_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "letters"
     return write_dataset(folder, {"train": text[:1500], "val": text[1500:1800], "test": text[1800:]},
                          "char", sorted(set("abcdefgh \n")))
+
+
+@pytest.fixture(scope="session")
+def articles_data(tmp_path_factory):
+    """A byte dataset of articles, which are documents of 40 to 2,500 bytes: 120 to train on."""
+    folder = tmp_path_factory.mktemp("data") / "articles"
+    return write_dataset(folder, dict(train=articles(120, 1), val=articles(20, 2), test=articles(20, 3)))
 
 
 @pytest.fixture(scope="session")

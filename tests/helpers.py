@@ -91,6 +91,15 @@ def write_dataset(folder, splits, encoding="byte", vocab=None):
     return folder
 
 
+def articles(n, seed):
+    """The text of n WikiText articles of 1 to 400 words, in bytes."""
+    rng, text = np.random.default_rng(seed), b""
+    for i in range(n):
+        words = rng.choice(["the", "river", "rivers", "of", "stone", "stones"], int(400 ** rng.random()))
+        text += f" = Title {i} = \n \n {' '.join(words)} \n \n = = Section = = \n".encode()
+    return text
+
+
 def in_llm_c(tokens, magic=20240520, version=1, count=None):
     """A file in llm.c's format, in bytes; count: what its header says there are."""
     head = [magic, version, len(tokens) if count is None else count] + [0] * 253

@@ -20,12 +20,12 @@ def gpt2(gpt2_files):
 
 
 def pairs(normalizer=None, **more):
-    """The tokenizer of another model, whose tokens may cross spaces unless its pre-tokenizer parts them."""
+    """The tokenizer of another model, whose tokens may cross spaces."""
     return Tokenizer("hf", byte_pairs("it's a naïve text, 日本 12.\n" * 9, normalizer=normalizer, **more))
 
 
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(TEXT)
 def test_text_comes_back(encoding, request, text):
     tok = (request.getfixturevalue("gpt2") if encoding == "gpt2" else pairs() if encoding == "hf" else
@@ -36,7 +36,6 @@ def test_text_comes_back(encoding, request, text):
     assert b"".join(tok.decode_bytes([i]) for i in ids) == text.encode()
 
 
-@settings(max_examples=100)
 @given(st.binary())
 def test_any_bytes_come_back(data):
     tok = Tokenizer("byte")
@@ -45,7 +44,7 @@ def test_any_bytes_come_back(data):
     assert count_chars(data) == sum(byte >> 6 != 2 for byte in data)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(PARTS), min_size=50, max_size=400).map("".join), st.integers(1, 60))
 def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(gpt2, text, size):
     pieces = list(cut_at_spaces(text, size))
@@ -59,7 +58,7 @@ def test_gpt2s_tokens_are_the_published_ones(gpt2):
     assert gpt2.encode("Hello<|endoftext|> world", special=True).tolist() == [15496, 50256, 995]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([*PARTS, "e\u0301\u0301", "\ufb01", "2\u00bd"]), min_size=1, max_size=40
                 ).map("".join))
 def test_tokens_stand_for_the_bytes_of_a_text_that_they_respell(text):
@@ -91,8 +90,7 @@ def test_no_space_is_put_before_a_text():
 
 @pytest.mark.parametrize("action, words", [
     (lambda: Tokenizer("char", "abc").encode("abX"), "'X' (U+0058) at position 2 is not among the 3 symbols"),
-    (lambda: Tokenizer("byte").decode([256]), "token ids reach from 256 to 256, the vocabulary has 256"),
-    (lambda: Tokenizer("char", "abc").decode([-1]), "reach from -1"),
+    (lambda: Tokenizer("byte").decode([-1, 256]), "reach from -1 to 256, the vocabulary has 256"),
     (lambda: Tokenizer("utf8"), "encoding must be byte, char, gpt2 or hf"),
     (lambda: Tokenizer("char"), "need a vocabulary"),
     (lambda: Tokenizer("char", ["ab", "c"]), "single characters"),
