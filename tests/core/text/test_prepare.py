@@ -403,8 +403,7 @@ def test_a_folder_that_is_not_nanogpts_runs_nothing_and_is_one_line(tmp_path, mo
 # ---- written once, whole or not at all ----
 
 def folder_as_it_is(folder):
-    """{name: bytes} of its files, but for the lock of a process that was killed and notes of what was checked.
-    """
+    """{name: bytes} of its files, but for the lock of a process that was killed, and notes of checks."""
     return {path.name: path.read_bytes() for path in folder.iterdir()
             if path.name != "lock" and path.suffix != ".checked"}
 

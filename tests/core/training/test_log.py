@@ -1,7 +1,6 @@
 """The log of a run: a row is whole or not there, whatever ended the process that wrote it."""
 
 import resource
-import signal
 
 import pytest
 from hypothesis import given, strategies as st
@@ -36,15 +35,6 @@ def test_a_log_that_is_cut_anywhere_has_its_whole_rows(tmp_path, size):
     assert read_rows(path) in (ROWS[:whole], ROWS[:whole + 1])
 
 
-@pytest.mark.parametrize("text", [
-    "7", "null", "[1]", '{"loss": 2.0}', '{"step": "3"}', '{"step": NaN}', '{"step": -1}',
-    pytest.param('{"step": 1' + 400 * "0" + "}", id="huge"), pytest.param(100_000 * "[", id="deep")])
-def test_what_is_no_row_is_left_out_and_said(log, capsys, text):
-    log.write_text(f"{text}\n{log.read_text()}")
-    assert read_rows(log) == ROWS
-    assert "1 broken line in log.jsonl, the first is line 1; the rest is used" in capsys.readouterr().err
-
-
 @given(EDITS)
 def test_of_a_damaged_log_the_sound_rows_are_read(tmp_path, edits):
     path = tmp_path / "log.jsonl"
@@ -53,43 +43,47 @@ def test_of_a_damaged_log_the_sound_rows_are_read(tmp_path, edits):
     assert all(row["step"] >= 0 for row in read_rows(path))
 
 
-def test_broken_lines_are_said_in_one_line(log, capsys):
+def test_what_is_no_row_is_left_out_and_said_in_one_line(log, capsys):
+    for text in ("7", "[1]", '{"loss": 2.0}', '{"step": "3"}', '{"step": NaN}', '{"step": -1}',
+                 '{"step": 1' + 400 * "0" + "}", 100_000 * "["):
+        write_rows(log, ROWS)
+        log.write_text(f"{text}\n{log.read_text()}")
+        assert read_rows(log) == ROWS
+        assert "1 broken line in log.jsonl, the first is line 1; the rest" in capsys.readouterr().err
+    write_rows(log, ROWS)
     lines = log.read_text().splitlines()
     log.write_text("\n".join([lines[0], lines[1][:9], "7", *lines[3:]]) + "\n")
     assert read_rows(log) == [ROWS[0], *ROWS[3:]]
-    assert capsys.readouterr().err == \
-        f"{log.parent}: 2 broken lines in log.jsonl, the first is line 2; the rest is used\n"
+    said, = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{log.parent}: 2 broken lines in log.jsonl, the first is line 2")
 
 
 def test_a_full_disk_is_one_line_that_names_the_last_save(log):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 9, hard))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 9, limits[1]))
     try:
         with pytest.raises(UserError) as e:
             append_row(log, dict(step=5, loss=0.125))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(e.value) == f"could not write {log} (File too large); nothing was saved yet: start again"
     assert read_rows(log) == ROWS
 
 
-def test_a_run_that_goes_on_drops_half_a_row_and_what_came_after_its_last_save(args, rows, tmp_path):
-    train.main(args("whole", max_iters=8))
-    train.main(args(max_iters=6))
-    log = tmp_path / "run/log.jsonl"
+def test_a_run_that_goes_on_drops_half_a_row_and_what_came_after_its_last_save(
+        args, rows, tiny_run, tmp_path):
     for step in (7, 8):
-        append_row(log, dict(step=step, loss=9.0))
-    with open(log, "a") as file:
+        append_row(tiny_run / "log.jsonl", dict(step=step, loss=9.0))
+    with open(tiny_run / "log.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
-    train.main([*args(max_iters=8), "--resume"])
-    assert [row["step"] for row in rows(tmp_path / "run")[0]] == [*range(1, 9)]
-    assert [row["loss"] for row in rows(tmp_path / "run")[0]] == \
-        [row["loss"] for row in rows(tmp_path / "whole")[0]]
+    train.main([*args(tiny_run, max_iters=8), "--resume"])
+    train.main(args("whole", max_iters=8))
+    assert [row["step"] for row in rows(tiny_run)[0]] == [*range(1, 9)]
+    losses, whole = ([row["loss"] for row in rows(out)[0]] for out in (tiny_run, tmp_path / "whole"))
+    assert losses == whole
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff"])
-def test_a_json_file_that_cannot_be_read_counts_as_missing(tmp_path, text):
-    (tmp_path / "spec.json").write_bytes(text.encode("latin-1"))
-    assert read_json(tmp_path / "spec.json") is None and read_json(tmp_path / "no.json") is None
+def test_a_json_file_that_cannot_be_read_counts_as_missing(tmp_path):
+    for text in (b"", b"{", b"[1]", b"\xff"):
+        (tmp_path / "spec.json").write_bytes(text)
+        assert read_json(tmp_path / "spec.json") is None and read_json(tmp_path / "no.json") is None
