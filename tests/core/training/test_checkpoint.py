@@ -22,7 +22,7 @@ from hypothesis import given, settings, strategies as st
 import evaluate
 import sample
 import train
-from helpers import EDITS, TINY, damaged
+from helpers import EDITS, TEXTS, TINY, damaged
 from model import GPT, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import UserError, explain
@@ -130,18 +130,14 @@ class Attack:
 FOREIGN = {
     "nothing there": lambda path, state: path.unlink(),
     "empty": lambda path, state: path.write_bytes(b""),
-    "cut short": lambda path, state: path.write_bytes(path.read_bytes()[:-1000]),
     "a text": lambda path, state: path.write_text("not a checkpoint\n" * 100),
     "a folder": lambda path, state: (path.unlink(), path.mkdir()),
     "a zip file": lambda path, state: zipfile.ZipFile(path, "w").close(),
     "a pickle": lambda path, state: path.write_bytes(pickle.dumps(dict(model=Attack()))),
     "a pickle in a torch file": lambda path, state: torch.save({**state, "meta": Attack()}, path),
-    "a tensor": lambda path, state: torch.save(torch.zeros(3), path),
     "a list": lambda path, state: torch.save([1], path),
     "weights alone": lambda path, state: torch.save(state["model"], path),
-    "no config": lambda path, state: torch.save({**state, "config": ["n_layer"]}, path),
-    "no vocabulary": lambda path, state: torch.save({**state, "meta": dict(name="sums")}, path),
-    "of a newer version": lambda path, state: torch.save({**state, "version": 2}, path)}
+    "no vocabulary": lambda path, state: torch.save({**state, "meta": dict(name="sums")}, path)}
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
@@ -152,29 +148,25 @@ def test_what_is_no_checkpoint_is_refused_in_a_line_and_runs_nothing(make, state
     assert not Path("attacked").exists()
 
 
-@pytest.mark.parametrize("put, name", [
-    (lambda state, path: torch.save({**state, "best_val_loss": np.float64(2.0)}, path), "multiarray.scalar"),
-    (lambda state, path: torch.save({**state, "args": Namespace(a=1)}, path), "argparse.Namespace"),
-    (lambda state, path: torch.save({**state, "args": Namespace(a=1)}, path,
-                                    _use_new_zipfile_serialization=False), "argparse.Namespace")],
-    ids=["a number of NumPy", "a config", "a config in an old file"])
-def test_an_object_in_a_checkpoint_is_named_by_its_class(put, name, state, saved):
-    put(state, saved)
-    said = line(checkpoint.read, saved)
-    assert said.startswith(f"{saved} holds an object of ") and f"{name}, " in said
-    assert "save plain values" in said
+def test_an_object_in_a_checkpoint_is_named_by_its_class(state, saved):
+    for more, name, zipped in ((dict(best_val_loss=np.float64(2.0)), "multiarray.scalar", True),
+                               (dict(args=Namespace(a=1)), "argparse.Namespace", False)):
+        torch.save({**state, **more}, saved, _use_new_zipfile_serialization=zipped)
+        said = line(checkpoint.read, saved)
+        assert said.startswith(f"{saved} holds an object of ") and f"{name}, " in said
+        assert "save plain values" in said
 
 
 def test_a_newer_version_is_said_as_such(state, saved):
     torch.save({**state, "version": 2}, saved)
-    assert line(checkpoint.read, saved) == \
-        f"{saved} is of version 2, and this program reads checkpoints up to version 1: update the program"
+    said = line(checkpoint.read, saved)
+    assert said.startswith(f"{saved} is of version 2") and said.endswith("update the program")
 
 
 def test_an_older_version_is_refused_in_a_line_that_names_the_commit(state):
     state["config"]["routing_capacity"] = 0.0
-    assert line(checkpoint.build, state, "old.pt") == \
-        "old.pt is of an older version of this program; commit 7a2abeb is the last one that reads it"
+    said = line(checkpoint.build, state, "old.pt")
+    assert said.startswith("old.pt is of an older version of this program; commit 7a2abeb")
 
 
 def test_a_checkpoint_that_may_not_be_read_says_so(saved, unreadable):
@@ -184,7 +176,7 @@ def test_a_checkpoint_that_may_not_be_read_says_so(saved, unreadable):
     assert explain(e.value) == f"{path}: Permission denied"
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(EDITS)
 def test_a_damaged_file_is_a_model_of_the_same_names_or_a_line(finished, tmp_path, edits):
     """Cut, with bits flipped or with bytes inserted, anywhere in the file."""
@@ -199,6 +191,7 @@ def test_a_damaged_file_is_a_model_of_the_same_names_or_a_line(finished, tmp_pat
         assert all(p.isfinite().all() for p in model.parameters())
 
 
+@settings(max_examples=30)
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_short_anywhere_is_refused(finished, tmp_path, share):
     content = (finished[0] / "ckpt.pt").read_bytes()
@@ -218,35 +211,28 @@ MISFITS = {  # what a line must name, and what was done to the file
     "transformer.ln_g.weight": lambda s: renamed(s["model"], NORM, "transformer.ln_g.weight"),
     WTE: lambda s: s["model"].update({WTE: s["model"][WTE][:9], "lm_head.weight": s["model"][WTE][:9]}),
     f"{NORM} holds NaN": lambda s: s["model"][NORM].fill_(math.nan),
-    f"{WTE} holds NaN": lambda s: s["model"][WTE][0].fill_(-math.inf),
+    f"{WTE} holds NaN or inf": lambda s: s["model"][WTE][0].fill_(-math.inf),
     "n_layer='1' is not int": lambda s: s["config"].update(n_layer="1"),
-    "vocab_size='256' is not int or None": lambda s: s["config"].update(vocab_size="256"),
     "n_embd": lambda s: s["config"].update(n_embd=15),
-    "own_mechanism must be a list": lambda s: s.update(own_mechanism=["mine.py"]),
-    "own_mechanism must be a list of files": lambda s: s.update(own_mechanism=[dict(file=3, digest="0")]),
-    "its own_mechanism must be": lambda s: s.update(own_mechanism=[dict(file="a.py", digest="0", helpers=3)]),
-    "its meta does not say": lambda s: s["meta"].update(vocab_size="256"),
     "flux": lambda s: s["config"].update(flux=3),
+    "own_mechanism must be a list of files": lambda s: s.update(own_mechanism=[dict(file=3, digest="0")]),
+    "its meta does not say what its tokens mean": lambda s: s["meta"].update(vocab_size="256"),
+    "its meta does not say what its splits": lambda s: s["meta"].update(splits=3),
     "its step must be of type int, and is of str": lambda s: s.update(step="6"),
-    "its step is -6": lambda s: s.update(step=-6),
     "its best_val_loss is nan": lambda s: s.update(best_val_loss=math.nan),
-    "a scale above 0": lambda s: s.update(scaler=dict(scale=math.nan, _growth_tracker=0)),
-    "its meta does not say what its tokens mean": lambda s: s.update(meta=torch.zeros(3)),
-    "its meta does not say what its tokens": lambda s: s["meta"].update(dtype=torch.zeros(3)),
-    "its task or its options are": lambda s: s["meta"].update(options=3),
-    "its train must be of type dict": lambda s: s.update(train=[1]),
     "its last_eval must have a step": lambda s: s.update(last_eval=dict(val_loss=2.0)),
-    "its scaler must have a scale": lambda s: s.update(scaler=dict(scale="high", _growth_tracker=0)),
-    "its meta does not say what its splits": lambda s: s["meta"].update(splits=3)}
-PROGRAMS = dict(sample=lambda run, data: sample.main(["--ckpt", str(run), "--device=cpu"]),
-                evaluate=lambda run, data: evaluate.main(["--ckpt", str(run), "--device=cpu"]),
-                train=lambda run, data: train.main([*command(data, run, max_iters=9), "--resume"]))
+    "a scale above 0": lambda s: s.update(scaler=dict(scale=math.nan, _growth_tracker=0))}
+ON_CPU = "--device=cpu", "--ckpt"
+PROGRAMS = dict(sample=lambda run, data: sample.main(["--max_new_tokens=9", *ON_CPU, str(run)]),
+                evaluate=lambda run, data: evaluate.main([*ON_CPU, str(run)]),
+                train=lambda run, data: train.main([*command(data, run, max_iters=7), "--resume"]))
 
 
 @pytest.fixture
 def changed(finished, tmp_path):
     """changed(change) -> a copy of the run, in whose ckpt.pt, best.pt is gone, change(state) was made."""
     def make(change):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
         folder, state = shutil.copytree(finished[0], tmp_path / "run"), copy.deepcopy(finished[1])
         change(state)
         torch.save(state, folder / "ckpt.pt")
@@ -255,16 +241,43 @@ def changed(finished, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("words, change", MISFITS.items(), ids=MISFITS)
-def test_what_does_not_fit_is_named_in_a_line(words, change, program, changed, bytes_data):
+def test_what_does_not_fit_is_named_in_a_line(words, change, changed, bytes_data):
     folder = changed(change)
     before = (folder / "log.jsonl").read_bytes()
-    with pytest.raises(SystemExit) as e:
-        PROGRAMS[program](folder, bytes_data)
-    assert len(str(e.value.code).splitlines()) == 1 and words in e.value.code
-    assert e.value.code.startswith(f"{program}: {folder}")
+    for program, run in PROGRAMS.items():
+        with pytest.raises(SystemExit) as e:
+            run(folder, bytes_data)
+        assert len(str(e.value.code).splitlines()) == 1 and words in e.value.code
+        assert e.value.code.startswith(f"{program}: {folder}")
     assert (folder / "log.jsonl").read_bytes() == before
+
+
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-3, 40), st.floats(), TEXTS,
+                   st.just(torch.zeros(3)), st.lists(st.integers(0, 3), max_size=2),
+                   st.dictionaries(TEXTS, st.integers(0, 3), max_size=2))
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.data())
+def test_whatever_value_stands_in_a_checkpoint_a_program_runs_or_ends_in_a_line(changed, bytes_data, data):
+    """In the place of any entry, of its config, its training, what is known of its text, or its moments."""
+    program = data.draw(st.sampled_from([*PROGRAMS]))
+
+    def change(state):
+        where = state
+        for _ in range(data.draw(st.integers(0, 4))):
+            inner = [each for each in (where.values() if isinstance(where, dict) else where)
+                     if isinstance(each, (dict, list)) and each]
+            where = data.draw(st.sampled_from(inner)) if inner else where
+        key = data.draw(st.sampled_from([*where] if isinstance(where, dict) else range(len(where))))
+        where[key] = data.draw(VALUES)
+    folder = changed(change)
+    try:
+        PROGRAMS[program](folder, bytes_data)
+    except SystemExit as e:
+        assert len(str(e.code).splitlines()) == 1 and e.code.startswith(f"{program}: ")
 
 
 def moments(state, optimizer):
@@ -281,7 +294,6 @@ NO_START = {
     "no state to go on from": lambda s: s.pop("optimizers"),
     "1 optimizers": lambda s: s["optimizers"].pop(),
     "[256, 16]": lambda s: put(s, 1, "exp_avg", lambda t: t.T.clone()),
-    "exp_avg_sq": lambda s: put(s, 1, "exp_avg_sq", lambda t: t[:9].clone()),
     "momentum": lambda s: put(s, 0, "momentum", lambda t: t[:9].clone()),
     "batch_size='four'": lambda s: s["train"].update(batch_size="four"),
     "NaN": lambda s: put(s, 0, "momentum", lambda t: t * math.nan)}
@@ -323,13 +335,13 @@ def test_a_vocabulary_that_means_something_else_is_one_line(state, chars_data, b
     assert all(name in said for name in ("x.pt", "9", "letters", "10"))
 
 
-@pytest.mark.parametrize("state", [4, -1])
-def test_a_state_of_a_head_that_there_is_not_is_one_line(state):
+def test_a_state_of_a_head_that_there_is_not_is_one_line():
     config = GPTConfig(**SIZES, agency=True)
     weights = GPT(config).state_dict()
-    weights["transformer.h.1.attn.agency.state"][1] = state
-    said = line(checkpoint.build, dict(model=weights, config=config.flags(), meta=None), "x.pt")
-    assert said.endswith(f"agency.state=[0, {state}] must be from 0 to 3")
+    for state in (4, -1):
+        weights["transformer.h.1.attn.agency.state"][1] = state
+        said = line(checkpoint.build, dict(model=weights, config=config.flags(), meta=None), "x.pt")
+        assert said.endswith(f"agency.state=[0, {state}] must be from 0 to 3")
 
 
 # ---- nanoGPT's ----
@@ -374,12 +386,9 @@ def logits(w, ids, gelu):
 
 
 @pytest.mark.parametrize("bias, flag, tied, prefix", [
-    (True, True, True, ""), (False, True, True, ""), (False, True, True, "_orig_mod."),
-    (True, False, True, ""), (False, False, False, ""), (True, True, False, ""),
-    (False, True, True, "module."), (False, True, True, "_orig_mod.module."),
-    (False, True, True, "module._orig_mod.")],
-    ids=["bias", "plain", "compiled", "of January 2023", "of 13 January 2023", "two matrices",
-         "in DistributedDataParallel", "compiled around it", "compiled inside it"])
+    (True, True, True, ""), (False, True, True, "_orig_mod."), (True, False, True, ""),
+    (False, False, False, ""), (True, True, False, "module._orig_mod.")],
+    ids=["bias", "compiled", "of January 2023", "of 13 January 2023", "two matrices on several ranks"])
 def test_nanogpts_checkpoints_give_nanogpts_logits(tmp_path, bias, flag, tied, prefix):
     """Of January 2023: no `bias` in model_args, the tanh form of GELU, and two matrices until the 14th."""
     weights = nanogpts(bias, tied)

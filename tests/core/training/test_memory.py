@@ -9,11 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads import memory
 from nanoheads.config import TrainConfig
 from nanoheads.memory import advice, memory_lines, rows_at_once, step_memory
 from nanoheads.optim import precision
-from nanoheads.ranks import Process
 
 SIZES = {"small": dict(n_layer=2, n_head=4, n_embd=64, block_size=128),
          "wide": dict(n_layer=3, n_head=4, n_embd=192, block_size=64),
@@ -32,30 +30,23 @@ def allocated(f):
     return largest
 
 
-def model_and_run(rows=4, optimizer=None, dtype="float32", **flags):
-    model = GPT(GPTConfig(vocab_size=512, **flags)).train()
-    config = TrainConfig(batch_size=rows, optimizer=optimizer, dtype=dtype).for_recipe(model.config.recipe)
-    return model, train.ready_to_step(model, config)
+def run_of(size="small", rows=4, dtype="float32", vocab_size=512, grad_accum=1, **flags):
+    """A run that can take steps."""
+    model = GPT(GPTConfig(vocab_size=vocab_size, **{**SIZES[size], **flags})).train()
+    config = TrainConfig(batch_size=rows, dtype=dtype, grad_accum=grad_accum)
+    return train.ready_to_step(model, config.for_recipe(model.config.recipe))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    {}, dict(recipe="modern"), dict(recipe="llama"), dict(recipe="modern", checkpoint_activations=True),
-    dict(loss_chunks=4), dict(dropout=0.1), MECHANISMS["acag"], MECHANISMS["short_conv"],
-    MECHANISMS["constraint_a"], MECHANISMS["unet_concat"]], ids=str)
-def test_a_step_allocates_what_was_calculated(flags):
-    check_allocated("small", "float32", flags)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size, dtype", [("small", "bfloat16"), ("wide", "float32"), ("long", "bfloat16")])
-def test_a_step_of_another_size_or_dtype_allocates_what_was_calculated(size, dtype):
-    check_allocated(size, dtype, dict(recipe="modern"))
-
-
-def check_allocated(size, dtype, flags):
+@pytest.mark.parametrize("size, dtype, flags", [
+    ("small", "float32", {}), ("small", "float32", dict(recipe="modern", checkpoint_activations=True)),
+    ("small", "float32", dict(loss_chunks=4)), ("small", "bfloat16", MECHANISMS["unet_concat"]),
+    ("wide", "float32", dict(recipe="modern") | MECHANISMS["acag"]),
+    ("long", "bfloat16", dict(recipe="llama"))], ids=str)
+def test_a_step_allocates_what_was_calculated(size, dtype, flags):
     """Backward frees activations while the weights' gradients come, so both together are never reached."""
-    model, run = model_and_run(dtype=dtype, **{**SIZES[size], **flags})
+    run = run_of(size, dtype=dtype, **flags)
+    model = run.model
     x = torch.randint(0, 512, (4, model.config.block_size))
     train.training_step(run, x, x)  # makes the optimizers' moments
     need = step_memory(model, run.config, 4, precision(dtype, "cpu")[1])
@@ -64,62 +55,43 @@ def check_allocated(size, dtype, flags):
     assert 0.75 * stored < found < 1.25 * (stored + need.gradients)
     moments = sum(t.numel() * t.element_size() for optimizer in run.optimizers
                   for state in optimizer.state.values() for t in state.values())
-    assert need.optimizers == pytest.approx(moments, rel=0.01)  # but for scorers that have no labels
+    assert need.optimizers == pytest.approx(moments, rel=0.01)
     assert need.weights == need.gradients == sum(4 * p.numel() for p in model.parameters())
 
 
 @pytest.mark.slow
 def test_activations_grow_with_the_rows_and_a_frozen_trunk_needs_no_gradients():
-    model, run = model_and_run(**SIZES["small"])
-    one, four = (step_memory(model, run.config, rows, nullcontext()) for rows in (1, 4))
+    run = run_of()
+    one, four = (step_memory(run.model, run.config, rows, nullcontext()) for rows in (1, 4))
     assert four.activations == pytest.approx(4 * one.activations, rel=0.03) and four[:3] == one[:3]
     assert four.backward == 4 * one.backward == 2 * 4 * 4 * 128 * 512
-    for p in model.parameters():
+    for p in run.model.parameters():
         p.requires_grad_(False)
-    frozen = step_memory(model, run.config, 4, nullcontext())
+    frozen = step_memory(run.model, run.config, 4, nullcontext())
     assert frozen.gradients == frozen.optimizers == 0 and frozen.activations < 0.01 * four.activations
 
 
-def test_a_model_is_as_before_when_its_memory_could_not_be_counted(monkeypatch):
-    model, run = model_and_run(**SIZES["small"], checkpoint_activations=True)
-    count = iter([1000])
-    monkeypatch.setattr(memory, "stored_for_backward", lambda *args: next(count))
-    with pytest.raises(StopIteration):
-        step_memory(model, run.config, 1, nullcontext())
-    assert model.config.checkpoint_activations is True
-
-
-def run_on(kind, **keys):
-    model, run = model_and_run(**SIZES["small"])
-    run.config, run.process = TrainConfig(**keys).for_recipe("gpt2"), SimpleNamespace(kind=kind, world=1)
-    return run
-
-
-def test_a_small_model_on_a_cpu_says_nothing_and_a_larger_one_does(monkeypatch):
-    run = run_on("cpu", batch_size=8)
-    assert memory_lines(run) == []
-    monkeypatch.setattr(memory, "SHOWN_FROM", 0)
-    line, = memory_lines(run)
-    assert line.startswith("a step takes about 0.0 GiB of memory: weights ") and "8 x 128 tokens" in line
-
-
 @pytest.mark.slow
-def test_what_does_not_fit_is_said_with_the_batch_that_does(monkeypatch):
-    monkeypatch.setattr(memory, "SHOWN_FROM", 0)
-    run = run_on("cpu", batch_size=8, grad_accum=3)
+def test_a_large_model_says_what_it_takes_and_what_fits(monkeypatch):
+    """On machines with so much memory that two thirds of the rows fit, and with less than the weights."""
+    assert memory_lines(run_of(rows=8)) == []  # a small one starts at once
+    run = run_of(rows=8, grad_accum=3, n_embd=128, vocab_size=40_000)
+    line, = memory_lines(run)
     need = step_memory(run.model, run.config, 8, run.autocast)
+    assert line.startswith(f"a step takes about {need.total / 2**30:.1f} GiB of memory: weights ")
+    assert line.endswith("for 8 x 128 tokens at once")
     by_rows = need.activations + need.backward
-    monkeypatch.setattr(memory, "device_memory", lambda process: need.total - by_rows // 3)
-    _, line = memory_lines(run)  # two thirds of the rows fit: five, of which four divide the batch
-    assert line.startswith("that is more than the 0.0 GiB of this machine: ")
-    assert line.endswith("--batch_size=4 --grad_accum=6 makes the same step in less")
-    monkeypatch.setattr(memory, "device_memory", lambda process: need.weights)
-    assert memory_lines(run)[1].endswith("lower block_size or n_embd, or set checkpoint_activations=True")
+    run.process = SimpleNamespace(kind="cuda", world=1, device=0)
+    for there, words in ((need.total - by_rows // 3, "--batch_size=4 --grad_accum=6 makes the same step in"),
+                         (need.weights, "lower block_size or n_embd, or set checkpoint_activations=True")):
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda device: SimpleNamespace(total_memory=there))
+        _, line = memory_lines(run)
+        assert line.startswith("that is more than the ") and words in line
 
 
 @pytest.mark.parametrize("keys, world, words", [
     (dict(batch_size=12, grad_accum=40), 1, "--batch_size=10 --grad_accum=48 "),
-    (dict(batch_size=64), 1, "--batch_size=32 --grad_accum=2 "),
     (dict(batch_size=64), 8, "--batch_size=4 --grad_accum=16 "),
     (dict(batch_size=12, grad_accum=40), 8, "--batch_size=10 --grad_accum=48 "),
     (dict(batch_size=7), 1, "--batch_size=1 --grad_accum=7 "),
@@ -132,7 +104,3 @@ def test_the_advice_keeps_the_step_as_it_is(keys, world, words):
         batch, accum = (int(word.split("=")[1]) for word in words.split())
         assert batch * accum == config.batch_size * config.grad_accum and accum % world == 0
         assert batch < rows_at_once(config, world)
-
-
-def test_a_process_without_a_gpu_counts_the_machines_memory():
-    assert memory.device_memory(Process()) == memory.memory_of_machine() > 0

@@ -242,7 +242,8 @@ train.main([*sys.argv[1:], "--resume", "--max_iters=6"])
 def test_a_third_optimizer_is_a_class_and_a_line(args, rows, tmp_path):
     """Whose rate is a key, whose steps are logged, and whose moments a run goes on with."""
     keys = dict(optimizer="sgd", sgd_lr=0.3, max_iters=3, schedule="constant", warmup_iters=0)
-    done = subprocess.run([sys.executable, "-c", SGD, *args(**keys)], cwd=ROOT, text=True, capture_output=True)
+    command = [sys.executable, "-c", SGD, *args(**keys)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert [row["sgd_lr"] for row in rows(tmp_path / "run")[0]] == [0.3] * 6
     sgd, adamw = checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"]
