@@ -224,7 +224,7 @@ FAULTS = (
     Fault("an inserted layer's cache is passed over", "inserted.py",
           "kwargs[name] = cache = LateCache(kwargs[name], x, inserted.constraint is not None)",
           "cache = LateCache(kwargs[name], x, inserted.constraint is not None)",
-          ("test_inserted.py::test_a_cache_and_padding_change_nothing",)),
+          ("test_dropin.py::test_a_cache_and_padding_change_nothing",)),
     # ---- plan, queue, trial, records ----
     Fault("seeds that chose are judged as well", "plan.py",
           "(seed for seed in itertools.count(max(c.seeds) + 1) if seed not in c.screen_seeds)",
