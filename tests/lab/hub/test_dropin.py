@@ -422,7 +422,8 @@ def test_models_are_copied_pickled_and_checkpointed(hf, kind):
 @pytest.mark.parametrize("kind, sizes", [
     ("gpt_neo", dict(num_layers=1, attention_types=[[["local"], 1]])), ("llama", dict(num_hidden_layers=1))])
 def test_models_are_compiled_without_a_break(hf, kind, sizes):
-    model = scatter(insert(tiny(hf, kind, **sizes), **EVERYTHING, constraint_layers=[0]), 0.3, only="nanoheads")
+    model = insert(tiny(hf, kind, **sizes), **EVERYTHING, constraint_layers=[0])
+    scatter(model, 0.3, only="nanoheads")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-6
 
