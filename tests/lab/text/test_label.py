@@ -1,5 +1,7 @@
 """lab/label.py: labels stand at their tokens, follow from the text before, and are written whole."""
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +13,8 @@ from lab.label import main
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from lab.labels import labellers, weak
-from lab.labels.labellers import TASKS, Text, to_tokens, truth
-from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file
+from lab.labels.labellers import TASKS, Text, truth
+from lab.labels.targets import UNKNOWN, Targets, decode, label_file
 
 WIKI = """
  = Homarus = 
@@ -68,17 +70,17 @@ def run(dataset, *args):
 
 
 def refused(dataset, words, *args):
-    with pytest.raises(SystemExit, match=words) as e:
+    with pytest.raises(SystemExit) as e:
         main([f"--dataset={dataset.dir}", *args])
-    assert "\n" not in str(e.value)
+    assert re.search(words, str(e.value)) and "\n" not in str(e.value), e.value
 
+
+# ---- rules ----
 
 def labelled(text, value, spans):
     """The stretches of a text that spans give a value, in order."""
     return [" ".join(text[a:b].split()) for a, b, v in spans if v == value]
 
-
-# ---- weak labels ----
 
 def test_sentences_are_found_in_articles_and_plays():
     found = [" ".join(WIKI[a:b].split()) for a, b in weak.sentences(WIKI)]
@@ -93,7 +95,8 @@ def test_sentences_are_found_in_articles_and_plays():
     assert weak.sentences("Title Without End\n\nName:\n* an item.\n") == []
 
 
-def test_testifiability_begins_with_what_can_be_checked():
+def test_rules_label_what_their_page_says():
+    """Something to check; a word of exchange, or a third turn; a hedge, questions aside."""
     spans = weak.testifiability(WIKI)
     assert labelled(WIKI, 1, spans) == [
         "0 cm ( 24 in ) and is caught by people who trade with each other .",
@@ -103,21 +106,17 @@ def test_testifiability_begins_with_what_can_be_checked():
         "Females were recently seen .", "Is that so ?", "They lived there , perhaps in May 1"]
     assert labelled(PLAY, 1, weak.testifiability(PLAY)) == ["daughters."]
 
-
-def test_reciprocity_is_a_word_of_exchange_or_a_third_turn():
-    assert labelled(WIKI, 1, weak.reciprocity(WIKI)) == ["each other ."]  # after "trade with"
     third = ["You are all resolved rather to die Than to famish?", "I have three daughters."]
-    assert labelled(PLAY, 1, weak.reciprocity(PLAY)) == [*third, "thee; what is it To them?"]
+    thee = "thee; what is it To them?"
     other = PLAY.replace("First Citizen:\nYou", "Second Citizen:\nYou")
-    assert labelled(other, 1, weak.reciprocity(other)) == ["thee; what is it To them?"]
     far = PLAY.replace("Speak, speak.", "Speak, speak. " * (weak.WINDOW // 14))
+    assert labelled(WIKI, 1, weak.reciprocity(WIKI)) == ["each other ."]  # after "trade with"
+    assert labelled(PLAY, 1, weak.reciprocity(PLAY)) == [*third, thee]
+    assert labelled(other, 1, weak.reciprocity(other)) == [thee]
     assert third[0] not in labelled(far, 1, weak.reciprocity(far))
     at = PLAY.index("You are")  # a text that begins there knows its speakers from what was before
     assert labelled(PLAY[at:], 1, weak.reciprocity(PLAY[at:], PLAY[:at]))[:2] == third
-    assert labelled(PLAY[at:], 1, weak.reciprocity(PLAY[at:])) == ["thee; what is it To them?"]
 
-
-def test_decidability_ends_with_a_hedge_and_leaves_questions_out():
     spans = weak.decidability(WIKI)
     assert labelled(WIKI, 1, spans) == ["a lobster of H. americanus 's kind .", "recently seen .",
                                         "there , perhaps"]
@@ -129,21 +128,21 @@ def test_decidability_ends_with_a_hedge_and_leaves_questions_out():
     assert whole[1] == "They lived there , perhaps in May 1901 , and were happy ."
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", weak.LABELLERS)
 def test_a_label_follows_from_the_text_up_to_it(name):
     """What a label says must not change with what comes later; labels of whole sentences do change."""
+    text = WIKI + PLAY
+
     def changes(whole):
         count = 0
-        full = labellers.paint(weak.LABELLERS[name](text, "", whole), len(text)).astype(int)
-        for stop in range(1, len(text)):
+        full = labellers.paint(weak.LABELLERS[name](text, "", whole), len(text))
+        for stop in range(1, len(text), 3):
             part = labellers.paint(weak.LABELLERS[name](text[:stop] + ".", "", whole), stop + 1)[:stop]
             both = (part != UNKNOWN) & (full[:stop] != UNKNOWN)
             count += int((part[both] != full[:stop][both]).any())
         return count
-    text = WIKI + PLAY
-    assert changes(whole=False) == 0
-    assert changes(whole=True) > 20
+
+    assert changes(whole=False) == 0 and changes(whole=True) > 5
 
 
 # ---- a known truth ----
@@ -160,32 +159,24 @@ def test_synthetic_truth_is_what_it_says():
     assert set(TASKS) == {"comma", "parity", "capital"}
 
 
-@pytest.mark.slow
-def test_noise_turns_a_share_of_the_labels(mixed, capsys):
-    clean = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital")
-    noisy = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--out=noisy")
-    again = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--out=again")
-    other = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--seed=1",
-                "--out=other")
+def test_noise_turns_a_share_of_the_labels(mixed):
+    clean, noisy, again, other = (
+        run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", f"--out=set{i}", *more)
+        for i, more in enumerate(([], ["--noise=0.1"], ["--noise=0.1"], ["--noise=0.1", "--seed=1"])))
     for name in clean:
         turned = noisy[name] != clean[name]
         np.testing.assert_allclose(noisy[name][turned], 1 - clean[name][turned], atol=1e-6)
         assert 0.07 < np.mean(turned) < 0.13
         assert (again[name] == noisy[name]).all() and (other[name] != noisy[name]).any()
     assert ((noisy["a.train"] != clean["a.train"]) != (noisy["b.train"] != clean["b.train"])).any()
-    first = [MIXED[:i + 1].encode() for i in range(len(MIXED))]
-    np.testing.assert_array_equal(clean["a.val"][[len(seen) - 1 for seen in first]], truth("comma", MIXED))
-    assert not Targets(mixed, "synthetic").meta["weak"]
+    ends = [len(MIXED[:i + 1].encode()) - 1 for i in range(len(MIXED))]
+    np.testing.assert_array_equal(clean["a.val"][ends], truth("comma", MIXED))
+    assert not Targets(mixed, "set0").meta["weak"]
 
 
 # ---- pieces ----
 
-def pieces(dataset, size, split="train", start=0):
-    return list(Text(dataset, size).pieces(split, start))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
+@pytest.mark.parametrize("encoding", ["byte", "gpt2"])
 def test_no_label_knows_where_pieces_are_cut(tmp_path, encoding, request, monkeypatch):
     if encoding == "gpt2":
         request.getfixturevalue("gpt2_files")
@@ -193,59 +184,44 @@ def test_no_label_knows_where_pieces_are_cut(tmp_path, encoding, request, monkey
     monkeypatch.setattr(labellers, "LONG", 300)  # tokens: some blocks are longer
     args = SimpleNamespace(names=None, reach=None, noise=0.2, seed=3)
     for kind in (labellers.Weak, labellers.Synthetic):
-        found = {}
+        found = []
         for size in (1, 90, 1000, 1 << 20):
-            text = pieces(dataset, size)
-            assert "".join(p.text for p in text) == MIXED
-            assert [p.start for p in text[1:]] == [p.stop for p in text[:-1]]
-            assert len(text) > 1
-            found[size] = [kind(args, dataset)(p) for p in text]
-        for name in found[1][0]:
-            rows = [np.concatenate([one[name] for one in row]) for row in found.values()]
-            assert all((row == rows[0]).all() for row in rows[1:])
-    # cut anywhere, labels do change
-    whole = labellers.paint(weak.testifiability(MIXED), len(MIXED))
-    parts = [labellers.paint(weak.testifiability(MIXED[i:i + 37]), 37)[:len(MIXED[i:i + 37])]
-             for i in range(0, len(MIXED), 37)]
-    assert (np.concatenate(parts) != whole).any()
+            pieces = [*Text(dataset, size).pieces("train")]
+            assert "".join(p.text for p in pieces) == MIXED and len(pieces) > 1
+            assert [p.start for p in pieces[1:]] == [p.stop for p in pieces[:-1]]
+            labels = [kind(args, dataset)(p) for p in pieces]
+            found.append({name: np.concatenate([each[name] for each in labels]) for name in labels[0]})
+        for name, codes in found[0].items():
+            assert all((other[name] == codes).all() for other in found[1:])
 
 
-def test_blocks_start_after_the_last_blank_line():
-    assert labellers.block_starts(b"a\nb\n\nc\n \t\n\n d\n") == [5, 11]
-    # what follows may be blank, too, and then no block starts there
-    assert labellers.block_starts(b"a\n\n") == labellers.block_starts(b"a\n\n  ") == []
-    assert labellers.block_starts(b"a\n\n  b") == [3]
-
-
-@pytest.mark.slow
 def test_a_long_block_is_not_cut_inside_a_character(tmp_path, monkeypatch):
     monkeypatch.setattr(labellers, "LONG", 10)
     raw = "é€😀".encode() * 30 + b"\xe2\x82" + b"\x80" * 40 + b"\xff" + "é".encode() * 9
-    dataset = made(tmp_path / "data", raw)
     for size in (1, 50, 1 << 20):
-        cut = pieces(dataset, size)
+        cut = [*Text(made(tmp_path / f"{size}", raw), size).pieces("train")]
         assert "".join(p.text for p in cut) == raw.decode("utf-8", "surrogateescape")
         assert max(p.stop - p.start for p in cut) <= 13
 
 
 # ---- a user's labels ----
 
-def spans_file(folder, *rows):
-    path = folder / "labels.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return f"--file={path}"
+def spans_file(folder, *rows, name="labels.jsonl"):
+    (folder / name).write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return f"--file={folder / name}"
 
 
 def span(start, end, value=1.0, name="truth"):
     return dict(name=name, start=start, end=end, value=value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
-def test_spans_of_characters_reach_their_tokens(tmp_path, encoding, request):
+def test_spans_of_characters_reach_their_tokens(tmp_path, encoding, request, monkeypatch):
     """The oracle goes through the text token by token; emoji are several GPT-2 tokens, and words are one."""
     if encoding == "gpt2":
         request.getfixturevalue("gpt2_files")
+    monkeypatch.setattr(labellers, "LONG", 20)
+    monkeypatch.setattr(labellers.Spans, "size", 20)  # tokens of a piece: spans go over several
     text = "Le café 😀😀 coûte 12 € à Élan.\n\nUn second paragraph, naïve.\n" * 3
     dataset = made(tmp_path / "data", text, encoding)
     ask = [(3, 7, 1.0), (8, 9, 0.25), (20, 21, 0.0), (40, 77, 0.5)]
@@ -265,27 +241,22 @@ def test_spans_of_characters_reach_their_tokens(tmp_path, encoding, request):
     assert (found >= 0).sum() > 15
 
 
-def test_a_token_has_the_value_of_the_last_span_it_touches():
-    piece = labellers.Piece("val", 0, 2, np.array([3, 4]), "abcdefg", "")
-    codes = encode([np.nan, 1, 0, np.nan, 0.5, np.nan, np.nan])
-    assert to_tokens(codes, piece).tolist() == [0, 127]
-    assert to_tokens(encode([np.nan] * 3 + [1] + [np.nan] * 3), piece).tolist() == [UNKNOWN, 254]
-
-
-@pytest.mark.slow
-def test_scores_of_tokens_and_the_rest(mixed, tmp_path):
+def test_scores_of_tokens_the_rest_and_a_file_for_each_split(mixed, tmp_path):
     n = len(mixed.tokens("val"))
-    rows = [dict(name="soft", token=5, values=[0.5, None, 1]), dict(name="soft", token=n - 1, value=0.0),
-            dict(name="soft", token=5, value=0.5), span(0, 2, name="hard"), span(4, 6, None, name="hard")]
-    found = run(mixed, "--by=spans", spans_file(tmp_path, *rows), "--split=val")
+    file = spans_file(tmp_path, dict(name="soft", token=5, values=[0.5, None, 1]), dict(
+        name="soft", token=n - 1, value=0.0), dict(name="soft", token=5, value=0.5), span(0, 2, name="hard"),
+        span(4, 6, None, name="hard"))
+    found = run(mixed, "--by=spans", file, "--split=val")
     want = np.full(n, -1.0)
     want[[5, 7, n - 1]] = 0.5, 1, 0
     np.testing.assert_allclose(found["soft.val"], want, atol=1e-6)
     assert found["hard.val"][:7].tolist() == [1, 1, -1, -1, -1, -1, -1]
-    found = run(mixed, "--by=spans", spans_file(tmp_path, *rows), "--split=val", "--rest=0", "--out=zero")
+    other = spans_file(tmp_path, span(1, 2, 0.0, name="hard"), name="other.jsonl")
+    found = run(mixed, "--by=spans", file, "--split=val", other, "--split=test", "--rest=0", "--out=zero")
     np.testing.assert_allclose(found["soft.val"], np.where(np.arange(n) == 6, -1, want.clip(0)), atol=1e-6)
     assert found["hard.val"][:7].tolist() == [1, 1, 0, 0, -1, -1, 0]
-    assert list(Targets(mixed, "zero").splits) == ["val"] and not Targets(mixed, "zero").meta["weak"]
+    assert (found["hard.test"] == 0).all() and (found["soft.test"] == 0).all()
+    assert list(Targets(mixed, "zero").splits) == ["val", "test"] and not Targets(mixed, "zero").meta["weak"]
 
 
 def test_a_byte_that_is_not_utf8_is_a_character(tmp_path):
@@ -295,42 +266,14 @@ def test_a_byte_that_is_not_utf8_is_a_character(tmp_path):
     assert found.tolist() == [-1, -1, 1, -1, -1, 0, 1, 1, 1, -1, -1]
 
 
-@pytest.mark.slow
-def test_a_span_goes_over_many_pieces(mixed, tmp_path, monkeypatch):
-    monkeypatch.setattr(labellers.Spans, "size", 200)
-    monkeypatch.setattr(labellers, "LONG", 200)
-    file = spans_file(tmp_path, span(50, 3000), span(60, 70), span(100, 1500), span(3000, 3001, 0.0))
-    found = run(mixed, "--by=spans", file, "--split=val")["truth.val"]
-    starts = [len(MIXED[:at].encode()) for at in (50, 3000, 3001)]
-    want = np.full(len(found), -1)
-    want[starts[0]:starts[1]], want[starts[1]:starts[2]] = 1, 0
-    np.testing.assert_array_equal(found, want)
-
-
-def test_several_files_each_for_its_split(mixed, tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    one.write_text(json.dumps(span(0, 3)))
-    two.write_text(json.dumps(span(1, 2, 0.0)) + "\n" + json.dumps(span(1, 2, name="only")))
-    found = run(mixed, "--by=spans", f"--file={one}", "--split=val", f"--file={two}", "--split=test")
-    assert found["truth.val"][:4].tolist() == [1, 1, 1, -1]
-    assert found["truth.test"][:3].tolist() == [-1, 0, -1]
-    assert (found["only.val"] == -1).all() and found["only.test"][1] == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("row, words", [
     (span(0, 10**9), "ends at 1,000,000,000; the split has [0-9,]+ characters"),
-    (dict(name="truth", token=10**9, value=1), "ends at 1,000,000,001; the split has [0-9,]+ tokens"),
-    (span(5, 5), "the span from 5 to 5 holds nothing"), (span(6, 5), "holds nothing"),
-    (span(-1, 5), "must be whole numbers"), (span(1.0, 5), "must be whole numbers"),
-    (span(0, 5, 10**400), "too large"), (span(0, 5, np.inf), "Infinity is no number"),
-    (span(0, 5, 1.01), r"1.01 must be in \[0, 1\]"), (span(0, 5, "1"), "numbers from 0 to 1, or null"),
-    (span(0, 5, True), "must be numbers from 0 to 1"),
+    (span(5, 5), "the span from 5 to 5 holds nothing"), (span(-1, 5), "must be whole numbers"),
+    (span(0, 5, 10**400), "too large"), (span(0, 5, 1.01), r"1.01 must be in \[0, 1\]"),
+    (span(0, 5, True), "must be numbers from 0 to 1, or null"),
     (dict(span(0, 5), label="x"), "has the keys name, start, end, value, label where it needs"),
-    (dict(name="truth", start=0, end=5), "has the keys name, start, end where it needs"),
     (span(0, 5, name="a.b"), "'a.b' is no name"), ("[1]", "has no keys"), ("{", "is not JSON"),
     (span(0, 5, np.nan), "is not JSON: NaN is no number; null: not labelled"),
-    (dict(name="truth", token=1, values=[]), "must be numbers"),
     (dict(name="truth", token=1, value=1), "counts tokens, and line 1 counts characters for truth")],
     ids=lambda value: str(value)[:40])
 def test_a_bad_line_is_refused_with_its_number(mixed, tmp_path, row, words):
@@ -339,18 +282,16 @@ def test_a_bad_line_is_refused_with_its_number(mixed, tmp_path, row, words):
     assert not (mixed.dir / "labels").exists()
 
 
-@pytest.mark.slow
 def test_spans_that_overlap_must_agree(mixed, tmp_path):
     long, short, later = span(0, 100), span(10, 20), span(30, 40, 0.0)
-    ask = "--by=spans", "--split=val"
+    ask = "--by=spans", "--split=val", "--force"
     assert run(mixed, *ask, spans_file(tmp_path, long, short))["truth.val"][:101].sum() == 99  # -1 at the end
-    refused(mixed, "labels.jsonl, lines 1 and 3: spans of truth overlap and disagree", *ask,
-            spans_file(tmp_path, long, short, later), "--force")
-    refused(mixed, "lines 1 and 3", *ask, spans_file(tmp_path, later, short, long), "--force")
     scores = dict(name="truth", token=0, values=[0, 1]), dict(name="truth", token=1, value=0.9)
-    refused(mixed, "lines 1 and 2", *ask, spans_file(tmp_path, *scores), "--force")
-    run(mixed, *ask, spans_file(tmp_path, short, dict(later, start=20)), "--force")  # side by side
-    run(mixed, *ask, spans_file(tmp_path, long, dict(later, name="other")), "--force")
+    for lines, *rows in (("1 and 3", long, short, later), ("1 and 3", later, short, long), ("1 and 2", *scores)):
+        refused(mixed, f"labels.jsonl, lines {lines}: spans of truth overlap and disagree", *ask,
+                spans_file(tmp_path, *rows))
+    run(mixed, *ask, spans_file(tmp_path, short, dict(later, start=20)))  # side by side
+    run(mixed, *ask, spans_file(tmp_path, long, dict(later, name="other")))
 
 
 # ---- the program ----
@@ -360,7 +301,6 @@ def files_of(folder):
             if path.suffix != ".checked"}
 
 
-@pytest.mark.slow
 def test_a_second_run_verifies_and_mends(mixed, capsys):
     first = run(mixed, "--by=weak", "--splits", "val")
     printed = capsys.readouterr().out
@@ -382,51 +322,24 @@ def test_a_second_run_verifies_and_mends(mixed, capsys):
     run(mixed, "--by=weak", "--from=start", "--force")
 
 
-@pytest.mark.slow
-def test_a_stopped_run_leaves_nothing_and_starts_over(mixed, tmp_path, monkeypatch):
-    """Stopped in the second split, with --force over a finished set: its labels are gone, no part is left."""
-    monkeypatch.setattr(labellers.Weak, "size", 400)
+@pytest.mark.parametrize("more", [["--force"], []], ids=["over a finished set", "over nothing"])
+def test_a_stopped_run_leaves_no_labels_and_starts_over(mixed, tmp_path, monkeypatch, more):
+    """Stopped in the second split: what was labelled otherwise is gone, no part is left, nothing is mixed."""
+    folder, replace = tmp_path / "set", os.replace
     run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/whole")
-    run(mixed, "--by=weak", f"--out={tmp_path}/forced")
-    call = labellers.Weak.__call__
+    if more:
+        run(mixed, "--by=weak", f"--out={folder}")
 
-    def stops(self, piece):
-        if piece.split == "val" and piece.start > 2000:
+    def interrupted(source, to):
+        if ".val." in str(to):
             raise KeyboardInterrupt
-        return call(self, piece)
-
-    with monkeypatch.context() as m, pytest.raises(SystemExit):
-        m.setattr(labellers.Weak, "__call__", stops)
-        run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/forced", "--force")
-    with pytest.raises(UserError, match="no labels"):
-        Targets(mixed, tmp_path / "forced")
-    assert {path.suffixes[0] for path in (tmp_path / "forced").iterdir()} == {".train"}
-    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/forced", "--force")
-    assert files_of(tmp_path / "forced") == files_of(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_what_is_half_done_otherwise_is_not_gone_on_with(mixed, tmp_path, monkeypatch):
-    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/whole")
-    ask = labellers.Weak.__call__
-
-    def stops(self, piece):
-        if piece.split == "val":
-            raise KeyboardInterrupt
-        return ask(self, piece)
+        return replace(source, to)
 
     with monkeypatch.context() as m, pytest.raises(SystemExit, match="130"):
-        m.setattr(labellers.Weak, "__call__", stops)
-        run(mixed, "--by=weak", f"--out={tmp_path}/other")
-    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/other")
-    assert files_of(tmp_path / "other") == files_of(tmp_path / "whole")
-
-
-def test_what_a_killed_run_left_is_written_over(mixed, tmp_path):
-    folder = tmp_path / "weak"
-    run(mixed, "--by=weak", f"--out={folder}")
-    whole = files_of(folder)
-    for path in [*folder.iterdir()]:
-        path.rename(f"{path}.part")
-    run(mixed, "--by=weak", f"--out={folder}")
-    assert files_of(folder) == whole and not list(folder.glob("*.part"))
+        m.setattr(os, "replace", interrupted)
+        run(mixed, "--by=weak", *([] if not more else ["--from=start"]), f"--out={folder}", *more)
+    with pytest.raises(UserError, match="no labels"):
+        Targets(mixed, folder)
+    assert {path.suffixes[0] for path in folder.iterdir()} == {".train"}
+    run(mixed, "--by=weak", "--from=start", f"--out={folder}", *more)
+    assert files_of(folder) == files_of(tmp_path / "whole")

@@ -3,7 +3,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from nanoheads.common import UserError
 from nanoheads.batches import Batches
@@ -26,14 +25,11 @@ def labelled(bytes_data, tmp_path):
 
 
 def test_a_byte_holds_a_value_or_nothing():
-    values = np.array([0, 1, 0.5, 0.251, np.nan])
-    codes = encode(values)
+    codes = encode(np.array([0, 1, 0.5, 0.251, np.nan]))
     assert codes.tolist() == [0, 254, 127, 64, UNKNOWN] and codes.dtype == np.uint8
-    back = decode(codes)
-    assert back[:2].tolist() == [0, 1] and back[4] == -1
-    assert (back[:4] - torch.tensor(values[:4])).abs().max() <= 0.5 / 254
-    every = decode(np.arange(255, dtype=np.uint8))
-    assert (encode(every.numpy()) == np.arange(255)).all()
+    every = decode(np.arange(256, dtype=np.uint8)).numpy()
+    assert every[0] == 0 and every[254] == 1 and every[UNKNOWN] == -1
+    assert (encode(every[:UNKNOWN]) == np.arange(UNKNOWN)).all()
     for wrong in ([1.1], [-0.1], [np.inf]):
         with pytest.raises(ValueError, match=r"must be in \[0, 1\]"):
             encode(wrong)
@@ -43,7 +39,7 @@ def test_targets_stand_beside_the_tokens_that_are_read(labelled):
     """A batch's x[t] is a digit exactly where its target is 1: shifted by one, the test fails."""
     dataset, folder = labelled
     targets, batches = Targets(dataset, folder), Batches(dataset, "train", 16, 4, seed=3)
-    for step in (0, 5, 400):  # in the second pass, too
+    for step in (0, 400):  # in the second pass, too
         ids = batches(step)
         found = targets.rows("train", batches.starts(step), 16)
         x, y = ids[:, :-1], ids[:, 1:]
@@ -52,38 +48,20 @@ def test_targets_stand_beside_the_tokens_that_are_read(labelled):
         known = found["soft"] >= 0
         assert 0.4 < known.float().mean() < 0.6
         assert (found["soft"][known] - x[known] / 255).abs().max() < 0.002
-    one = targets.rows("val", [7], 23)
-    assert one["digit"].shape == (1, 23) and set(one) == {"digit", "soft"}
-
-
-@pytest.mark.parametrize("change", [
-    lambda m: m.pop("names"), lambda m: m.update(names=3), lambda m: m.update(splits=[1]),
-    lambda m: m["splits"]["val"]["names"].pop("soft"),
-    lambda m: m["splits"]["val"]["names"]["soft"].pop("sha256")])
-def test_labels_json_that_lacks_something_is_one_line(labelled, change):
-    dataset, folder = labelled
-    Targets(dataset, folder)  # control
-    meta = json.loads((folder / "labels.json").read_text())
-    change(meta)
-    (folder / "labels.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="labels.json is not what lab/label.py writes .*label it anew"):
-        Targets(dataset, folder)
 
 
 def test_labels_say_what_they_are(labelled):
     dataset, folder = labelled
     meta = json.loads((folder / "labels.json").read_text())
-    row = meta["splits"]["train"]
-    assert meta["weak"] and meta["names"] == ["digit", "soft"] and row["tokens"] == 20000
-    tokens = np.asarray(dataset.tokens("train"))
-    assert row["names"]["digit"] == dict(
-        sha256=row["names"]["digit"]["sha256"], labelled=20000,
-        mean=pytest.approx(np.mean((tokens >= 48) & (tokens < 58))))
-    assert row["names"]["soft"]["labelled"] == 10000
+    row, tokens = meta["splits"]["train"], np.asarray(dataset.tokens("train"))
+    assert meta["weak"] and meta["names"] == ["digit", "soft"] and row["tokens"] == len(tokens)
+    assert row["names"]["digit"]["labelled"] == len(tokens)
+    assert row["names"]["digit"]["mean"] == pytest.approx(np.mean((tokens >= 48) & (tokens < 58)))
+    assert row["names"]["soft"]["labelled"] == len(tokens) / 2
     assert Targets(dataset, folder, ["soft"]).unread == ["digit"]
 
 
-def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_data, tmp_path):
+def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_data):
     dataset, folder = labelled
 
     def refused(words, labels=folder, data=dataset, split="train", names=None):
@@ -105,5 +83,8 @@ def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_d
     path.unlink()
     refused("digit.train.u8")
     path.write_bytes(whole)
-    (folder / "labels.json").write_text('{"names": ["digit"], "splits": {"train": {"tokens": 4}}}')
-    refused("labels.json")
+    meta = json.loads((folder / "labels.json").read_text())
+    del meta["splits"]["val"]["names"]["soft"]["sha256"]
+    for damaged in (dict(meta, names=3), meta):
+        (folder / "labels.json").write_text(json.dumps(damaged))
+        refused("labels.json is not what lab/label.py writes .*label it anew")
