@@ -287,7 +287,8 @@ def test_spans_that_overlap_must_agree(mixed, tmp_path):
     ask = "--by=spans", "--split=val", "--force"
     assert run(mixed, *ask, spans_file(tmp_path, long, short))["truth.val"][:101].sum() == 99  # -1 at the end
     scores = dict(name="truth", token=0, values=[0, 1]), dict(name="truth", token=1, value=0.9)
-    for lines, *rows in (("1 and 3", long, short, later), ("1 and 3", later, short, long), ("1 and 2", *scores)):
+    for lines, *rows in (("1 and 3", long, short, later), ("1 and 3", later, short, long),
+                         ("1 and 2", *scores)):
         refused(mixed, f"labels.jsonl, lines {lines}: spans of truth overlap and disagree", *ask,
                 spans_file(tmp_path, *rows))
     run(mixed, *ask, spans_file(tmp_path, short, dict(later, start=20)))  # side by side
