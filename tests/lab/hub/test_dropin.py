@@ -76,6 +76,7 @@ def tiny(hf, kind, dtype=torch.float64, **more):
         sizes.update(intermediate_size=48, sliding_window=None)
         sizes.update(dict(num_key_value_heads=2) if kind != "gpt_neox" else {})
         sizes.update({"mistral": dict(sliding_window=5), "qwen3": dict(head_dim=16),
+                      "smollm3": dict(no_rope_layers=[1, 0]),  # the second layer has no positions
                       "phi3": dict(attention_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0),
                       "qwen2": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
                       "starcoder2": dict(attention_dropout=0.0, residual_dropout=0.0,

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import oracle
-from model import GPTConfig
 from nanoheads import attention
 from nanoheads.common import UserError
 from nanoheads.traces import explain
@@ -62,32 +61,29 @@ def first(found):
 # ---- formulas ----
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("make, flags", [
-    (AdaptiveContextualAttention, dict(acag="headwise")),
-    (AdaptiveContextualAttention, dict(acag="elementwise", acag_mode="published", acag_detach=True)),
-    (ConstraintAttention, dict(constraint_variant="A", constraint_mode="published", constraint_heads=2)),
-    (ConstraintAttention, dict(constraint_variant="B", constraint_router="hard_concrete"))],
+@pytest.mark.parametrize("make, how, flags", [
+    (AdaptiveContextualAttention, {}, dict(acag="headwise", acag_mode="normalised")),
+    (AdaptiveContextualAttention, dict(mode="published", gate="elementwise", detach=True),
+     dict(acag="elementwise", acag_mode="published", acag_detach=True)),
+    (ConstraintAttention, dict(names=["a", "b"], heads=2, constraint_mode="published"),
+     dict(constraint_names=["a", "b"], constraint_heads=2, constraint_mode="published")),
+    (ConstraintAttention, dict(names=["a", "b"], variant="B", router="hard_concrete"),
+     dict(constraint_variant="B", constraint_router="hard_concrete"))],
     ids=["acag", "acag published", "constraint published", "constraint variant B"])
-def test_a_layer_is_the_oracles_formula(make, flags, causal):
+def test_a_layer_is_the_oracles_formula(make, how, flags, causal):
     """In a constraint layer whose tokens see later ones the router reads the mean of the whole text."""
-    more = dict(constraint_names=["a", "b"]) if make is ConstraintAttention else {}
-    said = {key.partition("_")[2] or "gate": value for key, value in {**flags, **more}.items()}
-    if "constraint_mode" in flags:
-        said["constraint_mode"] = said.pop("mode")
-    layer = make(C, H, max_len=16, causal=causal, bias=True, **said).double().eval()
-    alive(layer, 0.3)
-    config = GPTConfig(block_size=16, n_layer=1, n_head=H, n_embd=C, bias=True, **flags, **more,
-                       **(dict(constraint_layers=[0]) if more else {}))
+    layer = alive(make(C, H, max_len=16, causal=causal, bias=True, **how).double().eval(), 0.3)
+    assert all(getattr(layer.config, flag) == value for flag, value in flags.items())
     x, seen = normal(2, T, C, grad=True), torch.ones(T, T, dtype=torch.bool)
     seen, before = (seen.tril(), torch.arange(T)) if causal else (seen, torch.full((T,), T - 1))
-    hint = None if causal or not more else x.mean(1)
-    want, found = oracle.attend(config, layer.attn, 0, x, seen, before, hint)
-    got = layer(x)
-    scores = found["head_scores"].unflatten(1, (2, -1)).mean(2).unbind(1) if more else []
-    traced = [got[1][f"blocks.0.constraint.{name}"] for name in "ab"] if more else []
-    agree([first(got), *traced], [want, *scores], [x, *layer.parameters()], 1e-7)
-    if more:
+    hint = None if causal or "names" not in how else x.mean(1)
+    want, found = oracle.attend(layer.config, layer.attn, 0, x, seen, before, hint)
+    got, scores, traced = layer(x), [], []
+    if "names" in how:
+        scores = found["head_scores"].unflatten(1, (2, -1)).mean(2).unbind(1)
+        traced = [got[1][f"blocks.0.constraint.{name}"] for name in "ab"]
         assert explain(got[1], list("abcdefg"), "b", 1).startswith("b (block 0): '")
+    agree([first(got), *traced], [want, *scores], [x, *layer.parameters()], 1e-7)
 
 
 @pytest.mark.parametrize("at_once", [2**21, 64])  # 64: one query in each portion
