@@ -201,8 +201,7 @@ FAULTS = (
           ("test_heads.py::test_metrics_are_those_of_a_head_at_a_time",)),
     Fault("gates set by hand are not folded into weights", "surgery.py",
           "scale_heads(attn, attn.gate_by_hand)", "pass",
-          ("test_controller.py::"
-           "test_gates_by_hand_go_into_the_projections_of_every_mechanism[sentinel]",)),
+          ("test_controller.py::test_gates_by_hand_go_into_the_projections_of_every_mechanism",)),
     Fault("averages weigh the past as they should the present", "measuring.py",
           "mean = values * (1 - keep) + np.nan_to_num(old_mean) * keep",
           "mean = values * keep + np.nan_to_num(old_mean) * (1 - keep)",
@@ -214,6 +213,9 @@ FAULTS = (
     Fault("heads are grown while the loss still falls", "surgery.py",
           "if self.ramps or not self.is_plateau(measurements.losses):", "if self.ramps:",
           ("test_controller.py::test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free",)),
+    Fault("a learned state sends no gradient", "model.py",
+          "gate = gate + torch.where(self.consent, expected - expected.detach(), 0.0)", "pass",
+          ("test_controller.py::test_learned_agency_withdraws_a_head_that_says_nothing",)),
     # ---- Hugging Face ----
     Fault("an exported tokenizer puts a token before a text", "huggingface.py",
           'if not meta.get("published"):', "if False:",
