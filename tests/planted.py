@@ -209,7 +209,7 @@ FAULTS = (
     Fault("a new head says something at once", "surgery.py",
           "fresh_attn.c_proj.weight[:, (~is_old).repeat_interleave(attn.head_size)] = 0.0", "pass",
           ("test_controller.py::test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly",
-           "test_heads.py::test_inserted_heads_leave_the_logits_alone_and_learn[plain]")),
+           "test_heads.py::test_inserted_heads_leave_the_logits_alone_and_learn")),
     Fault("heads are grown while the loss still falls", "surgery.py",
           "if self.ramps or not self.is_plateau(measurements.losses):", "if self.ramps:",
           ("test_controller.py::test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free",)),
