@@ -3,19 +3,18 @@ import functools
 import json
 import math
 import re
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import helpers
-import oracle
-from helpers import write_dataset
+from hypothesis import given, settings
 from scipy.stats import t as student
 from torch.nn import functional as F
 
-from model import MECHANISMS
+import helpers
+import oracle
+from helpers import save_model, small_models, tiny
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score, windows_of
 from lab.probe import PROBES, main
@@ -24,52 +23,21 @@ from lab.probes.heads import head_metrics, window_text, without_head
 from lab.probes.intervals import over_windows
 from lab.probes.shared import open_checkpoints
 
-
-def words(n, seed):
-    rng = np.random.default_rng(seed)
-    pool = ["".join(rng.choice(list("abcdeilnorst"), rng.integers(2, 8))) for _ in range(200)]
-    return (" ".join(rng.choice(pool, n // 4))[:n]).encode()
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A byte dataset of made-up words."""
-    folder = tmp_path_factory.mktemp("data") / "words"
-    return Dataset(write_dataset(folder, {"train": words(8000, 0), "val": words(8000, 1),
-                                          "test": words(9000, 2)}))
-
-
 make_model = functools.partial(helpers.make_model, spread=6.0, noise=0.3, dtype=torch.float64, n_head=2,
                                n_embd=16)
 
 
-def save(path, model, data):
-    state = dict(model=model.float().state_dict(), config=asdict(model.config),
-                 meta=data.meta, train=dict(dataset=str(data.dir)), step=1)
-    torch.save(state, path)
-    return str(path)
-
-
 @pytest.fixture
-def checkpoint_of(tmp_path, text):
-    """checkpoint_of(name, data=text, **flags) -> path of a tiny model's checkpoint."""
-    def make(name, data=text, **flags):
-        return save(tmp_path / f"{name}.pt", make_model(**flags), data)
-    return make
-
-
-def say(capsys, tmp_path, *args):
-    """(what main(args) writes as JSON, what it prints)."""
-    out = tmp_path / "out.json"
-    main([*args, f"--json={out}", "--device=cpu"])
-    return json.loads(out.read_text()), capsys.readouterr().out
+def text(bytes_data):
+    return Dataset(bytes_data)
 
 
 # ---- windows and contexts ----
 
-def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, text):
-    path = checkpoint_of("a", block_size=64, recipe="modern", acag="headwise", window=0)
-    a = SimpleNamespace(ckpt=[path], split="test", device="cpu", dataset=None, settings=[])
+def test_a_longer_context_leaves_lengths_of_the_training_alone(tmp_path, text):
+    model = make_model(block_size=64, recipe="modern", acag="headwise", window=0).float()
+    a = SimpleNamespace(ckpt=[save_model(tmp_path / "a.pt", model, text)], split="test", device="cpu",
+                        dataset=None, settings=[])
     (run,), _, context = open_checkpoints(a, 200)
     assert (context, run.trained_context, run.model.config.block_size) == (200, 64, 200)
     assert (run.model.config.acag_length, run.model.config.window) == (64, 16)
@@ -84,6 +52,16 @@ def test_intervals_are_of_blocks_of_neighbouring_windows():
     means = values.reshape(32, 20).mean(1)
     half = student.ppf(0.975, 31) * means.std(ddof=1) / math.sqrt(32)
     assert (mean, high - mean, mean - low) == pytest.approx((values.mean(), half, half))
+
+
+def test_intervals_hold_the_truth_nineteen_times_of_twenty():
+    """200 studies of a text whose windows resemble their neighbours."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        values = np.convolve(rng.normal(size=257), [0.6, 0.4], "valid")
+        _, low, high = over_windows(values, np.arange(256), 256)
+        held += low <= 0 <= high
+    assert 180 <= held <= 199
 
 
 def test_windows_read_one_token_back(text):
@@ -122,60 +100,50 @@ def test_removal_is_a_column_of_minus_infinity():
         truth = -F.log_softmax(reference(model, ids, removed).float().double(), -1)[-1, 65].item()
         assert n == pytest.approx(truth, abs=1e-5)
         with without_keys(model, torch.from_numpy(removed)[None]):
-            assert torch.allclose(model(ids[None]).logits[0],
-                                  reference(model, ids, removed).float(), atol=1e-5)
-    assert "context" not in vars(model), "afterwards all is as before"
+            assert torch.allclose(model(ids[None]).logits[0], reference(model, ids, removed).float(),
+                                  atol=1e-5)
 
 
 # flags by which a token reads earlier ones by more than its keys: convolutions, sums of gates, running means
-NOT_BY_KEYS = {"short_conv", "key_offset", "fox", "constraint_names"}
+NOT_BY_KEYS = "short_conv", "key_offset", "fox", "constraint"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [None, *MECHANISMS])
-def test_nobody_can_tell_what_a_removed_key_was(name):
-    flags = MECHANISMS.get(name, {})
-    model = make_model(recipe="modern", n_head=6, n_embd=48, **flags)
-    ids = torch.randint(256, (1, 24), generator=torch.Generator().manual_seed(0))
+@settings(max_examples=25)
+@given(flags=small_models())
+def test_nobody_can_tell_what_a_removed_key_was(flags):
+    flags = {key: value for key, value in flags.items() if not key.startswith(NOT_BY_KEYS)}
+    model = tiny(flags, std=0.3, states=False)
+    ids = torch.randint(37, (1, 16), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
-    other[0, 19] = (ids[0, 19] + 1) % 256
-    removed = torch.from_numpy(gone(24, [19]))[None]
+    other[0, 11] = (ids[0, 11] + 1) % 37
+
     def told():
         return (model(ids).logits - model(other).logits)[0].abs().amax(-1)
-    with without_keys(model, removed):
+    plain = model(ids).logits
+    with without_keys(model, torch.from_numpy(gone(16, [11]))[None]):
         hidden = told()
-    assert told()[20:].max() > 1e-4 and hidden[:19].max() < 1e-9 < hidden[19]
-    if NOT_BY_KEYS & set(flags):
-        assert hidden[20:].max() > 1e-6
-    else:
-        assert hidden[20:].max() < 1e-9
-
-
-def test_removing_nothing_changes_nothing():
-    for flags in ({}, MECHANISMS["acag"], MECHANISMS["window"]):
-        model = make_model(recipe="modern", **flags)
-        ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
-        plain = model(ids).logits
-        with without_keys(model, torch.zeros(2, 24, dtype=torch.bool)):
-            assert torch.allclose(model(ids).logits, plain, atol=1e-6)
+    assert hidden[:11].max() < 1e-9 < hidden[11] and hidden[12:].max() < 1e-9
+    with without_keys(model, torch.zeros(1, 16, dtype=torch.bool)):
+        assert torch.allclose(model(ids).logits, plain, atol=1e-6)
+    assert torch.equal(model(ids).logits, plain), "afterwards all is as before"
 
 
 def test_statistics_count_the_keys_that_are_left():
+    """ACAG goes by how many keys a row has: without the others it is a window of one token."""
     model = make_model(recipe="modern", acag="headwise")
-    removed = torch.from_numpy(np.stack([gone(8, []), gone(8, [1, 5])]))
+    ids = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(0))
+    removed = torch.from_numpy(gone(8, [0, 1, 2, 3, 4, 5, 6]))[None]
     with without_keys(model, removed):
-        ctx = model.make_forward_pass(model.mask, slice(0, 8), 0, 8, None, None, torch.device("cpu"))
-    assert ctx.n_keys.shape == (2, 1, 8)
-    assert ctx.n_keys[:, 0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 3, 4, 5, 5, 6]]
+        hidden = model(ids, traces=True).traces
+    assert hidden["blocks.0.entropy"].abs().max() < 1e-9
+    alone = torch.cat([model(ids[:, t:t + 1], traces=True).traces["blocks.0.entropy"] for t in range(8)], -1)
+    assert torch.allclose(hidden["blocks.0.entropy"], alone)
 
 
 # ---- heads ----
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, dict(recipe="modern"),
-                                   dict(recipe="modern", sentinel="sigmoid", acag="headwise")],
-                         ids=["gpt2", "modern", "gates"])
-def test_a_head_off_is_its_columns_of_the_projection_at_zero(text, flags):
+def test_a_head_off_is_its_columns_of_the_projection_at_zero(text):
+    flags = dict(recipe="modern", sentinel="sigmoid", acag="headwise")
     model = make_model(**flags)
     before = score(model, text, "val", max_tokens=512, per_token=True)
     for layer, head in ((0, 1), (1, 0)):
@@ -185,14 +153,10 @@ def test_a_head_off_is_its_columns_of_the_projection_at_zero(text, flags):
         assert np.allclose(off, score(other, text, "val", max_tokens=512, per_token=True), atol=1e-5)
         assert np.abs(off - before).max() > 1e-3
     assert (score(model, text, "val", max_tokens=512, per_token=True) == before).all()
-    assert model.transformer.h[0].attn.gate_by_hand is None
 
 
-@pytest.mark.parametrize("flags", [{}, dict(sentinel="sigmoid", constraint_names=["one"])],
-                         ids=["plain", "gates"])
-def test_head_metrics_are_entropy_and_slope(text, flags):
-    model = make_model(recipe="modern", **flags)
-    model.head = lambda x: model.lm_head(x)
+def test_head_metrics_are_entropy_and_slope(text):
+    model = make_model(recipe="modern", sentinel="sigmoid", constraint_names=["one"])
     cuts = windows_of(text, "val", 32, 0, 32)
     entropy, slope = head_metrics(model, text, "val", cuts)
     ids, targets = window_text(text, "val", *cuts[0][:2], "cpu")
@@ -203,41 +167,37 @@ def test_head_metrics_are_entropy_and_slope(text, flags):
             want = -(p[j] * p[j].clamp_min(1e-30).log()).sum(-1).mean().item()
             assert entropy[at] == pytest.approx(want, abs=1e-5)
             loss = []
-            for step in (1e-4, -1e-4):
+            for step in (1e-2, -1e-2):
                 model.set_gate(i, head, 1 + step)
                 loss.append(model(ids[None], targets[None]).loss.item())
                 block.attn.gate_by_hand = None
-            assert slope[at] == pytest.approx(abs(loss[0] - loss[1]) / 2e-4, rel=0.02, abs=1e-3)
+            assert slope[at] == pytest.approx(abs(loss[0] - loss[1]) / 2e-2, rel=0.05, abs=1e-3)
             at += 1
     assert at == len(entropy) == len(slope)
 
 
-def test_a_head_that_does_nothing_has_no_slope_and_can_go(checkpoint_of, text, tmp_path, capsys):
-    model = make_model(recipe="modern")
+def test_a_head_that_does_nothing_has_no_slope_and_can_go(text, tmp_path, capsys):
+    model, out = make_model(recipe="modern").float(), tmp_path / "out.json"
     with torch.no_grad():
         model.transformer.h[1].attn.c_proj.weight[:, 8:] = 0
-    found, printed = say(capsys, tmp_path, "heads", "--ckpt", save(tmp_path / "a.pt", model, text),
-                      "--tokens=256")
-    run = found["runs"][0]["results"]
+    main(["heads", "--ckpt", save_model(tmp_path / "a.pt", model, text), "--tokens=256", f"--json={out}",
+          "--device=cpu"])
+    run = json.loads(out.read_text())["runs"][0]["results"]
     *others, idle = run["heads"]
     assert (idle["layer"], idle["head"], idle["gate_gradient"], idle["change"]) == (1, 1, 0, [0, 0, 0])
     assert all(h["gate_gradient"] > 0 and h["change"][0] != 0 for h in others) and run["n"] == 4
-    assert set(run["spearman"]) == {"entropy", "gate gradient", "both ranks"} and "n = 4 heads" in printed
+    assert set(run["spearman"]) == {"entropy", "gate gradient", "both ranks"}
+    assert "n = 4 heads" in capsys.readouterr().out
 
 
 # ---- the command line ----
 
-def test_help_lists_every_probe_in_a_line(capsys):
-    with pytest.raises(SystemExit) as e:
+def test_help_lists_every_probe_in_a_line_and_each_has_its_own(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert e.value.code == 0
     for word in PROBES:
         assert sum(bool(re.match(rf"    {word} +\S.*\.$", line)) for line in lines) == 1, word
-
-
-@pytest.mark.parametrize("word", PROBES)
-def test_a_probe_gets_what_follows_its_word(word, capsys):
-    with pytest.raises(SystemExit) as e:
-        main([word, "--help"])
-    assert e.value.code == 0 and capsys.readouterr().out.startswith(f"usage: probe.py {word} ")
+        with pytest.raises(SystemExit, match="^0$"):
+            main([word, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: probe.py {word} ")
