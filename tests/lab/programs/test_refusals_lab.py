@@ -17,8 +17,6 @@ from lab.probe import PROBES
 
 # ---- the folder in which the commands are typed ----
 
-ALL = dict(agency=True, sentinel="sigmoid", unet="concat", routing="moh", routing_top_k=2,
-           constraint_names=["a", "b"])
 HEADS = dict(recipe="modern", block_size=32, vocab_size=256, n_layer=3, n_head=2, n_embd=32)
 SCORERS = dict(constraint_names=["digit", "noise"], constraint_hidden=16)
 FUNCTIONS = """import torch
@@ -37,11 +35,9 @@ def noisy(ids):
     return causal(ids) + torch.randn(*ids.shape, 37)
 def fails(ids):
     return table[ids + 37]
-number = 3
 """
-RULES = [
-    ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
-    ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
+RULES = [("{", "is not JSON"), ('[{"heads": [1]}]', "is no rule"),
+         ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
 
 
 def gpt(**flags):
@@ -98,7 +94,6 @@ def furnish(home, bytes_data, chars_data):
 
     # ---- checkpoints ----
     save_model("plain.pt", make_model(), sums)
-    save_model("all.pt", make_model(**ALL), sums)
     save_model("rope.pt", make_model(recipe="modern"), sums)
     save_model("backwards.pt", make_model(recipe="modern"), backwards)
     save_model("letters.pt", make_model(recipe="modern", vocab_size=letters.vocab_size), letters)
@@ -108,7 +103,6 @@ def furnish(home, bytes_data, chars_data):
     # of constraint heads
     save_model("heads.pt", gpt(**HEADS, **SCORERS), sums)
     save_model("base.pt", gpt(**HEADS), sums)
-    save_model("wide.pt", gpt(**{**HEADS, "n_embd": 64}), sums)
     save_model("shallow.pt", gpt(**{**HEADS, "n_layer": 2}), sums)
     save_model("base_backwards.pt", gpt(**HEADS), backwards)
     save_model("heads2.pt", gpt(**HEADS, **SCORERS, constraint_heads=2), sums)
@@ -136,25 +130,21 @@ def furnish(home, bytes_data, chars_data):
     torch.save(state, "fair_large.pt")
     torch.save([1, 2], "list.pt")
     (home / "short.pt").write_bytes((home / "list.pt").read_bytes()[:-100])
-    (home / "no_torch.pt").write_bytes(b"PK broken")
-    for name in ("best.pt", "ckpt.pt", "pruned.pt"):
-        (home / "with" / name).mkdir(parents=True)
-        (home / "with" / name / name).write_text("here")
+    (home / "with/best.pt").mkdir(parents=True)
+    (home / "with/best.pt/best.pt").write_text("here")
 
     # ---- texts, functions ----
     (home / "t.txt").write_text("abc\n")
     (home / "empty.txt").write_text("")
     (home / "latin1.txt").write_bytes(b"caf\xe9")
     (home / "other.txt").write_text("abcZ")
-    (home / "folder.html").mkdir()
-    (home / "folder.png").mkdir()
-    (home / "utf16.txt").write_bytes(b"\xff\xfe")
+    for folder in ("folder.html", "folder.png", "figures_taken"):
+        (home / folder).mkdir()
     (home / "span.jsonl").write_text('{"name": "truth", "start": 0, "end": 1, "value": 1.0}\n')
     (home / "no_span.jsonl").write_text("")
     (home / "theirs.py").write_text(FUNCTIONS)
     for i, (text, _) in enumerate(RULES):
         (home / f"rules{i}.json").write_text(text)
-    (home / "figures_taken").mkdir()
     shutil.copytree("run", "figures_taken/file")
     (home / "figures_taken/file/figures").write_text("a file")
 
@@ -167,26 +157,19 @@ COMMANDS = [
     # ---- train.py: controllers, policies, growth ----
     *under(f"{TRAIN} --out_dir=new",
         ("--controller=rules", "controller='rules' needs gates: set sentinel"),
-        ("--controller=ruls", "ruls"),
-        ("--prune_gate=0.1", "prune_gate=0.1 needs gates"),
         ("--prune_gate=0.1 --sentinel=sigmoid --prune_floor=9", "prune_floor=9 is above n_head=2"),
         ("--policy", "policy needs states: set agency"),
         ("--policy --agency --policy_budget=0", "policy_budget=0.0 must be above 0"),
         ("--policy --agency --policy_no_consent=[5.1]", "must be layer.head"),
         ("--policy --agency --policy_no_consent=0.7", "block 0 has no head 7"),
-        ("--policy --agency --policy_rules=nowhere.json", "cannot read nowhere.json"),
         *((f"--policy --agency --policy_rules=rules{i}.json", words) for i, (_, words) in enumerate(RULES)),
-        ("--policy --agency --policy_no_consent=1", "must be layer.head"),
         ("--agency --agency_learned",
          "agency_learned predicts from what is measured of the heads: set controller_log"),
         ("--agency --agency_learned --policy", "both move the states"),
         ("--grow_heads=1", "all 2 heads are there from the start"),
-        ("--grow_heads=1 --grow_from=5", "grow_from=5 must be from 1 to n_head=2"),
         ("--grow_from=1 --n_kv_head=1", "grow_from=1 must be a multiple of 2"),
         ("--prune_gate=0.1 --sentinel=sigmoid --n_kv_head=1", "prune_gate and grow_heads take single heads"),
-        ("--controller_log --controller_interval=0", "controller_interval=0 must be at least 1"),
         ("--controller_step=3.0", "controller_step=3.0 means nothing"),
-        ("--sparsity_warmup=5", "sparsity_warmup=5 needs gates"),
         ("--controller_log --controller_tokens=10000000", "measuring heads takes"),
         ("--init_from=run --freeze_trunk --sentinel=sigmoid --controller_log",
          "freeze_trunk=True: heads are measured by gradients")),
@@ -197,56 +180,35 @@ COMMANDS = [
         ("--labels=lies --constraint_names=digit,even", "'lies'"),
         ("--labels=truth", "labels='truth'"),
         ("--constraint_names=digit,even --constraint_focal=2.0", "constraint_focal=2.0"),
-        ("--constraint_names=digit,even --constraint_warmup=3", "constraint_warmup=3"),
         ("--labels=truth --constraint_names=digit,even --constraint_match=kl", "constraint_match"),
-        ("--labels=truth --constraint_names=digit,even --teacher=folder.html", "teacher"),
         ("--labels=truth --constraint_names=digit,even --teacher=two_heads.pt --constraint_match=huber",
          "two_heads.pt"),
         ("--labels=truth --constraint_names=digit,even --teacher=one_name.pt --constraint_match=kl",
          "constraint_names"),
         ("--constraint_names=digit,even --teacher=mine.py --constraint_match=kl", "constraint_features=None"),
-        ("--constraint_names=digit,even --teacher=one_name.pt --constraint_match=kl --constraint_features=2",
-         "constraint_features=2"),
-        ("--labels=truth --constraint_names=digit,even --constraint_features=2", "needs constraint_match"),
         ("--labels=truth --constraint_names=digit,even --documents=8", "documents=8")),
 
-    # ---- plot_curves.py --heads ----
+    # ---- plot_curves.py --heads, sample.py --audit ----
     *under("plot_curves.py --heads",
         ("figures_taken/file", "cannot make the folder figures_taken/file/figures (File exists)")),
-
-    # ---- sample.py --audit ----
     *under("sample.py --ckpt=fair.pt",
         ("--audit=s.jsonl --ckpt=fair.pt", "^sample: --audit takes one checkpoint"),
-        ("--audit=no/such/s.jsonl", "^sample: --audit: cannot write into"),
-        ("--audit=s.png", "^sample: --audit: s.png is the name of the picture"),
-        ("--audit=.", "is not a file"),
-        ("--audit=/proc/x.jsonl", "--audit: cannot write into /proc")),
+        ("--audit=s.png", "^sample: --audit: s.png is the name of the picture")),
 
     # ---- probe.py ----
     *under("lab/probe.py",
-        *((f"{word} --ckpt x", f"^probe: no probe {word!r}; did you mean {meant}?$") for word, meant in (
-            ("haeds", "heads"), ("constraint", "constraints"), ("Text", "text"))),
+        ("haeds --ckpt x", "^probe: no probe 'haeds'; did you mean heads?$"),
         ("xyz", *PROBES)),
 
     # ---- probe.py look ----
     *under("lab/probe.py look --ckpt=fair.pt",
-        ("--text=nowhere.txt", "^probe.py look: --text: nowhere.txt cannot be read: No such file"),
-        ("--text=.", "--text: . cannot be read: Is a directory"),
         ("--text=empty.txt", "--text: empty.txt is empty"),
         ("--text=latin1.txt", "--text: latin1.txt is not UTF-8 text: unexpected end of data at byte 3"),
         ("--text=other.txt", "other.txt: 'Z' (U+005A) at position 3 is not among the 13 symbols"),
         ("--start=Z", "^probe.py look: --start, for fair.pt: 'Z' (U+005A) at position 0"),
-        ("--start=FILE:no", "^probe.py look: --start: no cannot be read"),
-        ("--text=t.txt --out=no/such/folder.jsonl", "--out: cannot write into"),
-        ("--text=t.txt --out=.", "--out: "),
         ("--text=t.txt --out=folder.jsonl", "folder.png is not a file"),
-        ("--text=t.txt --out=o.png",
-         "o.png is the name of the picture; the JSON lines need another, such as o.jsonl"),
         ("--text=t.txt --out=t.txt", "--out: t.txt is the text itself, and would be lost"),
-        ("--text=t.png --out=t.jsonl", "--out: t.png is the text itself, and would be lost"),
         ("--text=t.txt --json=look.png", "--json: look.png is the text, the JSON lines or the picture"),
-        ("--text=t.txt --json=t.txt", "--json: t.txt is the text, the JSON lines or the picture"),
-        ("--text=t.txt --json=no/such.json", "--json: cannot write into"),
         ("--text=t.txt --ckpt=fair.pt --ckpt=fair.pt", "--ckpt: one, or two side by side, not 3"),
         ("--text=t.txt --ckpt=fair_bytes.pt", "fair.pt and fair_bytes.pt have different vocabularies")),
     *under("lab/probe.py look --text=t.txt",
@@ -255,82 +217,59 @@ COMMANDS = [
     # ---- probe.py constraints ----
     *under("lab/probe.py constraints",
         ("score --ckpt=base.pt --labels=weak", "has no constraint heads"),
-        ("explain --ckpt=base.pt", "has no constraint heads"),
         ("score --ckpt=heads.pt --labels=none", "no labels 'none'"),
         ("score --ckpt=heads.pt --labels=./foreign", "made for another"),
         ("adjudicate --ckpt=heads.pt --labels=./half", "labels no split 'test'"),
         ("score --ckpt=named.pt --labels=./weak", "heads for truth, and"),
-        *((f"{command} --ckpt=heads.pt --labels=./same", "digit", "train is of one class only")
-          for command in ("score", "adjudicate --passage=32")),
+        ("score --ckpt=heads.pt --labels=./same", "digit", "train is of one class only"),
         ("adjudicate --ckpt=heads.pt --labels=./weak --task=cited", "is about testifiability"),
         ("adjudicate --ckpt=heads.pt --labels=./weak --passage=3200", "no passage of 3,200 tokens"),
         ("explain --ckpt=heads.pt --k=16", "--k 16: highest and lowest"),
-        ("score --ckpt=broken.pt --labels=./weak",
-         "transformer.h.2.attn.constraint.b2 holds NaN or infinities"),
-        ("explain --ckpt=broken.pt", "its weights are damaged")),
+        ("explain --ckpt=broken.pt", "transformer.h.2.attn.constraint.b2 holds NaN or infinities")),
     *under("lab/probe.py constraints score --ckpt=heads.pt --labels=./weak",
         ("--plain=heads.pt", "has constraint heads itself"),
-        ("--plain=wide.pt", "reads block 2 of 32"), ("--plain=shallow.pt", "reads block 2 of 32"),
+        ("--plain=shallow.pt", "reads block 2 of 32"),
         ("--plain=base_backwards.pt", "trained on different data"),
         ("--plain=base.pt --plain=base.pt", "2 --plain for 1 --ckpt"),
         ("--ckpt=heads2.pt", "other constraint heads"),
-        ("--split=train", "--split train"), ("--split=dev", "no split 'dev'"),
-        ("--tokens=-1", "--tokens=-1 must not be negative"), ("--picture=folder.html", "--picture:")),
+        ("--split=train", "--split train"), ("--picture=folder.html", "--picture:")),
 
     # ---- probe.py leak ----
     *under("lab/probe.py leak --vocab=37",
         ("--module=theirs.py:none", "has no function none; it has causal, late,"),
-        ("--module=theirs.py:number", "has no function number"),
         ("--module=theirs.py:flat", "returns [3, 32] for ids of [3, 32], which must be [B, T, V]"),
         ("--module=theirs.py:nan", "the logits are NaN at row 0, position 0"),
         ("--module=theirs.py:whole", "is no tensor of logits"),
         ("--module=theirs.py:noisy", "turn dropout and sampling off"),
         ("--module=theirs.py:fails", "fails on ids of [3, 32]: IndexError"),
-        ("--module=theirs.py:causal --vocab=1", "at least 2")),
-    *under("lab/probe.py leak",
-        ("--module=none.py:f", "there is no file"),
-        ("--module=model.py", "name a file and a function")),
+        ("--module=theirs.py:causal --vocab=1", "at least 2"),
+        ("--module=theirs.py", "name a file and a function")),
 
     # ---- probe.py heads ----
     *under("lab/probe.py heads",
-        ("--ckpt=none", "no checkpoint"),
         ("--ckpt=rope.pt --context=99999", "a context of 99,999 is longer than the val split"),
         ("--ckpt=plain.pt --context=33", "learned positions, which end at 32"),
         ("--ckpt=rope.pt --ckpt=backwards.pt", "trained on different data"),
-        ("--ckpt=rope.pt --split=dev", "no split 'dev'"),
-        ("--ckpt=rope.pt --json=folder.html", "is not a file"),
-        ("--ckpt=rope.pt --seed=-1", "--seed=-1 must not be negative"),
         ("--ckpt=nan.pt", "its weights are damaged")),
 
     # ---- of texts, and the checkpoint was trained on a task ----
     *under("lab/probe.py",
         *((f"{word} --ckpt=recall.pt", "recall.pt was trained on the task recall, and this is of a text")
-          for word in (*sorted({*PROBES} - {"constraints", "leak", "look"}),
-                       "constraints score --labels=./weak")),
+          for word in ("heads", "text", "constraints score --labels=./weak")),
         ("look --levels=2 --ckpt=plain.pt", "--levels is of a task, and plain.pt was trained on a text"),
         ("look --levels=9 --ckpt=recall.pt", "9 pairs of recall need as many keys")),
     *under("lab/prune.py --to=0.5 --by=random",
-        ("--ckpt=recall.pt --dataset=sums", "and --dataset=sums is of a text"),
-        ("--ckpt=recall.pt --ckpt=rope.pt", "have other heads or other data")),
+        ("--ckpt=recall.pt --dataset=sums", "and --dataset=sums is of a text")),
 
     # ---- probe.py text ----
     *under("lab/probe.py text --ckpt=plain.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
         ("--samples=0", "argument --samples: invalid positive value: '0'"),
-        ("--num_prompts=1", "num_prompts=1 must be at least 2"),
-        ("--seed=-1", "--seed=-1 must not be negative"),
-        ("--temperature=nan", "temperature=nan must be"),
-        ("--temperature=-1", "temperature=-1.0 must be"),
-        ("--top_k=0", "top_k=0 must be at least 1"),
         ("--top_p=2", "top_p=2.0 must be in (0, 1]"),
-        ("--repetition_penalty=inf", "repetition_penalty=inf must be positive"),
         ("--num_prompts=90", "90 prompts of 6 tokens, each with the 24 after it, need 2,700 tokens; the test "
                              "split of "),
-        ("--split=dev", "no split 'dev'"),
-        ("--judge=nowhere.pt", "no checkpoint nowhere.pt"),
         ("--judge=chars.pt", "its 18 characters cannot spell all that "),
         ("--judge=large.pt", "--judge large.pt gives nan nats"),
-        ("--ckpt=letters.pt", "letters.pt and plain.pt were trained on different data"),
-        ("--json=no/such/folder.json", "cannot write into")),
+        ("--ckpt=letters.pt", "letters.pt and plain.pt were trained on different data")),
     *under("lab/probe.py text",
         ("--ckpt=large.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
          "large.pt: the probabilities are not numbers")),
@@ -338,64 +277,38 @@ COMMANDS = [
     # ---- prune.py ----
     *under("lab/prune.py --ckpt=run",
         ("--to 0.5 --by importanse", "importance?"),
-        ("--to 0.5 --by charm", "random, gate"),
-        ("--to 0 --by random", "--to 0 "),
         ("--to 0.5 1.5 --by random", "--to 1.5"),
-        ("--to nan --by random", "--to nan"),
         ("--to 0.5 --by gate", "gate"),
         ("--to 0.5 --by blocks", "block")),
     *under("lab/prune.py --to=0.5 --by=random --ckpt=run",
-        ("--floor=5", "--floor 5"), ("--floor=-1", "--floor -1"), ("--floor=3", "--floor 3"),
-        ("--recover=5", "--out_dir"), ("--split=dev", "'dev'"), ("--json=/nowhere/x.json", "/nowhere"),
-        ("--text=900000", "20,000 tokens of train"),
-        ("--text=0", "--text 0 must be at least 1"), ("--text=-5", "--text -5 must be at least 1"),
+        ("--floor=5", "--floor 5"), ("--floor=3", "--floor 3"), ("--recover=5", "--out_dir"),
+        ("--text=900000", "20,000 tokens of train"), ("--text=0", "--text 0 must be at least 1"),
         (f"--seed={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
-        (f"--recover={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
         ("--out_dir=/proc/x", "--out_dir: cannot write into /proc (No such file or directory); name"),
-        ("--out_dir=t.txt", "is a file, not a folder; name another one"),
-        ("--out_dir=t.txt/x", "is a file, not a folder; name another one"),
-        ("--json=/proc/x", "--json: cannot write into /proc"),
-        *((f"--out_dir=with/{name}", f"with/{name}") for name in ("best.pt", "ckpt.pt", "pruned.pt")),
+        ("--out_dir=with/best.pt", "with/best.pt"),
         ("--ckpt=larger.pt", "larger.pt and run")),
     *under("lab/prune.py --to=0.5",
         ("--ckpt=untold.pt --by=random --recover=5 --out_dir=y", "untold.pt"),
         ("--ckpt=unet.pt --by=blocks", "unet.pt has U-Net"),
-        ("--ckpt=nowhere.pt --by=random", "nowhere.pt"), ("--ckpt=short.pt --by=random", "short.pt"),
-        ("--ckpt=no_torch.pt --by=random", "no_torch.pt"), ("--ckpt=list.pt --by=random", "list.pt")),
+        ("--ckpt=short.pt --by=random", "short.pt")),
 
     # ---- bench.py ----
     *under("bench.py",
         ("--nanogpt=folder.html", "--nanogpt must name a nanoGPT checkout"),
+        ("--race --nanogpt=folder.html --seeds=0", "--seeds=0 must be at least 1"),
         ("--mechanisms=routng", "no routng"), ("--heads_off=1", "below 1"),
-        ("--mechanisms=all --heads_off=0", "one at a time"), ("--rounds=0", "--rounds=0 must be")),
-    *under("bench.py --race --nanogpt=folder.html",
-        ("--seeds=2", "--nanogpt must name a nanoGPT checkout"),
-        ("--seeds=0", "--seeds=0 must be at least 1")),
-    *under("bench.py --rounds=1",
-        ("--vocab_size=-1", "--vocab_size=-1 must be at least 1"),
-        ("--vocab_size=0", "--vocab_size=0 must be at least 1"),
+        ("--mechanisms=all --heads_off=0", "one at a time"),
         ("--vocab_size=99999999999", "must be at most 2,147,483,647"),
-        ("--batch_size=0", "--batch_size=0 must be at least 1"),
-        ("--batch_size=-3", "--batch_size=-3 must be at least 1"),
-        ("--n_layer=0", "--n_layer=0 must be at least 1"),
-        ("--threads=99999999999999999999", "must be at most"),
-        ("--device=cuda:99", "device=cuda:99"),
-        ("--json=/proc/x", "--json: cannot write into /proc"),
-        ("--json=.", "is not a file"),
-        ("--json=/nowhere/x", "--json"),
         ("--block_size=1", "--block_size=1"), ("--n_head=3", "n_embd=128")),
 
     # ---- lab/label.py ----
     *under("lab/label.py --dataset=sums",
         ("--by=weak --noise=0.1", "--noise is for --by=synthetic, not for --by=weak"),
-        ("--by=synthetic --from=start", "--from is for --by=weak"),
         ("--by=weak --names truth", "no weak labeller 'truth'; there are reciprocity"),
         ("--by=synthetic --names a=x", "no synthetic task 'x'; there are comma"),
         ("--by=synthetic --names a.b", "'a.b' is no name"),
         ("--by=synthetic --noise=0.7", "must be from 0 to 0.5"),
-        ("--by=weak --splits dev", "has no split 'dev'"),
         ("--by=spans --split=val", "several such pairs"),
-        ("--by=spans --split=val --split=val --file=a --file=b", "several such pairs"),
         ("--by=spans --file=span.jsonl --split=val --names x", "nothing about 'x'; there is truth"),
         ("--by=spans --file=no_span.jsonl --split=val", "holds no label")),
 ]
