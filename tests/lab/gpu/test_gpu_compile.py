@@ -1,4 +1,6 @@
-"""The GPU check: what is compiled again, what counts as wrong, what is refused. No GPU, no CUDA build."""
+"""The GPU check: what is compiled again, what counts as wrong, what is refused. No GPU, no CUDA build: the
+processes that compile are stand-ins, which print rows.
+"""
 
 import json
 import signal
@@ -9,62 +11,77 @@ from types import SimpleNamespace
 import pytest
 
 from model import MECHANISMS
-from nanoheads.common import ROOT
+from nanoheads.common import ROOT, UserError
 from tests.lab.gpu import check, entries, environment, report
 from tests.lab.gpu.entries import CARDS, ENTRIES, Check
 
 FINE = {"kernels": 44, "bytes": 10**8, "shared": 2048, "limit": 101376, "largest": "triton_0", "too_large": 0}
+STAND_IN = """
+import json, os, signal, sys
+checks, row, number = json.loads(sys.argv[1])
+for entry, *_ in checks:
+    if entry == "sink" and number and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), number)
+    print(json.dumps(row), flush=True)
+"""
+PAGE = "<!-- table: commits gpu-compile.json -->\n<!-- end -->\n"
 
 
 @pytest.fixture
-def results(monkeypatch):
-    """Results that are kept in memory; results.compiled: the checks that were compiled, each with row()."""
-    monkeypatch.setattr(report, "write", lambda rows: found.rows.update(rows))
-    monkeypatch.setattr(report, "read", lambda: dict(found.rows))
-    monkeypatch.setattr(report, "code_commit", lambda: found.commit)
-    monkeypatch.setattr(report, "write_page", lambda: False)
-    monkeypatch.setattr(check, "prepare", lambda: None)
-    found = SimpleNamespace(rows={}, compiled=[], commit="1234abcd", row=lambda check: FINE)
+def gpu(tmp_path, monkeypatch):
+    """gpu(argument, ...) -> (exit code, the checks that were compiled), in a repository of its own.
 
-    def compile_all(wanted, jobs, done):
-        found.compiled = list(wanted)
-        for each in wanted:
-            done(each, dict(found.row(each)))
+    gpu.row: what each of them gives; gpu.dies: the signal by which the first process that comes to "sink"
+    ends; gpu.started: the checks of each process; gpu.rows(): the results by now.
+    """
+    def git(*args):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a", *args]
+        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
 
-    monkeypatch.setattr(check, "compile_all", compile_all)
-    return found
+    def start(checks):
+        gpu.started.append(checks)
+        request = json.dumps([checks, gpu.row, gpu.dies])
+        return subprocess.Popen([sys.executable, "-c", STAND_IN, request], cwd=tmp_path, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
+    def gpu(*argv):
+        gpu.started = []
+        with pytest.raises(SystemExit) as e:
+            check.main([*argv, "--jobs=2"])
+        return e.value.code, [each for checks in gpu.started for each in checks]
 
-def run(*argv):
-    """The exit code of the check with these arguments."""
-    with pytest.raises(SystemExit) as e:
-        check.main(list(argv))
-    return e.value.code
+    git("init", "-q")
+    for name, text in (("model.py", "x"), ("page.md", PAGE)):
+        (tmp_path / name).write_text(text)
+        git("add", name)
+        git("commit", "-q", "-m", name)
+    for module in (check, report):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "gpu-compile.json")
+    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(check, "LOG", tmp_path / "log")
+    monkeypatch.setattr(check, "prepare", lambda: None)  # of what only a CUDA build has
+    monkeypatch.setattr(check, "start", lambda checks: start([*checks]))
+    gpu.row, gpu.dies, gpu.started, gpu.git = FINE, None, [], git
+    gpu.rows = lambda: json.loads(report.RESULTS.read_text())["checks"]
+    return gpu
 
 
 # ---- the entries ----
 
-@pytest.mark.slow
-def test_every_mechanism_is_compiled_on_every_card():
-    trained = {(c.entry, c.card) for c in entries.checks() if c.kind == "train"}
+
+def test_every_mechanism_is_compiled_on_every_card_and_can_be_built():
+    every = entries.checks()
+    trained = {(each.entry, each.card) for each in every if each.kind == "train"}
     assert {(name, card) for name in (*MECHANISMS, "all_on", "muon") for card in CARDS} <= trained
-
-
-@pytest.mark.slow
-def test_every_check_is_a_model_that_can_be_built():
-    for each in entries.checks():
-        if each.entry in ENTRIES:
-            assert entries.settings(each).problems() == [], each.key
-
-
-def test_what_uses_flex_attention_is_compiled_at_every_head_size():
-    sizes = {(c.head_size, c.dtype) for c in entries.checks(("acag",)) if c.kind == "train"}
-    assert sizes == {(16, "bfloat16"), (32, "bfloat16"), (64, "bfloat16"), (128, "bfloat16"),
-                     (64, "float32"), (128, "float32")}
-    assert {c.head_size for c in entries.checks(("xsa",))} == {64}
-
-
-def test_moving_schedules_are_those_of_the_mechanisms_that_are_on():
+    for each in {each for each in every if each.entry in ENTRIES and each.card == CARDS[0]}:
+        assert entries.settings(each).problems() == [], each.key
+    # what uses FlexAttention at every head size
+    sizes = {(each.head_size, each.dtype) for each in entries.checks(("acag",)) if each.kind == "train"}
+    assert sizes == {*((size, "bfloat16") for size in (16, 32, 64, 128)), (64, "float32"), (128, "float32")}
+    assert {each.head_size for each in entries.checks(("xsa",))} == {64}
+    # moving schedules are those of the mechanisms that are on
     config = entries.settings(Check("all_on", "steps"))
     assert config.unet_ramp == 3 and config.constraint_stop == 2
     assert entries.settings(Check("plain", "steps")).unet_ramp == 0
@@ -72,57 +89,38 @@ def test_moving_schedules_are_those_of_the_mechanisms_that_are_on():
 
 # ---- what is compiled again ----
 
-def test_what_a_commit_has_compiled_is_not_compiled_again(results):
-    every = entries.checks(("xsa",))
-    assert run("xsa") == 0 and results.compiled == every
-    assert all(row["commit"] == "1234abcd" for row in results.rows.values())
-    assert run("xsa") == 0 and results.compiled == []
-    results.rows[every[0].key]["commit"] = "another"
-    assert run("xsa") == 0 and results.compiled == every[:1]
-    results.rows[every[1].key]["error"] = "the process died"
-    run("xsa")
-    assert results.compiled == every[1:2]
-    run("xsa", "--again")
-    assert results.compiled == every
 
-
-@pytest.mark.parametrize("commit", ["1234abcd-dirty", None])
-def test_code_that_is_in_no_commit_is_always_compiled(results, commit):
-    results.commit = commit
-    for _ in range(2):
-        assert run("xsa") == 0 and results.compiled == entries.checks(("xsa",))
-
-
-def test_the_commit_is_the_last_that_changed_the_code(tmp_path, monkeypatch):
-    def git(*args):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a", *args]
-        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
-
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    assert report.code_commit() is None
-    git("init", "-q")
-    for name in ("model.py", "README.md"):
-        (tmp_path / name).write_text("x")
-        git("add", name)
-        git("commit", "-q", "-m", name)
-    commit = git("rev-parse", "HEAD~")[:8]
-    (tmp_path / "README.md").write_text("y")
-    assert report.code_commit() == commit
+def test_what_a_commit_has_compiled_is_not_compiled_again(gpu, tmp_path):
+    """The commit is the last that changed the code; where that has changed since, all is compiled."""
+    every, commit = {*entries.checks(("xsa",))}, gpu.git("rev-parse", "HEAD~")[:8]
+    code, compiled = gpu("xsa")
+    assert code == 0 and {*compiled} == every and {row["commit"] for row in gpu.rows().values()} == {commit}
+    assert {each.key for each in every} == {*gpu.rows()} and f"| {commit} |" in report.PAGE.read_text()
+    for checks in gpu.started:  # a process compiles for one card
+        assert len({(check.WORK[each.kind], each.card) for each in checks}) == 1
+    assert gpu("xsa") == (0, [])
+    rows, (one, other, *_) = gpu.rows(), compiled
+    rows[one.key]["commit"], rows[other.key]["error"] = "another", "the process died"
+    report.write({**rows, "gone train 64 bfloat16 sm_90": FINE})
+    assert {*gpu("xsa")[1]} == {one, other} and len(gpu.rows()) == len(every)
+    assert {*gpu("xsa", "--again")[1]} == every
     (tmp_path / "model.py").write_text("y")
-    assert report.code_commit() == f"{commit}-dirty"
+    for _ in range(2):
+        assert {*gpu("xsa")[1]} == every
+    assert {row["commit"] for row in gpu.rows().values()} == {f"{commit}-dirty"}
 
 
 # ---- what is wrong ----
+
 
 @pytest.mark.parametrize("row, words", [
     ({"shared": 200000, "too_large": 1}, "asks for 200,000 bytes of shared memory, the card has 101,376"),
     ({"error": "InductorError: no"}, "does not compile: InductorError: no"),
     ({"breaks": ["aten.nonzero"]}, "graph break: aten.nonzero"),
-    ({"graphs": [1, 1, 2, 2, 2]}, "recompiled: [1, 1, 2, 2, 2]"),
-], ids=["shared memory", "error", "graph break", "recompilation"])
-def test_each_fault_makes_the_check_fail(results, capsys, row, words):
-    results.row = lambda each: {**FINE, **(row if each.card == "sm_89" or each.kind == "steps" else {})}
-    assert run("xsa") == 1
+    ({"graphs": [1, 1, 2, 2, 2]}, "recompiled: [1, 1, 2, 2, 2]")], ids=lambda value: "".join(value)[:9])
+def test_each_fault_makes_the_check_fail(gpu, capsys, row, words):
+    gpu.row = {**FINE, **row}
+    assert gpu("xsa")[0] == 1
     said = capsys.readouterr().out
     assert words in said and "1 problems" in said
 
@@ -131,65 +129,27 @@ def test_each_fault_makes_the_check_fail(results, capsys, row, words):
                                            ("plain", [1, 1, 1, 1, 1])])
 def test_a_switch_of_the_gradient_may_compile_once_more(entry, graphs):
     """The trunk thaws, or constraint heads begin to send a gradient into it."""
-    check = Check(entry, "steps")
-    assert not [*report.problems(check, {"graphs": graphs})]
-    assert [*report.problems(check, {"graphs": [*graphs[:4], graphs[4] + 1]})]
+    steps = Check(entry, "steps")
+    assert not [*report.problems(steps, {"graphs": graphs})]
+    assert [*report.problems(steps, {"graphs": [*graphs[:4], graphs[4] + 1]})]
 
 
 # ---- processes ----
 
-STAND_IN = """
-import json, os, signal, sys
-for entry, *_ in json.loads(sys.argv[1])["checks"]:
-    if entry == "sink" and not os.path.exists("died"):
-        open("died", "w").close()
-        os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
-    print(json.dumps({"entry": entry}), flush=True)
-"""
+
+def test_a_process_that_dies_takes_no_other_check_with_it(gpu):
+    gpu.dies = signal.SIGKILL
+    code, _ = gpu("sink", "xsa")
+    wrong = [key for key, row in gpu.rows().items() if "error" in row]
+    assert code == 1 and len(gpu.rows()) == len(entries.checks(("sink", "xsa")))
+    assert len(wrong) == 1 and wrong[0].startswith("sink") and "died" in gpu.rows()[wrong[0]]["error"]
 
 
-@pytest.fixture
-def compiled(tmp_path, monkeypatch):
-    """compiled(wanted, jobs, signal) -> {check: row}; the first process that comes to "sink" dies of it.
-
-    compiled.started: the checks of each process.
-    """
-    def start(checks):
-        run.started.append(checks)
-        command = [sys.executable, "-c", STAND_IN, json.dumps({"checks": checks})]
-        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                text=True)
-
-    def run(wanted, jobs=2, signal="SIGKILL"):
-        rows = {}
-        monkeypatch.setenv("SIGNAL", signal)
-        check.compile_all(wanted, jobs, lambda each, row: rows.__setitem__(each, row))
-        return rows
-
-    run.started = []
-    monkeypatch.setattr(check, "start", lambda checks: start(list(checks)))
-    return run
-
-
-@pytest.mark.slow
-def test_each_check_goes_to_a_process_of_its_card_and_kind(compiled):
-    wanted = entries.checks(("xsa", "plain"))
-    assert compiled(wanted) == {each: {"entry": each.entry} for each in wanted}
-    for checks in compiled.started:
-        assert len({(check.WORK[each.kind], each.card) for each in checks}) == 1
-
-
-def test_a_process_that_dies_takes_no_other_check_with_it(compiled):
+def test_after_an_interrupt_nothing_more_is_compiled(gpu):
+    gpu.dies, rows = signal.SIGINT, {}
     wanted = [Check(name, "train") for name in ("plain", "sink", "xsa")]
-    rows = compiled(wanted, jobs=1)
-    assert [*rows] == wanted and len(compiled.started) == 2
-    assert "the process died" in rows[wanted[1]].pop("error")
-    assert [row.get("entry") for row in rows.values()] == ["plain", None, "xsa"]
-
-
-def test_after_an_interrupt_nothing_more_is_compiled(compiled):
-    wanted = [Check(name, "train") for name in ("plain", "sink", "xsa")]
-    assert [*compiled(wanted, jobs=1, signal="SIGINT")] == wanted[:1] and len(compiled.started) == 1
+    check.compile_all(wanted, 1, rows.__setitem__)
+    assert [*rows] == wanted[:1] and len(gpu.started) == 1
 
 
 def test_a_process_that_takes_too_long_is_killed(monkeypatch):
@@ -201,86 +161,51 @@ def test_a_process_that_takes_too_long_is_killed(monkeypatch):
 
 # ---- what is refused, in one line ----
 
-def refused(venv):
-    """The line that gpu/environment.py ends with."""
+
+@pytest.mark.parametrize("tools, free, version, words", [
+    ("nm", 9, None, ["no gcc"]),
+    ("gcc nm", 3, None, ["3.0 GB are free", "5 GB are needed"]),
+    ("gcc nm", 9, ("2.99.1+cu130", "'13.0'"), ["2.99.1", "knows the inner parts of"]),
+    ("gcc nm", 9, ("2.13.0+cpu", "None"), ["2.13.0", "is a CPU build"])])
+def test_an_environment_that_cannot_compile_is_one_line(monkeypatch, tmp_path, tools, free, version, words):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(environment.shutil, "which", lambda tool: tool if tool in tools.split() else None)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda place: SimpleNamespace(free=free << 30))
+    folder = tmp_path / "venv/lib/python3.11/site-packages/torch"
+    if version:
+        folder.mkdir(parents=True)
+        (folder / "version.py").write_text("__version__ = '%s'\ncuda: Optional[str] = %s\n" % version)
     with pytest.raises(SystemExit) as e:
-        environment.main([str(venv)])
+        environment.main([str(tmp_path / "venv")])
     assert "\n" not in e.value.code and e.value.code.startswith("gpu-check: ")
-    return e.value.code
-
-
-@pytest.fixture
-def tools(monkeypatch):
-    monkeypatch.setattr(environment.sys, "platform", "linux")
-    monkeypatch.setattr(environment.shutil, "which", lambda tool: f"/usr/bin/{tool}")
-
-
-def test_no_compiler(tools, monkeypatch, tmp_path):
-    monkeypatch.setattr(environment.shutil, "which", lambda tool: None if tool == "gcc" else tool)
-    assert "no gcc" in refused(tmp_path / "venv")
-
-
-def test_no_room_on_the_disk(tools, monkeypatch, tmp_path):
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 30))
-    said = refused(tmp_path / "deep" / "venv")
-    assert "3.0 GB are free" in said and "5 GB are needed" in said
-    assert not (tmp_path / "deep").exists()
-
-
-@pytest.mark.parametrize("version, cuda, words", [
-    ("2.99.1+cu130", "'13.0'", "knows the inner parts of"), ("2.13.0+cpu", "None", "is a CPU build")])
-def test_a_torch_that_the_recipe_does_not_know(tools, tmp_path, version, cuda, words):
-    folder = tmp_path / "lib/python3.11/site-packages/torch"
-    folder.mkdir(parents=True)
-    (folder / "version.py").write_text(f"__version__ = '{version}'\ncuda: Optional[str] = {cuda}\n")
-    assert words in refused(tmp_path) and version in refused(tmp_path)
+    assert all(word in e.value.code for word in words) and (tmp_path / "venv").exists() == bool(version)
 
 
 def test_the_recipe_is_for_the_torch_that_the_project_pins():
     assert f"torch=={environment.TORCH}\n" in (ROOT / "requirements.txt").read_text()
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["acg"], "no entry is called 'acg'"), (["--jobs=0"], "--jobs=0 must be at least 1")])
-def test_a_wrong_argument_is_one_line(results, argv, words):
-    said = run(*argv)
-    assert words in said and "\n" not in said
-
-
-def test_a_broken_results_file_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "gpu.json"
-    path.write_text("{")
-    monkeypatch.setattr(report, "RESULTS", path)
-    assert run("xsa") == f"gpu-check: {path} is not a results file of this check: delete it"
-
-
-def test_results_come_back_as_they_were_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "gpu.json")
-    rows = {check.key: FINE for check in (Check("acag", "train"), Check("accumulated", "train"))}
-    report.write({**rows, "gone train 64 bfloat16 sm_90": FINE})
-    assert report.read() == rows
-    assert json.loads(report.RESULTS.read_text())["torch"] == environment.TORCH
+def test_what_makes_no_sense_is_one_line(gpu):
+    assert gpu("acg")[0].startswith("gpu-check: no entry is called 'acg'")
+    report.RESULTS.write_text("{")
+    assert gpu("xsa")[0].startswith(f"gpu-check: {report.RESULTS} is not a results file")
+    with pytest.raises(UserError, match="--jobs=0 must be at least 1"):
+        check.wanted_checks(check.arguments(["--jobs=0"]))
 
 
 # ---- tables ----
 
-def test_the_overview_has_a_line_for_each_entry():
+
+def test_tables_say_what_was_compiled_of_which_commit_and_which_kernel_asks_for_most():
     rows = {Check("xsa", "train", card=card).key: {**FINE, "shared": 200000} for card in CARDS}
-    head, line, *_ = report.overview(rows, entries.checks(("xsa", "plain"))).splitlines()
+    _, line, *_ = report.overview(rows, entries.checks(("xsa", "plain"))).splitlines()
     assert line.split() == ["xsa", "44", "100.0", "195", "195", "195", "3", "of", "7"]
-
-
-def test_a_table_says_of_which_commit_the_results_are():
     old, new = dict(commit="11111111", date="2026-11-23"), dict(commit="22222222", date="2026-11-25")
     rows = {Check("acag", "train").key: old, Check("xsa", "train").key: new, Check("xsa", "steps").key: new}
     new, old, none = report.commits_table(rows).splitlines()[2:]
     assert new == "| 22222222 | 2026-11-25 | 2 | `xsa` |" and old == "| 11111111 | 2026-11-23 | 1 | `acag` |"
-    left = len(entries.checks()) - 3
-    assert none.startswith(f"| not compiled yet |  | {left} | ")
-
-
-def test_the_table_of_shared_memory_names_the_largest():
-    rows = {Check(name, "train", 64, "bfloat16", card).key: {**FINE, "shared": kb * 1024}
+    assert none.startswith(f"| not compiled yet |  | {len(entries.checks()) - 3} | ")
+    rows = {Check(name, "train", card=card).key: {**FINE, "shared": kb * 1024}
             for name, kb in (("sink", 50), ("acag", 90)) for card in CARDS}
     assert "| 64, bfloat16 | 90, `acag` | 90, `acag` | 90, `acag` |" in report.shared_table(rows)
     assert report.shared_table({}) == ""
