@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import traceback
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -53,6 +54,42 @@ def torchrun(argv, ranks, program=ROOT / "train.py", **env):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(command, capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env})
+
+
+# a process that is forked from this one need not import PyTorch
+forks = pytest.mark.skipif(torch.accelerator.is_available(), reason="autograd's threads survive no fork")
+
+
+def in_child(argv, before=lambda: None, out=None, err=None, fork=os.fork):
+    """Run train.py in a forked process, as the program that it is; out and err: its streams, open files.
+
+    before: called there first. Returns what `fork` does here: the number of the process first of all.
+    """
+    child = fork()
+    if child if isinstance(child, int) else child[0]:
+        return child
+    code = 1
+    try:
+        for number, file in ((1, out), (2, err)):
+            if file is not None:
+                os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
+        before()
+        importlib.import_module("train").main(argv)
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+        if code == 1:
+            print(e.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ending(child):
+    """The exit code of a process, or the negative number of the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @contextmanager

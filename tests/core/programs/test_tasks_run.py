@@ -13,12 +13,13 @@ import evaluate
 import plot_curves
 import sample
 import train
-from helpers import TINY_TASK, same, torchrun, untimed, weights, words_in
+from helpers import TINY_TASK, same, untimed, weights, words_in
 from nanoheads import checkpoint
 from nanoheads.task_scores import task_in
 from nanoheads.tasks import TaskData
 
 FLAGS = dict(task="recall", task_keys=6, task_values=4, task_levels=[1, 2, 3], task_test_levels=[1, 3])
+OF_CHECKPOINT = dict.fromkeys(("block_size", "n_layer", "n_head", "n_embd"), ...)
 
 
 @pytest.fixture
@@ -44,32 +45,22 @@ def shown(capsys, monkeypatch):
 
 # ---- training ----
 
-def test_a_run_on_a_task_goes_on_bit_for_bit(task_args, rows, tmp_path):
+def test_a_run_on_a_task_goes_on_bit_for_bit(task_args, rows, tmp_path, capsys):
+    """Its folder says which task it goes on with, or evaluates."""
     train.main(task_args("whole", save_interval=2))
     train.main(task_args("parts", max_iters=4, save_interval=2))
-    train.main([*task_args("parts", save_interval=2), "--resume"])
+    train.main([f"--out_dir={tmp_path / 'parts'}", "--resume", "--max_iters=6"])
     assert same(weights(tmp_path / "whole/ckpt.pt"), weights(tmp_path / "parts/ckpt.pt"))
     (train_rows, evals), (again, evals_again) = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     assert untimed(train_rows) == untimed(again)
     assert untimed(evals)[-1] == untimed(evals_again)[-1] and "val_acc" in evals[-1]
-
-
-def test_a_folder_says_which_task_it_goes_on_with_or_evaluates(task_args, rows, tmp_path, capsys):
-    train.main(task_args(max_iters=4))
-    train.main([f"--out_dir={tmp_path / 'run'}", "--resume", "--max_iters=6"])
-    assert rows(tmp_path / "run")[1][-1]["step"] == 6
     capsys.readouterr()
-    train.main([f"--out_dir={tmp_path / 'run'}", "--eval_only"])
-    assert f"right {rows(tmp_path / 'run')[1][-1]['val_acc']:.3f}" in capsys.readouterr().out
+    train.main([f"--out_dir={tmp_path / 'parts'}", "--eval_only"])
+    best = min(evals_again[1:], key=lambda row: row["val_loss"])
+    assert f"right {best['val_acc']:.3f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key, value", [("dataset", "sums"), ("eval_tokens", 64)])
-def test_a_run_on_a_task_refuses_what_is_of_a_text(task_args, fails, key, value):
-    assert fails(task_args(**{key: value})) == [
-        f"{key}={value} is of a text, and task=recall has none"]
-
-
-def test_a_run_does_not_go_on_with_other_rows(task_args, fails, bytes_data, tmp_path):
+def test_a_run_does_not_go_on_with_other_rows(task_args, fails, bytes_data):
     train.main(task_args(max_iters=3))
     line, = fails([*task_args(task_levels="1"), "--resume"])
     assert "task_levels=[1] here is [1, 2, 3] there" in line
@@ -79,39 +70,19 @@ def test_a_run_does_not_go_on_with_other_rows(task_args, fails, bytes_data, tmp_
     assert lines and all("means nothing without task" in line for line in lines)
 
 
-@pytest.mark.parametrize("keys, words", [
-    ({}, None), (dict(task_levels="2"), None), (dict(task="noisy_recall"), "was trained on task recall"),
-    (dict(task="copy", task_values=...), "was trained on task recall")],
-    ids=["same", "other levels", "other words", "other task"])
-def test_a_run_starts_from_a_checkpoint_whose_words_it_has(task_args, task_run, fails, rows, tmp_path, keys,
-                                                          words):
-    argv = task_args(init_from=task_run, recipe="modern", n_layer=2, n_head=4, **keys)
-    if words:
-        assert words in fails(argv)[0]
-        return
-    train.main(argv)
+def test_a_run_starts_from_a_checkpoint_whose_words_it_has(task_args, args, task_run, fails, finished_run,
+                                                          rows, tmp_path):
+    keys = dict(init_from=task_run, recipe="modern", n_layer=2, n_head=4)
+    train.main(task_args(**keys))
     first, last = rows(tmp_path / "run")[1][0], rows(task_run)[1][-1]
     assert first["acc/3"] == last["acc/3"] and first["val_loss"] == last["val_loss"]
-
-
-def test_a_task_starts_from_no_text_and_a_text_from_no_task(task_args, args, task_run, fails):
-    line, = fails(args(init_from=task_run, block_size=..., n_layer=..., n_head=..., n_embd=...))
+    train.main(task_args("levels", **keys, task_levels="2", max_iters=1))
+    line, = fails(task_args("other", **keys, **{"task": "noisy_recall"}))
+    assert "was trained on task recall" in line
+    line, = fails(args("text", init_from=task_run, **OF_CHECKPOINT))
     assert "was trained on task recall (char, 11 symbols), whose vocabulary is not that of sums" in line
-    train.main(args("text", max_iters=1))
-    out = next(arg for arg in args("text") if arg.startswith("--out_dir=")).removeprefix("--out_dir=")
-    line, = fails(task_args(init_from=out, block_size=..., n_layer=..., n_head=..., n_embd=...))
-    assert "was trained on sums" in line and "task recall" in line
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_a_task_as_one_process_does(task_args, rows, tmp_path):
-    train.main(task_args("one"))
-    done = torchrun(task_args("two"), 2)
-    assert done.returncode == 0, done.stderr
-    for one, two in zip(rows(tmp_path / "one")[1], rows(tmp_path / "two")[1], strict=True):
-        assert one.keys() == two.keys()
-        assert all(one[key] == two[key] for key in one if "acc" in key)
-        assert one["val_loss"] == pytest.approx(two["val_loss"], abs=1e-5)
+    line, = fails(task_args("task", init_from=finished_run, **OF_CHECKPOINT))
+    assert "was trained on" in line and "task recall" in line
 
 
 def test_an_own_mechanism_is_trained_and_scored_on_a_task(task_args, mine, scored, tmp_path):
@@ -121,18 +92,9 @@ def test_an_own_mechanism_is_trained_and_scored_on_a_task(task_args, mine, score
     assert set(found["runs"][0]["levels"]) == {"1", "3"}
 
 
-def test_tensorboard_gets_the_accuracies(task_args, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    train.main(task_args(tensorboard=True))
-    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    events.Reload()
-    assert any("acc/3" in tag for tag in events.Tags()["scalars"] + events.Tags()["tensors"])
-
-
 # ---- evaluate.py ----
 
-def test_scores_are_counted_on_fresh_rows(task_run, scored):
+def test_scores_are_counted_on_fresh_rows(task_run, scored, rows):
     found, text = scored("--ckpt", task_run, "--rows", 7)
     run, data = found["runs"][0], TaskData(FLAGS, 12)
     model = checkpoint.build(checkpoint.read(task_run), task_run)
@@ -152,40 +114,42 @@ def test_scores_are_counted_on_fresh_rows(task_run, scored):
     assert run["right"] == np.mean([run["levels"]["1"], run["levels"]["3"]])
     assert f"{run['params']:,}" in text and run["step"] == 6
     assert not np.array_equal(data.rows("test", 3, 7)[0], data.rows("val", 3, 7)[0])
-
-
-def test_rows_of_val_are_those_of_the_run(task_run, rows, scored):
+    # those of val are the run's own
     found, _ = scored("--ckpt", task_run, "--split", "val", "--rows", TINY_TASK["task_rows"])
     best = min(rows(task_run)[1], key=lambda row: row["val_loss"])
     assert found["runs"][0]["levels"] == {level: best[f"acc/{level}"] for level in ("1", "3")}
     assert found["runs"][0]["nats"] == pytest.approx(best["val_loss"], rel=1e-6)
 
 
-def test_levels_beyond_training_get_rows_twice_as_long(task_run, scored):
+def test_levels_beyond_training_get_rows_twice_as_long(task_args, task_run, scored, tmp_path):
+    """Where positions are learned there is nothing to read them with."""
     found, text = scored("--ckpt", task_run, "--levels", "2,5", "--rows", 4)
     assert found["length"] == 24 and "was trained on no rows with 5 pairs, and on rows of 12 tokens." in text
     model = checkpoint.build(checkpoint.read(task_run), task_run, block_size=24)
     x, y = map(torch.from_numpy, TaskData(FLAGS, 24).rows("test", 5, 4))
     right = (model(x).logits.argmax(-1) == y).sum() / (y >= 0).sum()
     assert found["runs"][0]["levels"]["5"] == pytest.approx(right.item())
-    same_length, _ = scored("--ckpt", task_run, "--levels", "4", "--rows", 4)
-    assert same_length["length"] == 12
-
-
-def test_learned_positions_read_no_longer_rows(task_args, tmp_path, capsys):
+    assert scored("--ckpt", task_run, "--levels", "4", "--rows", 4)[0]["length"] == 12
     train.main(task_args(max_iters=1, recipe="gpt2"))
-    capsys.readouterr()
     with pytest.raises(SystemExit, match="has learned positions, which end at 12: it cannot read a context"):
         evaluate.main(["--ckpt", str(tmp_path / "run"), "--levels", "5"])
 
 
-def test_checkpoints_of_one_task_stand_side_by_side(task_args, task_run, scored, tmp_path):
+def test_checkpoints_of_one_task_stand_side_by_side_and_of_several_do_not(task_args, task_run, finished_run,
+                                                                         scored, tmp_path):
     train.main(task_args("b", max_iters=1))
     found, text = scored("--ckpt", task_run, "--ckpt", tmp_path / "b")
     assert [run["step"] for run in found["runs"]] == [6, 1] and found["rows"] == 256
     head, first, second, guess, *_ = text.splitlines()[1:]
     assert head.split() == ["run", "1", "3", "mean", "nats/answer", "parameters", "steps"]
     assert [line.split()[-1] for line in (first, second, guess)] == ["6", "1", "–"]
+    train.main(task_args("other", task_keys=7, max_iters=1))
+    for other, words in ((tmp_path / "other", "different tasks, task_keys=7 and 6: one at a time"),
+                         (finished_run, "on a text: one kind at a time")):
+        for program in (evaluate, sample):
+            with pytest.raises(SystemExit) as e:
+                program.main(["--ckpt", str(task_run), "--ckpt", str(other)])
+            assert words in e.value.code and "\n" not in e.value.code
 
 
 # ---- sample.py ----
@@ -209,7 +173,7 @@ def test_rows_are_shown_with_wrong_answers_marked(task_run, shown):
     assert [wanted[starts[i]] for i in places] == wanted.split()[1:]
 
 
-def test_rows_follow_the_seed_and_fit_the_terminal(task_run, shown):
+def test_rows_follow_the_seed_and_fit_the_terminal(task_args, task_run, shown, tmp_path):
     one = shown("--ckpt", task_run, "--num_samples", 2, "--seed", 5)
     assert one == shown("--ckpt", task_run, "--num_samples", 2, "--seed", 5)
     assert one != shown("--ckpt", task_run, "--num_samples", 2, "--seed", 6)
@@ -218,9 +182,7 @@ def test_rows_follow_the_seed_and_fit_the_terminal(task_run, shown):
     narrow = shown("--ckpt", task_run, "--num_samples", 2, "--seed", 5, columns=width)
     assert max(map(len, narrow.splitlines())) <= width + len(" 3 of 3 right")
     assert sorted(narrow.replace("\n", " ").split()).count(".") == one.split().count(".")
-
-
-def test_a_task_whose_values_are_numbers_is_shown_in_numbers(task_args, tmp_path, shown):
+    # values that are numbers are shown in numbers
     train.main(task_args(task="count", task_keys=2, task_values=..., task_levels="12", task_test_levels="12",
                          max_iters=1))
     wanted = shown("--ckpt", tmp_path / "run").splitlines()[2].split()[1:]
@@ -229,7 +191,8 @@ def test_a_task_whose_values_are_numbers_is_shown_in_numbers(task_args, tmp_path
 
 # ---- curves ----
 
-def test_curves_of_a_task_show_answers_by_level(task_run, tmp_path, capsys):
+@pytest.mark.slow
+def test_curves_of_a_task_show_answers_by_level(task_run, tmp_path):
     for name in "ab":
         shutil.copytree(task_run, tmp_path / name)
     plot_curves.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)])
@@ -244,14 +207,11 @@ def test_curves_of_a_task_show_answers_by_level(task_run, tmp_path, capsys):
 
 @pytest.mark.parametrize("program, more, words", [
     (evaluate, "--stride 4", "--stride=4 is of a text, and"),
-    (evaluate, "--tokens 64", "--tokens=64 is of a text, and"),
     (evaluate, "--dataset sums", "--dataset=sums is of a text, and"),
-    (evaluate, "--pack False", "--pack=False is of a text, and"),
     (evaluate, "--split train", "whose rows are drawn anew at each step of training; there are val and test"),
     (evaluate, "--levels 9",
      "9 pairs of recall need as many keys, and task_keys=6 gives 6: name a smaller level"),
     (evaluate, "--rows 0", "--rows 0 must be at least 1"),
-    (sample, "--start A", "--start=A is of a text, and"),
     (sample, "--temperature 0", "--temperature=0.0 is of a text, and"),
     (sample, "--num_samples 0", "num_samples=0 must be at least 1"),
 ])
@@ -261,37 +221,19 @@ def test_what_is_of_a_text_is_refused_of_a_task(task_run, capsys, program, more,
     assert words in e.value.code and "\n" not in e.value.code and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("program, more", [(evaluate, "--levels 2"), (evaluate, "--rows 9"),
-                                           (sample, "--levels 2")])
-def test_what_is_of_a_task_is_refused_of_a_text(args, tmp_path, capsys, program, more):
-    train.main(args(max_iters=1))
-    capsys.readouterr()
+@pytest.mark.parametrize("program, more", [(evaluate, "--rows 9"), (sample, "--levels 2")])
+def test_what_is_of_a_task_is_refused_of_a_text(finished_run, capsys, program, more):
     with pytest.raises(SystemExit) as e:
-        program.main(["--ckpt", str(tmp_path / "run"), *more.split()])
+        program.main(["--ckpt", str(finished_run), *more.split()])
     assert "is of a task, and" in e.value.code and "was trained on a text" in e.value.code
 
 
-@pytest.mark.parametrize("program", [evaluate, sample])
-def test_checkpoints_of_several_tasks_are_refused(task_args, args, task_run, tmp_path, capsys, program):
-    train.main(task_args("other", task_keys=7, max_iters=1))
-    train.main(args("text", max_iters=1))
-    capsys.readouterr()
-    for other, words in (("other", "were trained on different tasks, task_keys=7 and 6: one at a time"),
-                         ("text", "text on a text: one kind at a time")):
-        with pytest.raises(SystemExit) as e:
-            program.main(["--ckpt", str(task_run), "--ckpt", str(tmp_path / other)])
-        assert words in e.value.code and "\n" not in e.value.code
-
-
-def test_what_a_damaged_checkpoint_says_of_its_task_is_one_line(task_run, tmp_path, capsys):
+def test_what_a_damaged_checkpoint_says_of_its_task_is_one_line(task_run, tmp_path, bad_checkpoint):
+    assert task_in(bad_checkpoint[0]) is None and task_in(task_run)["task"] == "recall"
     state = torch.load(task_run / "best.pt", weights_only=True)
     for task, words in (({**state["meta"]["task"], "task_keys": "six"}, "task_keys='six' is not"),
                         ({"task": 3}, "its task: task=3"), ({"task": "chess"}, "its task")):
-        torch.save({**state, "meta": {**state["meta"], "task": task}}, tmp_path / "bad.pt")
+        torch.save({**state, "meta": {**state["meta"], "task": task}}, tmp_path / "damaged.pt")
         with pytest.raises(SystemExit) as e:
-            evaluate.main(["--ckpt", str(tmp_path / "bad.pt")])
+            evaluate.main(["--ckpt", str(tmp_path / "damaged.pt")])
         assert words in e.value.code and "is damaged" in e.value.code and "\n" not in e.value.code
-
-
-def test_a_file_that_cannot_be_read_is_of_no_task(bad_checkpoint, task_run):
-    assert task_in(bad_checkpoint[0]) is None and task_in(task_run)["task"] == "recall"
