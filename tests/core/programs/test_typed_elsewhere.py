@@ -48,6 +48,7 @@ def test_nanogpts_commands_are_taken_as_they_are(here, chars_data, capsys):
     assert said.out.startswith("abc") and "sample: --ckpt out-shakespeare-char, the newest run" in said.err
 
 
+@pytest.mark.slow
 def test_the_routing_pair_is_trained_evaluated_plotted_and_sampled(here, chars_data, capsys):
     """By the write-up's commands, with its arguments and without; the baseline is what is compared with."""
     small = [each for each in SMALL if not each.startswith("--n_head")] + ["--n_head=4", "--dropout=0"]
