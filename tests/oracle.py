@@ -5,6 +5,8 @@ buffers by name, and calls nothing of model.py. WITHOUT lists the flags whose wo
 shapes, H are the layer's heads and then its constraint heads; what a mechanism does to the first kind alone
 says so. `plain` is the exception: the plain GPT in PyTorch's own operations, for equality to the last bit.
 """
+
+import copy
 import math
 import re
 from dataclasses import replace
@@ -30,11 +32,6 @@ def give_states(model, generator=None):
 # read, and of every entry of MECHANISMS values and gradients are compared.
 OF_SHAPES = "the shapes and the names of parameters, which the formulas go by, say it"
 OF_STARTS = "an initial value: parameters are compared as they are"
-RETURN = "test_mechanisms.py::test_the_discounted_return_equals_the_double_loop"
-CRITIC = "test_mechanisms.py::test_critic_losses_and_their_metrics_equal_loops"
-LABELS = "test_mechanisms.py::test_constraint_loss_equals_a_loop_over_tokens"
-ROUTER = "test_constraint.py::test_the_routers_penalties"
-TEACHER = "test_constraint.py::test_a_student_is_compared_with_its_teacher"
 SKIPS = "test_finetune.py::test_the_share_of_the_skips_by_hand"
 WITHOUT = {
     **dict.fromkeys(("short_conv_width", "value_embedding", "routing_hidden", "constraint_variant",
@@ -45,18 +42,7 @@ WITHOUT = {
     "routing_skip": "test_promises.py::test_decoding_that_skips_heads_equals_decoding_that_does_not",
     "unet_from": SKIPS, "unet_ramp": SKIPS,
     "constraint_stop": "test_constraint_training.py::test_stopped_heads_send_no_gradient_into_the_trunk",
-    # weights and details of losses; the formulas here end with the hidden states
-    "routing_coef": "test_mechanisms.py::test_routing_weights_and_penalty_equal_loops_over_tokens",
-    "sentinel_coef": "test_mechanisms.py::test_the_gate_penalty_sums_over_all_blocks_and_heads",
-    "a2c_gamma": RETURN, "a2c_value_coef": CRITIC, "a2c_advantage_coef": CRITIC,
-    "constraint_coef": "test_mechanisms.py::test_the_models_constraint_loss_is_the_mean_over_blocks_times_"
-                       "lambda_and_the_router_pays_for_open_gates",
     "constraint_warmup": "test_constraint.py::test_warm_up_weighs_the_loss_on_labels_and_nothing_else",
-    "constraint_loss_layers": "test_constraint.py::test_scores_are_judged_in_the_chosen_blocks_alone",
-    "constraint_name_coef": LABELS, "constraint_positive_coef": LABELS, "constraint_focal": LABELS,
-    "constraint_sparsity_coef": ROUTER, "constraint_entropy_coef": ROUTER,
-    "constraint_match": TEACHER, "constraint_match_coef": TEACHER,
-    "constraint_features": "test_constraint.py::test_a_student_is_compared_with_any_features",
 }
 
 
@@ -80,7 +66,7 @@ def normal(*shape, seed=1, grad=False):
 
 def close(a, b, tol):
     assert a.shape == b.shape
-    assert torch.allclose(a, b, rtol=0, atol=tol), f"off by {(a - b).abs().max():.1e}"
+    assert ((a - b).abs() <= tol).all(), f"off by {(a - b).abs().max():.1e}"
 
 
 def gradients(outputs, inputs):
@@ -100,11 +86,65 @@ def agree(got, want, inputs, tol):
 
 
 def equals_the_oracle(model, idx=tokens(2, 7), hint=None, tol=1e-9):
-    """Hidden states of idx [B, T] and the gradients of all parameters are the oracle's, as the states scale.
+    """All that a model gives for idx [B, T] is the oracle's: hidden states and logits, every auxiliary loss,
+    the gradients of all parameters, and the traces. hint [B, C]: what the router of constraint heads reads.
     """
-    got, want = model.hidden(idx, router_hint=hint), hidden(model, idx, hint)
-    scale = want.detach().abs().max().item()
-    agree([got / scale], [want / scale], list(model.parameters()), tol)
+    layers, parameters = [], list(model.parameters())
+    got, x = model.hidden(idx, router_hint=hint), hidden(model, idx, hint, layers=layers)
+    scale = x.detach().abs().max().item()  # states of a deep mixture may be large
+    agree([got / scale], [x / scale], parameters, tol)
+    targets, labels, teacher = made_up_targets(model, idx)
+    said = teacher.predictions(idx) if isinstance(teacher, type(model)) else teacher
+    out = model(idx, targets, traces="maps", logits=True, router_hint=hint, constraint_targets=labels,
+                teacher=said)
+    want = logits_of(model, x)
+    scale = max(1.0, want.abs().max().item())
+    close(out.logits.double() / scale, want / scale, 1e-5)  # which are float32
+    close(out.loss.double() / scale, cross_entropy(want, targets) / scale, 1e-5)
+    losses_agree(out.aux, losses(model, idx, x, layers, targets, labels, teacher), parameters)
+    for layer, found in enumerate(layers):
+        for name in TRACED & found.keys():
+            trace = out.traces[f"blocks.{layer}.{name}"].double()
+            close(trace.expand_as(found[name]), found[name], 1e-5)
+
+
+def made_up_targets(model, idx):
+    """(targets [B, T], labels of every constraint, a teacher or its features), some of them unknown; None:
+    the model has no use for them.
+    """
+    c, labels, teacher = model.config, None, None
+    targets = tokens(*idx.shape, seed=2)
+    targets[0, :idx.size(1) // 3] = -1
+    if c.constraint_names:  # hard and soft ones, and -1: unknown
+        labels = {name: (tokens(*idx.shape, seed=3 + i) % 4 / 2 - 0.5).where(targets % 3 > 0, -1.0)
+                  for i, name in enumerate(reversed(c.constraint_names))}
+    if c.constraint_match and c.constraint_features:
+        teacher = 2 * normal(*idx.shape, c.constraint_features)
+    elif c.constraint_match:
+        teacher = copy.deepcopy(model)
+        with torch.no_grad():
+            for i, p in enumerate(teacher.parameters()):
+                p.add_(0.1 * normal(*p.shape, seed=i))
+    return targets, labels, teacher
+
+
+def losses_agree(got, want, parameters):
+    """Two {name: loss} and their gradients to all parameters are the same, as each loss scales."""
+    assert got.keys() == want.keys()
+    if not want:
+        return
+    scales = [loss.detach().abs().item() or 1.0 for loss in want.values()]
+    got, want = ([losses[name].double() / scale for name, scale in zip(want, scales)]
+                 for losses in (got, want))
+    for a, b in zip(got, want):
+        close(a, b, 1e-4)  # nats and distances are float32
+    for a, b in zip(gradients(got, parameters), gradients(want, parameters)):
+        close(a, b, 1e-4 * b.abs().clamp_min(1.0))
+
+
+# traces of a layer that are compared; `found` of attend() has the same names
+TRACED = {"entropy", "concentration", "map", "routing_weights", "routing_logits", "advantage",
+          "router_gates", "head_scores"}
 
 
 # ---- functions ----
@@ -165,7 +205,8 @@ def slowed(theta, factor, low, high, context):
 def rope(x, base=10000.0, share=1.0, scaling=None):
     """x [..., T, D]: pair (i, i + D/2) as a complex number, times e^(i t theta); the first share of them.
 
-    Of an odd D the last dimension is in no pair, and stays as it is.
+    Of an odd D the last dimension is in no pair, and stays as it is. The model's tables of cosines and sines
+    are float32, so these are rounded too.
     """
     if x.size(-1) % 2:
         return torch.cat((rope(x[..., :-1], base, share, scaling), x[..., -1:]), -1)
@@ -175,7 +216,8 @@ def rope(x, base=10000.0, share=1.0, scaling=None):
     theta = [slowed(each, *scaling) for each in theta] if scaling else theta
     theta = torch.tensor(theta + [0.0] * (half - n), dtype=torch.float64)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * theta
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    turn = torch.complex(*(each.float().double() for each in (angle.cos(), angle.sin())))
+    z = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((z.real, z.imag), -1)
 
 
@@ -516,8 +558,8 @@ def queries_and_keys(c, p, *both):
 
 # ---- constraint heads ----
 
-def constraint_gates(c, p, x, hint, training):
-    """The router's gates [B, T, heads] of x [B, T, C], or of a hint [B, C]."""
+def constraint_logits(c, p, x, hint):
+    """The router's logits [B, T, heads] of x [B, T, C], or of a hint [B, C]."""
     T = x.size(1)
     if hint is not None:
         read = hint[:, None].expand(-1, T, -1)
@@ -525,7 +567,11 @@ def constraint_gates(c, p, x, hint, training):
         read = x[:, :1].expand(-1, T, -1)
     else:
         read = torch.stack([x[:, :t + 1].mean(1) for t in range(T)], 1)
-    z = linear(p, linear(p, read, "constraint.fc").clamp_min(0), "constraint.out")
+    return linear(p, linear(p, read, "constraint.fc").clamp_min(0), "constraint.out")
+
+
+def constraint_gates(c, z, training):
+    """The router's gates of its logits z [B, T, heads]."""
     g = sigmoid(z) if c.constraint_router == "sigmoid" else hard_concrete(z)
     return g if training else g * (g >= c.constraint_skip)
 
@@ -609,7 +655,8 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None, inputs=None):
                         ssmax_init=None)
         other["diff"] = softmax(base_logits(added, p, b, x, q2, k, heads, seen).masked_fill(~seen, -math.inf))
     if E:
-        g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
+        z = constraint_logits(c, p, x, hint)
+        g = constraint_gates(c, z, attn.training).transpose(1, 2)  # (B, E, T)
         q, k, own = (split(part, E) for part in linear(p, x, "constraint.c_attn").chunk(3, -1))
         q, k = queries_and_keys(c, p, q, k)
         s = torch.cat((s, q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)), 1)
@@ -626,16 +673,18 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None, inputs=None):
         y_own = differences(p, layer, P[:, :H], own_v)
     y = rewritten(c, p, b, x, torch.cat((y_own, y[:, H:]), 1), v, heads, attn.training)
     gate = factors(c, p, b, x, every, P, seen, t, heads, attn.training)
-    found = dict(zip(("entropy", "concentration"), row_statistics(P)), map=used, gates=gate)
+    found = dict(zip(("entropy", "concentration"), row_statistics(P)), map=used, parameters=p)
     if c.sink:
         found["map"] = used * sink_gate(p, every)
-    if c.routing:
-        found["routing_weights"] = routing_weights(c, p, x)
+    if routes(c, attn.training):
+        found.update(routing_weights=routing_weights(c, p, x), routing_logits=router_logits(p, x))
+    if c.a2c:
+        found["advantage"] = linear(p, x, "a2c.critic")
     if E:
         by_router = g[..., None] if c.constraint_gate == "output" else torch.ones_like(g[..., None])
         read = y[:, H:] * by_router if c.constraint_mode == "published" else y[:, H:]
         found.update(router_gates=g.transpose(1, 2), head_scores=constraint_scores(p, read),
-                     constraint_y=read)
+                     constraint_y=read, constraint_logits=z)
     y = y * gate
     out = linear(p, y[:, :H].transpose(1, 2).flatten(2), "c_proj")
     if E:
@@ -689,8 +738,8 @@ def before_block(model, i, x, outputs, depth):
     return x, inputs or None
 
 
-def hidden(model, idx, hint=None, seen=None):
-    """Final hidden states [B, T, C] of idx [B, T]."""
+def hidden(model, idx, hint=None, seen=None, layers=None):
+    """Final hidden states [B, T, C] of idx [B, T]. layers: a list for what each attention layer computed."""
     c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
     x = p["transformer.wte.weight"][idx]
     if c.pos == "learned":
@@ -701,7 +750,10 @@ def hidden(model, idx, hint=None, seen=None):
         name = f"transformer.h.{i}."
         x, inputs = before_block(model, i, x, outputs, depth)
         inputs = inputs and [normed(c, p, each, name + "ln_1") for each in inputs]
-        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed, inputs)[0]
+        y, found = attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed, inputs)
+        if layers is not None:
+            layers.append(found)
+        after = x + y
         read = normed(c, p, x if c.parallel else after, name + "ln_2")
         inner = activation(linear(p, read, name + "mlp.c_fc"), c.act)
         x = after + linear(p, inner, name + "mlp.c_proj")
@@ -709,75 +761,139 @@ def hidden(model, idx, hint=None, seen=None):
     return normed(c, p, before_block(model, N, x, outputs, depth)[0], "transformer.ln_f")
 
 
+def logits_of(model, x):
+    """[B, T, V] of final hidden states."""
+    head = model.transformer.wte if model.config.tied else model.lm_head
+    z, cap = x @ head.weight.T, model.config.softcap
+    return cap * torch.tanh(z / cap) if cap else z
+
+
 def logits(model, idx, hint=None, seen=None):
     """[B, T, V]."""
-    head = model.transformer.wte if model.config.tied else model.lm_head
-    z, cap = hidden(model, idx, hint, seen) @ head.weight.T, model.config.softcap
-    return cap * torch.tanh(z / cap) if cap else z
+    return logits_of(model, hidden(model, idx, hint, seen))
+
+
+def nats_of(logits, targets):
+    """Of each target [B, T]."""
+    return logits.exp().sum(-1).log() - logits.gather(-1, targets.clamp_min(0)[..., None]).squeeze(-1)
 
 
 def cross_entropy(logits, targets):
     """Mean nats of the targets [B, T] that are not -1."""
-    nats = logits.exp().sum(-1).log() - logits.gather(-1, targets.clamp_min(0)[..., None]).squeeze(-1)
-    return nats[targets >= 0].mean()
+    return nats_of(logits, targets)[targets >= 0].mean()
 
 
-# ---- variant B of constraint heads, as the write-up has it, head by head ----
+# ---- the losses beside it ----
 
-def turned(x):
-    """RoPE of x [T, D], pair by pair: (i, i + D // 2) by the angle t 10000^(-i / (D // 2)), whose cosine and
-    sine are float32, as in the model's tables; of an odd D the last dimension is in no pair.
+def losses(model, idx, x, layers, targets, labels=None, teacher=None):
+    """{name: weighted loss}: those of each layer, summed, and those of the whole model.
+
+    x [B, T, C]: the final hidden states of idx [B, T]; layers: what attention layers computed, see hidden();
+    labels: {name of a constraint: [B, T]}; teacher: another model, or its features [B, T, C].
     """
-    half, y = x.size(-1) // 2, x.clone()
-    for t in range(len(x)):
-        for i in range(half):
-            angle = t * 10000.0 ** (-i / half)
-            cos, sin = (torch.tensor(f(angle)).item() for f in (math.cos, math.sin))
-            y[t, i] = x[t, i] * cos - x[t, i + half] * sin
-            y[t, i + half] = x[t, i + half] * cos + x[t, i] * sin
-    return y
+    c, total = model.config, {}
+    for found in layers:
+        for name, loss in losses_of_layer(c, found, model.training).items():
+            total[name] = total.get(name, 0.0) + loss
+    if c.a2c in ("temperature", "key_bias"):
+        total.update(critic_losses(c, model.value, layers, x, logits_of(model, x), targets))
+    if labels is not None:
+        scored = [found for i, found in enumerate(layers) if "head_scores" in found
+                  and (c.constraint_loss_layers is None or i in c.constraint_loss_layers)]
+        weights = dict(zip(c.constraint_names, c.constraint_name_coef or ()))
+        for name, wanted in labels.items():
+            parts = [constraint_loss(scores_by_name(c, found), {name: wanted}, weights, c.constraint_focal,
+                                     c.constraint_positive_coef) for found in scored]
+            total[f"constraint.{name}"] = c.constraint_coef * sum(parts) / len(parts) / len(labels)
+    if teacher is not None:
+        match = match_features if c.constraint_features else match_model
+        terms = [*match(c, [found for found in layers if "constraint_y" in found], teacher, idx)]
+        total["constraint_match"] = c.constraint_match_coef * sum(terms) / len(terms)
+    return total
 
 
-def write_up(attn, c, x):
-    """The write-up's layer in variant B: x [B, T, C] -> (y [B, T, C], scores [B, heads, T]).
+def chance_open(logit):
+    """That a hard concrete gate is not 0 (arXiv 1712.01312, eq. 12)."""
+    return sigmoid(logit - 2 / 3 * math.log(0.1 / 1.1))
 
-    Its weights are cut into heads of D = floor(C / all heads), and the logits are scaled by 1 / sqrt(D). As
-    everywhere here it is causal, and the router reads the mean of the text so far. query: gates on outputs,
-    scores before them; published: gates on values, scores behind them.
-    """
-    w = {name: p for name, p in attn.named_parameters()}
-    H, E = c.n_head, c.constraint_heads * len(c.constraint_names)
-    C, D = c.n_embd, c.n_embd // (H + E)
-    assert [w[f"{part}c_{name}.weight"].shape for part in ("", "constraint.") for name in ("attn", "proj")] \
-        == [(3 * H * D, C), (C, H * D), (3 * E * D, C), (C, E * D)], "heads of another size"
-    scale = c.qk_max / D if c.qk_max else 1 / math.sqrt(D)
-    rows, all_scores = [], []
-    for b in range(len(x)):
-        y, scores = torch.zeros_like(x[b]), []
-        context = torch.stack([x[b, :t + 1].mean(0) for t in range(x.size(1))])
-        hidden = (context @ w["constraint.fc.weight"].T + w["constraint.fc.bias"]).clamp_min(0)
-        gates = sigmoid(hidden @ w["constraint.out.weight"].T + w["constraint.out.bias"])  # [T, E]
-        for head in range(H + E):
-            part, n, i = ("", H, head) if head < H else ("constraint.", E, head - H)
-            Wq, Wk, Wv = (W[i * D:(i + 1) * D] for W in w[part + "c_attn.weight"].split(n * D))
-            q, k, v = x[b] @ Wq.T, x[b] @ Wk.T, x[b] @ Wv.T
-            if c.qk_norm:
-                q, k = rms(q), rms(k)
-            if c.pos == "rope":
-                q, k = turned(q), turned(k)
-            if head >= H and c.constraint_mode == "published":
-                v = v * gates[:, i, None]
-            logits = (q @ k.T * scale).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -math.inf)
-            out = logits.softmax(-1) @ v
-            if head >= H:
-                inner = (out @ w["constraint.w1"][i].T + w["constraint.b1"][i]).clamp_min(0)
-                scores.append(inner @ w["constraint.w2"][i] + w["constraint.b2"][i])
-                if c.constraint_mode == "query":
-                    out = out * gates[:, i, None]
-            y = y + out @ w[part + "c_proj.weight"][:, i * D:(i + 1) * D].T
-        rows.append(y)
-        all_scores.append(torch.stack(scores))
-    return torch.stack(rows), torch.stack(all_scores)
+
+def losses_of_layer(c, found, training):
+    """{name: weighted loss} of the gates and routers of an attention layer."""
+    p, losses = found["parameters"], {}
+    if "routing_logits" in found and c.routing == "published":  # the entropy of a token's weights
+        w = found["routing_weights"]  # the write-up's code keeps 1e-8 away from log 0
+        losses["routing_entropy"] = c.routing_coef * -(w * (w + 1e-8).log()).sum(-1).mean()
+    elif "routing_logits" in found:  # heads times the sum of (mean chance) x (share of tokens that chose it)
+        z = found["routing_logits"].flatten(0, 1)
+        balance = softmax(z).mean(0) * chosen(c, z).double().mean(0)
+        losses["routing_balance"] = c.routing_coef * z.size(-1) * balance.sum()
+    if c.sentinel == "sigmoid":
+        losses["gate_l1"] = c.sentinel_coef * sigmoid(p["sentinel.logit"]).sum()
+    elif c.sentinel:
+        losses["gate_l0"] = c.sentinel_coef * chance_open(p["sentinel.logit"]).sum()
+    if "constraint_logits" in found:
+        z, hard = found["constraint_logits"], c.constraint_router == "hard_concrete"
+        if c.constraint_sparsity_coef:
+            opened = chance_open(z) if hard else constraint_gates(c, z, training)
+            losses["constraint_router"] = c.constraint_sparsity_coef * opened.mean()
+        if c.constraint_entropy_coef:
+            g = sigmoid(z)
+            entropy = -(g * g.log() + (1 - g) * (1 - g).log())
+            losses["constraint_entropy"] = c.constraint_entropy_coef * entropy.mean()
+    return losses
+
+
+def critic_losses(c, value, layers, x, logits, targets):
+    """Errors of the value of each scored token, and of the advantages that heads have predicted."""
+    r, gamma = -nats_of(logits, targets).detach(), c.a2c_gamma
+    value_error, advantage_error = [], []
+    for b, t in (targets >= 0).nonzero().tolist():
+        ahead = [s for s in range(t, r.size(1)) if targets[b, s] >= 0]
+        G = sum(gamma ** (s - t) * r[b, s] for s in ahead) / sum(gamma ** (s - t) for s in ahead)
+        V = value.weight[0] @ x[b, t].detach() + value.bias[0]  # it sends no gradient into the blocks
+        value_error.append((V - G) ** 2)
+        said = [found["advantage"][b, t] for found in layers if found["advantage"].numel()]
+        advantage_error += [((a - (G - V).detach()) ** 2).mean() for a in said]
+    per_token = sum(found["advantage"].numel() > 0 for found in layers) or 1
+    n = len(value_error)
+    return dict(a2c_value=c.a2c_value_coef * sum(value_error) / n,
+                a2c_advantage=c.a2c_advantage_coef * sum(advantage_error) / per_token / n)
+
+
+def scores_by_name(c, found):
+    """{name: [B, T]}: the mean over the heads of each name."""
+    each = found["head_scores"].split(c.constraint_heads, 1)
+    return {name: scores.mean(1) for name, scores in zip(c.constraint_names, each)}
+
+
+def match_features(c, layers, teacher, idx):
+    """How far what each of a student's layers makes of its heads' outputs is from features [B, T, C]."""
+    for found in layers:
+        y = found["constraint_y"].transpose(1, 2).flatten(2)
+        mapped = linear(found["parameters"], y, "constraint.features")
+        if c.constraint_match == "huber":
+            yield huber_loss(mapped - teacher)
+        else:
+            p, q = softmax(teacher), softmax(mapped)
+            yield (p * (p / q).log()).sum(-1).mean()
+
+
+def match_model(c, layers, teacher, idx):
+    """How far a student's scores, or its heads' outputs, are from those of a teacher, layer by layer."""
+    theirs = []
+    with torch.no_grad():
+        hidden(teacher, idx, layers=theirs)
+    for our, their in zip(layers, (found for found in theirs if "constraint_y" in found), strict=True):
+        if c.constraint_match == "huber":
+            yield huber_loss(our["constraint_y"] - their["constraint_y"])
+            continue
+        both = (scores_by_name(c, found) for found in (our, their))
+        for q, p in zip(*(map(sigmoid, scores.values()) for scores in both)):
+            yield (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+
+
+def huber_loss(d):
+    return torch.where(d.abs() < 1, d ** 2 / 2, d.abs() - 0.5).mean()
 
 
 # ---- the plain GPT to the last bit ----
