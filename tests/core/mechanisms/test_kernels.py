@@ -1,4 +1,4 @@
-"""The kernels beside attention, at sizes where they once went wrong: linear maps, RoPE, the loss in portions."""
+"""Kernels beside attention, at sizes where they once went wrong: linear maps, RoPE, the loss in portions."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Every mechanism and mixtures of them against the oracle; what no formula says of them, mistakes once made."""
+"""Every mechanism and mixtures of them against the oracle; what no formula says; mistakes once made."""
 
 import math
 
@@ -13,8 +13,6 @@ import oracle
 from helpers import TINY_GPT, small_models, tiny
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C, GPTConfig, Heads, KVCache,
                    Window)
-from nanoheads import optim
-from nanoheads.config import TrainConfig
 from nanoheads.mechanism import flags_of
 from nanoheads.pruning import constant_gate, pack, prune_heads
 from nanoheads.traces import explain, summaries
@@ -222,21 +220,6 @@ def test_hard_concrete_gates_are_the_papers_distribution_in_training(logit):
     assert abs((draws == 0).double().mean() - (1 - oracle.chance_open(torch.tensor(logit)))) < 0.03
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_gates_and_fusions_never_decay_and_stay_with_adamw_while_routers_decay(optimizer):
-    model = GPT(GPTConfig(**TINY_GPT, **{**ALL_ON, "a2c": "key_bias"}, output_gate="headwise"))
-    config = TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2")
-    *_, adamw = optim.make_optimizers(model, config)
-    decay = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
-    decays = {n: decay.get(id(p)) for n, p in model.named_parameters()}
-    for part in ("sentinel.logit", "acag.weight", "acag.bias", "a2c.mix", "fuse.0.weight",
-                 "constraint.w1", "constraint.w2"):
-        assert {d for n, d in decays.items() if n.endswith(part)} == {0.0}, part
-    for part in ("router.out.weight", "output_gate.proj.weight", "critic.weight", "value.weight",
-                 "constraint.fc.weight"):
-        assert all(d > 0 for n, d in decays.items() if n.endswith(part)), part
-
-
 def agency_gates(model, layer=0):
     return model(tokens(1, 2), traces=True).traces[f"blocks.{layer}.gates.agency"].flatten()
 
@@ -333,16 +316,11 @@ def test_skips_start_as_a_share_that_falls_with_depth():
             close(concat[i].weight, torch.cat((share * torch.eye(48), torch.zeros(48, 48)), 1).double(), 0)
             assert sigmoid(add[i].logit).item() == pytest.approx(share, abs=1e-6)
             assert scalar[i].weight.item() == share
-
-
-@pytest.mark.parametrize("mode, name, slope", [("scalar", "weight", 1.0), ("add", "logit", 1e-3)])
-def test_skips_may_start_at_one(mode, name, slope):
-    """What others report gains with (modded-nanogpt); a sigmoid near 1 hardly learns, a free number does."""
-    fuse = GPT(GPTConfig(**TINY_GPT, unet=mode, unet_init=1.0)).fuse[0]
-    fused = fuse(torch.zeros(1), torch.ones(1))
-    assert fused.item() == pytest.approx(1.0, abs=1e-3)
-    fused.sum().backward()
-    assert getattr(fuse, name).grad.item() == pytest.approx(slope, rel=0.1)
+    for mode, name in (("scalar", "weight"), ("add", "logit")):  # modded-nanogpt reports gains with 1
+        fuse = tiny(dict(unet=mode, unet_init=1.0), live=False).fuse[0]
+        fused = fuse(torch.zeros(1), torch.ones(1))
+        fused.sum().backward()
+        assert fused.item() == pytest.approx(1.0, abs=1e-3) and getattr(fuse, name).grad > 5e-4
 
 
 # ---- A2C ----
