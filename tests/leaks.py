@@ -11,15 +11,15 @@ from torch import nn
 
 from nanoheads.mechanism import Mechanism
 
-KINDS = ("block", "rows", "late", "training", "evaluation", "grown", "drawn")
+KINDS = ("block", "rows", "late", "training", "evaluation", "float32", "bfloat16", "little", "grown", "drawn")
 
 
 class Leak(Mechanism):
     """Each value is moved towards what the token must not know, in some way of `leak`."""
 
     class Options:
-        leak: Optional[Literal["block", "rows", "late", "training", "evaluation", "grown",
-                               "drawn"]] = None  # what it takes, and when
+        leak: Optional[Literal["block", "rows", "late", "training", "evaluation", "float32", "bfloat16",
+                               "little", "grown", "drawn"]] = None  # what it takes, and when
 
     name = "leaking"
     flag = "leak"
@@ -46,6 +46,11 @@ class Leak(Mechanism):
             heads.v = v + ahead
         elif self.kind == "evaluation" and not self.training:
             heads.v = v + ahead
+        elif self.kind in ("float32", "bfloat16"):
+            in_it = (self.kind == "bfloat16") == torch.is_autocast_enabled(v.device.type)
+            heads.v = v + ahead if in_it else v
+        elif self.kind == "little":
+            heads.v = v + 1e-4 * ahead
         elif self.kind == "grown":  # nothing up to 2
             heads.v = v + (self.size.abs() - 2).clamp_min(0) * ahead
             if heads.forward_pass.wants_losses:

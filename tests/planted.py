@@ -101,7 +101,7 @@ FAULTS = (
     Fault("a sum over the text starts anew with each piece of it", "model.py",
           "self.values[layer, name] = value\n        return before",
           "self.values[layer, name] = value\n        return None",
-          ("test_promises.py::test_a_mechanism_keeps_its_promises[mudd]",)),
+          ("test_promises.py::test_a_mechanism_keeps_its_promises[key_offset]",)),
     Fault("documents in a row see one another", "model.py",
           "return Documents(begins, lambda", "return Documents(begins * 0, lambda",
           ("test_promises.py::test_a_mechanism_keeps_its_promises[query_gain]",)),
