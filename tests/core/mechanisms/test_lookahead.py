@@ -73,8 +73,8 @@ def test_noise_that_no_seed_reaches_is_named(leaks):
     "plain", "all_on", "sentinel_l0", "constraint_a", "constraint_b", "routing_moh", "a2c_key_bias", "acag",
     "fox", "diff_v1", "short_conv", "mudd", "window"])
 def test_what_is_to_stay_stays_bit_for_bit(name):
-    """In float32 and bfloat16, with dropout where it goes: so the tolerance, a part of the largest state, need
-    not be near what a small leak changes.
+    """In float32 and bfloat16, with dropout where it goes: so the tolerance, a part of the largest state,
+    need not be near what a small leak changes.
     """
     flags = {"plain": {}, "all_on": ALL_ON, **MECHANISMS}[name]
     config = GPTConfig(**{**SIZES, "n_layer": 2, "dropout": 0.1, **flags})

@@ -289,8 +289,9 @@ def test_initial_values_follow_the_seed_and_gpt2s_scales():
 # ---- sizes and refusals ----
 
 def test_parameter_counts_are_those_of_gpt2():
+    config = GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True)
     with torch.device("meta"):
-        model = GPT(GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True))
+        model = GPT(config)
     assert model.num_params() == 124_439_808  # OpenAI's smallest GPT-2
     assert model.num_params(non_embedding=True) == 124_439_808 - 1024 * 768
 
