@@ -166,6 +166,7 @@ def test_bits_per_byte_count_the_text_where_tokens_spell_another(tmp_path, capsy
         assert len(more) and spelled + more[:, 1].sum() == data.splits[split]["bytes"]
 
 
+@pytest.mark.slow
 def test_a_text_has_a_folder_of_its_name_in_data(tmp_path):
     """In a repository of its own, which has another text's prepare script in data/wikitext2."""
     shutil.copytree(ROOT / "nanoheads", tmp_path / "nanoheads", ignore=shutil.ignore_patterns("*.pyc"))
@@ -615,6 +616,7 @@ def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypat
     assert "/nowhere: no such file or folder; correct NANOHEADS_DATA" in refused("wikitext2/prepare")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_begins_with_its_command_and_starts_anywhere(script):
     text = (ROOT / script).read_text().split('"""')[1]
