@@ -291,7 +291,7 @@ def test_fineweb_is_laid_out_as_llm_c_has_it(tmp_path, gpt2_files):
     assert data.splits["test"] == data.splits["val"] and "test is val over again" in data.meta["note"]
 
 
-@pytest.mark.parametrize("form", ["gz", "xz", "parquet", "folder"])
+@pytest.mark.parametrize("form", ["gz", "parquet", "folder"])
 def test_fineweb_in_bytes_reads_documents_from_any_form(tmp_path, form):
     source = jsonl(tmp_path / "a.jsonl")
     if form == "parquet":
@@ -301,8 +301,8 @@ def test_fineweb_in_bytes_reads_documents_from_any_form(tmp_path, form):
         jsonl(source / "a.jsonl", DOCUMENTS[:30])
         jsonl(source / "b/a.jsonl", DOCUMENTS[30:])
     else:
-        source = tmp_path / f"copy.jsonl.{form}"
-        source.write_bytes({"gz": gzip, "xz": lzma}[form].compress((tmp_path / "a.jsonl").read_bytes()))
+        source = tmp_path / "copy.jsonl.gz"
+        source.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     data = made("fineweb/prepare", tmp_path / "out", f"--source={source}", "--shard_tokens=300",
                 "--encoding=byte")
     text = "".join(text + "\0" for text in DOCUMENTS).encode()
@@ -569,14 +569,12 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command, words", [
     ("prepare_text --source=my.txt --out=x --encoding=hf", "--encoding=hf and --tokenizer=FOLDER go"),
-    ("prepare_text --source=my.txt --out=x --encoding=hf --tokenizer=folder", "names a model's folder"),
     ("prepare_text --source=my.txt --out=x --encoding=hf --tokenizer=no_s.json",
      "0x73, for which this vocabulary has no token; take another --tokenizer, or --encoding=byte"),
     ("prepare_text --source=utf16.txt --out=x --encoding=gpt2",
      "utf16.txt: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > new.txt"),
     ("prepare_text --source=cut.txt.gz --out=x", "cut.txt.gz: damaged ("),
     ("prepare_text --source=my.txt --out=my.txt", "my.txt: File exists"),
-    ("enwik8/prepare --out=x --source=folder", "holds no enwik8 (plain, .gz or .xz); correct --source"),
     ("enwik8_char/prepare --out=x --source=other.zip", "other.zip: holds no enwik8; replace it with a whole"),
     ("enwik8/prepare --out=x --source=no.zip", "no.zip: damaged ("),
     ("enwiki15/prepare --out=x", "enwiki15/train.txt: not found, and it has no download; put it into the"),
@@ -584,11 +582,9 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     ("fineweb/prepare --out=x --source=bad.jsonl --encoding=byte", "1 is no JSON object with a \"text\""),
     ("fineweb/prepare --out=x --source=few.jsonl --encoding=byte", "fills 1 shard, and the first is val"),
     ("fineweb/prepare --out=x --source=numbers.parquet --encoding=byte", "\"text\" holds no text, but int"),
-    ("fineweb/prepare --out=x --shards none*.bin", "none*.bin: no such file"),
     ("fineweb/prepare --out=x --shards Llama_val.bin a_train.bin", "bin holds Llama 3's tokens, of uint32"),
     ("fineweb/prepare --out=x --shards a_train.bin", "no file has 'val' in its name"),
     ("fineweb/prepare --out=x --shards a_train.bin a_val.bin", "it is shorter than its header of 1,024"),
-    ("fineweb/prepare --out=x --shards my.txt", "its name must have train, val or test in"),
     ("from_nanogpt folder", "has no train.bin; name the folder that nanoGPT's prepare.py wrote")])
 def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
