@@ -362,7 +362,7 @@ def nanogpt_folder(folder, text="First Citizen:\nBefore we proceed, é\n" * 50):
     return folder, text[:cut], text[cut:]
 
 
-def test_a_folder_of_nanogpt_becomes_a_dataset(tmp_path, gpt2_files):
+def test_a_folder_of_nanogpt_becomes_a_dataset(tmp_path):
     folder, train, val = nanogpt_folder(tmp_path / "theirs")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     main("from_nanogpt", folder)
@@ -372,7 +372,10 @@ def test_a_folder_of_nanogpt_becomes_a_dataset(tmp_path, gpt2_files):
     assert data.tokenizer.decode([data.separator]) == "\n" and data.meta["name"] == "theirs"
     assert all((folder / name).read_bytes() == content for name, content in before.items())
     assert "has a meta.json and is a dataset already; --force" in refused("from_nanogpt", folder)
-    pairs = tmp_path / "pairs"  # without a meta.pkl they are GPT-2's
+
+
+def test_without_a_meta_pkl_a_folder_of_nanogpt_holds_gpt2s_tokens(tmp_path, gpt2_files):
+    pairs = tmp_path / "pairs"
     pairs.mkdir()
     for split in ("train", "val"):
         ids = [*Tokenizer("gpt2").encode("To be, naïve"), 50256]
@@ -447,8 +450,10 @@ def is_killed(at, asked):
             if event in ("os.rename", "os.remove") and next(changes) == at:
                 os.kill(os.getpid(), signal.SIGKILL)
         sys.addaudithook(kill)
-        main(*asked)
-        os._exit(0)
+        try:
+            main(*asked)
+        finally:
+            os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
@@ -505,9 +510,12 @@ def test_two_scripts_write_no_folder_at_once(tmp_path):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with only_writer(tmp_path / "x"):
-            os.write(write, b"has it")
-            signal.pause()
+        try:
+            with only_writer(tmp_path / "x"):
+                os.write(write, b"has it")
+                signal.pause()
+        finally:
+            os._exit(1)
     assert os.read(read, 6) == b"has it"
     said = refused(*asked)
     assert f"is being written by process {child} on " in said and said.endswith("choose another --out")

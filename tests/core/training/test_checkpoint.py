@@ -104,7 +104,7 @@ def test_a_killed_writer_leaves_the_old_checkpoint_or_the_new_one(state, saved):
     """Killed at several instants, while it saves one after the other."""
     for wait in (0.001, 0.002, 0.004, 0.008, 0.016, 0.032):
         child = os.fork()
-        while child == 0:
+        while child == 0:  # until it is killed
             checkpoint.save(saved, state)
         time.sleep(wait)
         os.kill(child, signal.SIGKILL)

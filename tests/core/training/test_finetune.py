@@ -154,10 +154,12 @@ def test_two_ranks_thaw_and_read_documents_as_one_process_does(tuned, rows, tmp_
         if not ranks[-1]:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
                               MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
-            main(tuned("two", **keys))
-            os._exit(0)
-    for rank in ranks:
-        os.waitpid(rank, 0)
+            try:
+                main(tuned("two", **keys))
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0]
     for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two")):
         for a, b in zip(untimed(one), untimed(two), strict=True):
             assert a == pytest.approx(b, abs=1e-5)

@@ -143,6 +143,19 @@ def test_even_rows_leave_what_has_no_gradient():
     assert moved[0] < 1.1 * moved[1]  # as it would not be if its past were one of zeros
 
 
+def test_mean_squares_follow_the_rows_that_are_pruned():
+    model = GPT(GPTConfig(**SIZES, recipe="modern"))
+    muon, _ = optimizers = make_optimizers(model, TrainConfig().for_recipe("modern"))
+    model(*torch.randint(64, (2, 2, 16))).loss.backward()
+    muon.step()
+    attn = model.transformer.h[0].attn
+    rows, columns = (muon.state[layer.weight]["row_square"].clone() for layer in (attn.c_attn, attn.c_proj))
+    prune_heads(model, {0: [1]}, optimizers)
+    kept = [i for i in range(96) if i // 8 % 4 != 1]  # three parts of four heads of 8
+    assert torch.equal(muon.state[attn.c_attn.weight]["row_square"], rows[kept])
+    assert torch.equal(muon.state[attn.c_proj.weight]["row_square"], columns)  # its heads are its columns
+
+
 # ---- which parameters go where ----
 
 OF_BLOCKS = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1, "constraint.c_attn": 3,
