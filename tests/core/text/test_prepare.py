@@ -576,6 +576,8 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
 # ---- refusals ----
 
 @pytest.mark.parametrize("command, words", [
+    ("prepare_text --source=none.txt", "none.txt: no such file or folder; correct --source"),
+    ("prepare_text --source=my.txt --out=x --separator=", "--separator is empty"),
     ("prepare_text --source=my.txt --out=x --encoding=hf", "--encoding=hf and --tokenizer=FOLDER go"),
     ("prepare_text --source=my.txt --out=x --encoding=hf --tokenizer=no_s.json",
      "0x73, for which this vocabulary has no token; take another --tokenizer, or --encoding=byte"),
@@ -586,6 +588,8 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     ("enwik8_char/prepare --out=x --source=other.zip", "other.zip: holds no enwik8; replace it with a whole"),
     ("enwik8/prepare --out=x --source=no.zip", "no.zip: damaged ("),
     ("enwiki15/prepare --out=x", "enwiki15/train.txt: not found, and it has no download; put it into the"),
+    ("pystdlib/prepare --out=x --source=folder", "holds no .py file; name the standard library's folder"),
+    ("openwebtext/prepare --out=x --source=folder", "holds no .parquet file; correct --source"),
     ("fineweb/prepare --out=x --source=folder", "holds no file of .jsonl, .jsonl.gz, .jsonl.xz, .parquet"),
     ("fineweb/prepare --out=x --source=bad.jsonl --encoding=byte", "1 is no JSON object with a \"text\""),
     ("fineweb/prepare --out=x --source=few.jsonl --encoding=byte", "fills 1 shard, and the first is val"),
