@@ -80,6 +80,7 @@ def test_every_recipe_is_timed_in_training_and_decoding_beside_the_first(measure
                for row in rows)
 
 
+@pytest.mark.slow
 def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(measured, failing, capsys):
     end, found = measured(failing, "--mechanisms=acag,unet_add,fail_memory,sink")
     plain, acag, unet, memory, sink = found["rows"]

@@ -460,6 +460,7 @@ def scored(path, *settings):
     return scoring.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
 
 
+@pytest.mark.slow
 def test_a_flag_that_is_set_makes_the_model_with_that_flag(switched):
     path, model, data = switched
     flags = dict(n_head=4, unet="concat", agency=True, routing="moh", routing_top_k=3)

@@ -203,6 +203,7 @@ def test_runs_on_different_datasets_are_named_and_said_not_to_compare(home, figu
 # ---- where it goes ----
 
 
+@pytest.mark.slow
 def test_a_comparison_is_called_after_its_runs_and_lies_beside_them(home, figures, capsys):
     """Of runs in the working folder in the first of them, where git does not show it."""
     for name in ("out/a", "out/b", "out/c", "out-a", "out-b"):
