@@ -400,6 +400,15 @@ FAULTS = (
           ("test_layout.py::"
            "test_the_core_imports_no_room_beside_it_and_no_room_another_or_a_program[the lab]",)),
     # ---- probes ----
+    Fault("a judge's windows do not overlap", "probes/text.py",
+          "in windows(len(text), T, max(1, T // 2)):", "in windows(len(text), T, T):",
+          ("test_textquality.py::test_the_judge_scores_each_byte_in_its_context[8]",)),
+    Fault("a loop without its first round", "probes/quality.py",
+          "longest = max(longest, run + period)", "longest = max(longest, run)",
+          ("test_textquality.py::test_each_measure_is_the_slow_one",)),
+    Fault("thresholds are chosen on what is measured", "constraints/score.py",
+          "best_threshold(y_chosen, p_chosen[is_chosen, n])", "best_threshold(y, p[is_measured, n])",
+          ("test_constraints.py::test_score_tells_what_is_there_from_what_is_not",)),
     Fault("one token ahead is not looked at", "causality.py",
           "self.changes(ids, place < token)", "self.changes(ids, place < token - 1)",
           ("test_leak.py::test_a_leak_is_found_at_its_place",)),

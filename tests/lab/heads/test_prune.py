@@ -71,7 +71,8 @@ def model_of(path):
 def prune_json(argv, tmp_path):
     """What a command writes to --json; nothing is timed unless it says so, and all of the split is scored."""
     out = tmp_path / "rows.json"
-    main(["--tokens=0", "--rounds=0", "--device=cpu", f"--json={out}", *map(str, argv)])
+    main(["--tokens=0", "--rounds=0", "--text=512", "--device=cpu", f"--json={out}",
+          *map(str, argv)])
     return json.loads(out.read_text())
 
 

@@ -99,6 +99,7 @@ def test_a_resumed_run_is_the_same(run, tmp_path):
     assert same(*(weights(tmp_path / name / "ckpt.pt") for name in ("once", "twice")))
 
 
+@pytest.mark.slow
 def test_a_run_may_have_another_run_as_its_teacher(run, tmp_path, labelled):
     """And its checkpoint again when it is trained on; one that matches nobody takes none."""
     run("teacher", max_iters=20, constraint_coef=1.0)

@@ -229,7 +229,7 @@ def test_the_mlp_probe_has_as_many_parameters_as_the_heads():
 
 @pytest.mark.slow
 def test_probes_are_kept_for_the_same_model_and_text(models, labels, tmp_path, say, monkeypatch):
-    """A linear one and an MLP; of another seed or text others; a damaged file is fitted anew."""
+    """A linear one and an MLP; of another text others; a damaged file is fitted anew."""
     monkeypatch.setattr(token_probes, "STEPS", 20)
     asked = ["score", *models, "--labels", labels, "--tokens=500", "--fit=1000"]
 
@@ -238,9 +238,8 @@ def test_probes_are_kept_for_the_same_model_and_text(models, labels, tmp_path, s
     first, kept = say(*asked)[0], files()
     assert len(kept) == 2
     assert say(*asked)[0] == first and files() == kept
-    other = say(*asked, "--seed=1")[0]
     say(*asked[:-1], "--fit=900")
-    assert len(files()) == 6 and files().items() > kept.items() and other != first
+    assert len(files()) == 4 and files().items() > kept.items()
     for path in kept:
         path.write_bytes(b"damaged")
     assert say(*asked)[0] == first and all(path.stat().st_size > 100 for path in kept)
@@ -278,7 +277,8 @@ def test_score_tells_what_is_there_from_what_is_not(models, labels, data, tmp_pa
     digit, threshold = rows["digit"], best_threshold(y_val, p_val)
     assert (digit["tokens"], digit["positive"]) == (len(y), pytest.approx(y.mean())), "no unknown, no 1/2"
     assert digit["figures"][HEADS]["auroc"][0] == pytest.approx(roc_auc_score(y, p), abs=1e-4)
-    assert digit["thresholds"][HEADS][0] == pytest.approx(threshold, abs=1e-5)
+    taken, on_test = digit["thresholds"][HEADS][0], best_threshold(y, p)
+    assert abs(taken - threshold) < abs(taken - on_test) and taken == pytest.approx(threshold, abs=1e-5)
     assert digit["figures"][HEADS]["f1"][0] == pytest.approx(f1_score(y, p >= threshold), abs=2e-3)
     precision, recall, _ = precision_recall_curve(y, p)
     assert f1_score(y, p >= threshold) < (2 * precision * recall / np.maximum(precision + recall, 1e-9)).max()
@@ -401,8 +401,8 @@ def test_classes_are_outer_thirds_by_the_terciles_of_train():
 
 def test_the_threshold_of_a_passage_comes_from_val():
     rng = np.random.default_rng(3)
-    y = [rng.random(300) < share for share in (0.5, 0.2, 0.8)]
-    x = [rng.normal(size=(300, 2)) + each[:, None] for each in y]
+    y = [rng.random(200) < share for share in (0.5, 0.2, 0.8)]
+    x = [rng.normal(size=(200, 2)) + each[:, None] for each in y]
     p, threshold = classify(x, y)
     p_val, swapped = classify([x[0], x[2], x[1]], [y[0], y[2], y[1]])
     assert threshold != swapped
