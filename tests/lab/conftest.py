@@ -1,18 +1,6 @@
-"""What tests of the lab share: a small plain GPT, a stand-in for nanoGPT."""
+"""What tests of the lab share: a stand-in for nanoGPT."""
 
 import pytest
-
-from lab_helpers import SMALL
-
-
-@pytest.fixture
-def plain(tmp_path, bytes_data, monkeypatch):
-    """The config file of a plain GPT that trains in a moment, in an empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "plain.py"
-    path.write_text(SMALL + f"dataset = {str(bytes_data)!r}\n")
-    return path
-
 
 NANOGPT = '''
 from dataclasses import dataclass

@@ -1,23 +1,10 @@
-"""What tests of the lab need: a small plain GPT, labels."""
+"""What tests of the lab need: the programs for users of a checkpoint, labels."""
 
 import numpy as np
 
 from lab.labels.targets import encode, label_file, write_meta
 
 OF_LAB = ["export_hf", "probe", "prune"]  # programs of lab/ for users of a checkpoint
-
-
-SMALL = """
-n_layer = 1
-n_head = 2
-n_embd = 16
-block_size = 16
-batch_size = 4
-max_iters = 6
-eval_interval = 3
-eval_tokens = 64
-recipe = 'modern'
-"""
 
 
 def write_labels(folder, data, shift=0, splits=("train", "val", "test"), digit=None):
