@@ -58,7 +58,7 @@ plots: .venv/ready
 
 # run the notebooks of docs/ in a fresh copy of the repository and store their outputs
 notebook: .venv/ready-test
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/lab $(PY) tests/lab/docs/refresh_notebook.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/lab $(PY) tests/docs/refresh_notebook.py
 
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time

@@ -1,7 +1,7 @@
 """
 The lines between the core, the study and the lab. In a copy of the repository without study/, lab/, their
-tests, configs and results/, the core trains, resumes, samples, evaluates and plots, its tests can be
-collected, and what is theirs says so. compare.py needs study/, and no lab/.
+tests, configs and results/, the core trains, resumes, samples, evaluates and plots, and what is theirs says
+so. compare.py needs study/, and no lab/.
 """
 
 import json
@@ -14,10 +14,10 @@ import sys
 import pytest
 
 from helpers import CODE, ROOT
-from model import MECHANISMS
+from model import ALL_ON
 
-WITHOUT = {"compare.py", "study", "lab", "results", "tests/lab", "tests/study", "out",
-           "config/life.py", "config/scenarios", "config/studies"}
+WITHOUT = {"compare.py", "study", "lab", "results", "tests/docs", "tests/lab", "tests/study",
+           "tests/test_boundary.py", "out", "config/life.py", "config/scenarios", "config/studies"}
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=16", "--batch_size=2", "--grad_accum=1",
          "--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu", "--compile=False"]
 MISSING = "which is not there beside nanoheads/: bring it back, or do without"
@@ -80,37 +80,29 @@ def test_the_core_alone_trains_resumes_samples_evaluates_and_plots(core, bytes_d
         core, [*train, "--out_dir=out/plain"],
         ["train.py", "--resume", "--out_dir=out/plain", "--max_iters=4"],
         *([*train, f"--scale={scale}", f"--out_dir=out/{scale}"] for scale in scales),
+        [*train, *(f"--{key}={value}" for key, value in ALL_ON.items()), "--out_dir=out/all_on"],
         [*train, "--mechanism=mine.py", "--out_dir=out/mine"])
     assert "going on at step 2 of 4" in trained[1]
-    for name in ("plain", *scales, "mine"):
+    for name in ("plain", *scales, "all_on", "mine"):
         assert (core / "out" / name / "best.pt").is_file()
-    text, score, plotted, checked, *helps = programs(
+    text, score, plotted, checked, refused, *helps = programs(
         core, ["sample.py", "--ckpt=out/plain", "--max_new_tokens=9", "--start=1 plus", "--device=cpu"],
         ["evaluate.py", "--ckpt=out/mine", "--device=cpu", "--tokens=64", "--mechanism=out/mine/mine.py"],
         ["plot_curves.py", "out/plain"],
         ["train.py", "--mechanism=mine.py", "--check"],
+        [*train, "--mechanism=tests/leaks.py:leak_rows", "--out_dir=out/leak"],
         *([f"{name}.py", "--help"] for name in ("train", "sample", "evaluate", "plot_curves", "bench")))
     assert text.startswith("1 plus") and "bits/byte" in score and ".png" in plotted
     assert all(line.startswith("forget ") and line.endswith(" kept") for line in checked.splitlines()[1:])
     assert "--controller" not in helps[0] and all(".py" in each for each in helps)
-    refused, = programs(core, [*train, "--mechanism=tests/leaks.py:leak_rows", "--out_dir=out/leak"])
     assert refused.startswith("train: before training row ") and "\n" not in refused
 
 
-@pytest.mark.slow
-def test_every_mechanism_trains_in_the_core_alone(core, bytes_data):
-    """But for agency_learned, whose switches learn from what the lab measures of the heads."""
-    names = [*(name for name in MECHANISMS if name != "agency_learned"), "acag,moh,unet_add,sentinel"]
-    programs(core, *(["train.py", "--scale=tiny", f"--mechanism={name}", *SMALL, f"--dataset={bytes_data}",
-                      f"--out_dir=out/each/{name}"] for name in names))
-    assert len([*core.glob("out/each/*/best.pt")]) == len(names)
-
-
-def test_tests_of_the_core_need_neither_the_study_nor_the_lab(core):
-    """All of them import there. That they pass is what they do beside both."""
-    assert not [path for name in WITHOUT - {"out"} for path in core.glob(name)]
-    assert "test_promises.py" in python(core, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider",
-                                        "tests/core")
+def test_tests_of_the_core_import_neither_the_study_nor_the_lab():
+    for path in (*ROOT.glob("tests/*.py"), *ROOT.glob("tests/core/**/*.py")):
+        if path.name not in ("test_boundary.py", "planted.py", "simulate.py"):
+            text = path.read_text(encoding="utf-8")
+            assert not re.findall(r"^ *(?:import|from) (?:lab|study|compare)\b", text, re.M), path
 
 
 def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, bytes_data, finished_run):
@@ -174,7 +166,6 @@ def test_a_study_needs_no_lab(tmp_path, bytes_data):
     study = ["--base=plain.py", "--mechanisms=sink", "--seeds=1", "--plain_seeds=1", "--budgets=[]",
              "--device=cpu", "--out_dir=out/study"]
     assert "sink" in python(here, "compare.py", *study)
-    assert "all of them the same" in python(here, "compare.py", "recheck", "out/study/results.json.gz")
 
 
 # ---- what `pip install` gives: model, nanoheads, study and lab, from any folder ----

@@ -224,7 +224,7 @@ def test_the_readme_has_every_program_and_dataset_and_the_page_of_programs_a_sec
 
 
 def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
-    """Which tests/lab/mechanisms/test_add_a_mechanism.py holds to every promise."""
+    """Which tests/docs/test_add_a_mechanism.py holds to every promise."""
     on_readme = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
     assert len(on_readme) == 2 and set(on_readme) < set(EXAMPLES)
 

@@ -1,7 +1,7 @@
 """
 Execute the notebooks of docs/ in a fresh copy of the repository and store their outputs: `make notebook`.
 
-    PYTHONPATH=.:tests python tests/lab/docs/refresh_notebook.py
+    PYTHONPATH=.:tests python tests/docs/refresh_notebook.py
 """
 import sys
 import tempfile
