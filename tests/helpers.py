@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import traceback
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -46,14 +45,6 @@ def same(a, b):
 
 def untimed(rows):
     return [{k: v for k, v in row.items() if k not in ("elapsed_s", "tokens_per_s")} for row in rows]
-
-
-def torchrun(argv, ranks, program=ROOT / "train.py", **env):
-    command = [sys.executable, "-m", "torch.distributed.run",
-               "--standalone", f"--nproc_per_node={ranks}", str(program), *argv]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(command, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env})
 
 
 # a process that is forked from this one need not import PyTorch

@@ -3,7 +3,6 @@ import json
 import math
 import re
 import shutil
-import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
@@ -51,49 +50,34 @@ def legend(figure):
 # ---- one drawing, as it is written ----
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """The folder of two runs, one of them short, which were drawn with no argument."""
-    home = tmp_path_factory.mktemp("drawn")
-    for name, steps in (("base", 60), ("unet_short", 25)):
-        write(home / "out" / name, rows(steps, floor=1.0 + len(name) / 20))
-    with pytest.MonkeyPatch.context() as typed:
-        typed.chdir(home)
-        assert main(["--json=paths.json"]) == 0
-    return home
-
-
 FILES = [f"out/{path}.{kind}" for path in ("base/figures/curves", "unet_short/figures/curves",
                                            "figures/comparison") for kind in ("png", "svg")]
 
 
 @pytest.mark.slow
-def test_no_argument_draws_every_run_under_out_and_the_comparison(drawn):
-    assert json.loads((drawn / "paths.json").read_text()) == FILES
-    for path in map(drawn.joinpath, FILES[::2]):
+def test_no_argument_draws_every_run_under_out_and_the_comparison_always_in_the_same_bytes(home):
+    for name, steps in (("base", 60), ("unet_short", 25)):  # one of them is short
+        write(home / "out" / name, rows(steps, floor=1.0 + len(name) / 20))
+    assert main(["--json=paths.json"]) == 0
+    assert json.loads((home / "paths.json").read_text()) == FILES
+    for path in FILES[::2]:
         image = imread(path)
         ink = image[..., :3].min(axis=2) < 0.9
         assert image.shape[:2] == (1200, 1760)
         # each quarter, and so each panel, has ink
         assert all(quarter.mean() > 0.005 for half in np.array_split(ink, 2)
                    for quarter in np.array_split(half, 2, axis=1))
-    for path in map(drawn.joinpath, FILES[1::2]):
-        assert ET.parse(path).getroot().tag.endswith("svg")
+    for path in map(home.joinpath, FILES[1::2]):
         for title in ("its per byte", "oss, nats per token", "Learning rate", "Gap, val − train loss, nats",
                       "best val"):
             assert title in text(path), (path, title)
-    loss, words = 1.2 + 4 * math.exp(-4) + 0.1, text(drawn / FILES[1])
+    loss, words = 1.2 + 4 * math.exp(-4) + 0.1, text(home / FILES[1])
     for label in (f"best {loss:.3f}", f"best {loss * 1.5:.3f}", "step 60", "last +0.100", "mean of 3 logged"):
         assert label in words
-    assert all(name in text(drawn / FILES[-1]) for name in ("base", "unet_short"))
-
-
-@pytest.mark.slow
-def test_the_same_log_gives_the_same_bytes(drawn, monkeypatch):
-    monkeypatch.chdir(drawn)
-    before = [(drawn / path).read_bytes() for path in FILES[:2]]
+    assert all(name in text(home / FILES[-1]) for name in ("base", "unet_short"))
+    before = [(home / path).read_bytes() for path in FILES[:2]]
     assert main(["out/base"]) == 0
-    assert [(drawn / path).read_bytes() for path in FILES[:2]] == before
+    assert [(home / path).read_bytes() for path in FILES[:2]] == before
 
 
 # ---- what a figure shows ----
@@ -180,6 +164,17 @@ def test_every_entry_of_the_legend_is_drawn(home, figures, steps):
     assert {line.get_label() for line in lines} == legend(figure) - {"val", "best val"}
     for line in lines:
         assert points(line).shape[1] > 1 or line.get_marker() not in ("", "None"), line.get_label()
+
+
+def test_curves_of_a_task_show_answers_by_level(home, figures, task_run):
+    for name in "ab":
+        shutil.copytree(task_run, home / name)
+    alone, _, both = figures("a", "b")
+    assert {"Answers that are right, by level", "Loss, nats an answer"} <= {*panels(alone)}
+    labels = [label.get_text() for label in panels(alone)["Answers that are right, by level"].texts]
+    assert any(re.fullmatch(r"3: [01]\.\d\d", label) for label in labels), labels
+    assert "Answers that are right, mean over levels" in panels(both)
+    assert not any("Bits" in title or "Gap" in title for title in [*panels(alone), *panels(both)])
 
 
 @pytest.mark.parametrize("x, label, last", [("tokens", "training tokens", 20 * 768),

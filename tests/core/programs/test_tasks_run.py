@@ -1,8 +1,7 @@
-"""What programs do with runs on a task: go on bit for bit, score on fresh rows, show, draw."""
+"""What programs do with runs on a task: go on bit for bit, score on fresh rows, show."""
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -10,10 +9,9 @@ import torch
 from torch.nn import functional as F
 
 import evaluate
-import plot_curves
 import sample
 import train
-from helpers import TINY_TASK, same, untimed, weights, words_in
+from helpers import TINY_TASK, same, untimed, weights
 from nanoheads import checkpoint
 from nanoheads.tasks import TaskData
 
@@ -179,17 +177,3 @@ def test_rows_follow_the_seed_and_fit_the_terminal(task_args, task_run, shown, t
                          max_iters=1))
     wanted = shown("--ckpt", tmp_path / "run").splitlines()[2].split()[1:]
     assert sorted(map(int, wanted))[:2] == [1, 1] and len(wanted) == 12
-
-
-# ---- curves ----
-
-@pytest.mark.slow
-def test_curves_of_a_task_show_answers_by_level(task_run, tmp_path):
-    for name in "ab":
-        shutil.copytree(task_run, tmp_path / name)
-    plot_curves.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)])
-    alone = words_in(tmp_path / "a/figures/curves.svg")
-    assert "Answers that are right, by level" in alone and "Loss, nats an answer" in alone
-    assert re.search(r"3: [01]\.\d\d", alone) and "Bits per byte" not in alone
-    both = words_in(tmp_path / "comparison-a+b.svg")
-    assert "Answers that are right, mean over levels" in both and "Gap" not in both

@@ -4,17 +4,16 @@ import itertools
 import json
 import os
 import pty
-import re
 import resource
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import termios
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -26,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import model as model_py
 import train
-from helpers import ROOT, TINY, ending, forks, in_child, same, torchrun, untimed, weights
+from helpers import ROOT, TINY, ending, forks, in_child, same, untimed, weights
 from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, ranks
 from nanoheads.batches import Batches
@@ -125,27 +124,22 @@ def test_what_a_run_writes_and_prints_agrees(args, rows, tmp_path, monkeypatch, 
     assert files() == before
 
 
-def test_train_returns_the_last_evaluation(args, rows, tmp_path, bytes_data):
+def test_train_returns_the_last_evaluation(rows, tmp_path, bytes_data, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
     config = GPTConfig(**{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")})
     settings = train.TrainConfig(out_dir=str(tmp_path / "run"), dataset=str(bytes_data), batch_size=4,
                                  max_iters=4, eval_tokens=512)
     assert train.train(config, settings) == rows(tmp_path / "run")[1][-1]
     assert config.vocab_size is None and settings.optimizer is None, "what the caller passed stays as it was"
-
-
-def test_without_git_a_run_still_starts(args, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    main(args(max_iters=1))
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["commit"] is None
+    assert json.loads((tmp_path / "run/config.json").read_text())["commit"] is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(recipe="gpt2"), dict(recipe="modern"),
-                                  dict(optimizer="adamw", schedule="trapezoid", dtype="bfloat16"),
+@pytest.mark.parametrize("keys", [dict(recipe="modern", schedule="trapezoid", dtype="bfloat16"),
                                   dict(dtype="float16", adamw_lr=1e-2)],
                          ids=lambda k: "-".join(map(str, k.values())))
 def test_a_tiny_model_learns(args, rows, tmp_path, keys):
-    main(args(max_iters=60, eval_interval=30, lr_decay_iters=60, **keys))
+    main(args(max_iters=50, eval_interval=25, lr_decay_iters=50, **keys))
     losses, evals = rows(tmp_path / "run")
     assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.3
     assert losses[-1]["adamw_lr"] < max(r["adamw_lr"] for r in losses) / 4, "the rate falls"
@@ -188,9 +182,8 @@ def test_a_step_in_portions_is_the_same_step(args, rows, tmp_path):
         main(args(out, **keys))
         return [(r["tokens"], r["loss"]) for r in rows(tmp_path / out)[0]]
     whole = losses("whole")
-    for n, keys in enumerate((dict(batch_size=1, grad_accum=4), dict(loss_chunks=3),
-                              dict(checkpoint_activations=True))):
-        assert np.array(losses(str(n), **keys)) == pytest.approx(np.array(whole), abs=1e-5), keys
+    keys = dict(batch_size=1, grad_accum=4, loss_chunks=3, checkpoint_activations=True)
+    assert np.array(losses("portions", **keys)) == pytest.approx(np.array(whole), abs=1e-5)
     whole, chunks = losses("critic", a2c="temperature"), losses("chunks", a2c="temperature", loss_chunks=3)
     assert np.array(chunks) == pytest.approx(np.array(whole), abs=1e-4)
     explained = [r["a2c_explained_variance"] for r in rows(tmp_path / "critic")[1]]  # by the critic, on val
@@ -202,8 +195,8 @@ def test_a_compiled_run_has_the_same_losses_or_says_what_to_do(args, rows, fails
                                                               monkeypatch):
     def no_compiler(graph, inputs):
         raise RuntimeError("Failed to find C compiler")
-    compiled = torch.compile  # with all but the C++ compiler, and as where there is none
-    monkeypatch.setattr(torch, "compile", partial(compiled, backend="aot_eager"))
+    compiled = torch.compile  # without the C++ compiler, and as where there is none
+    monkeypatch.setattr(torch, "compile", partial(compiled, backend="eager"))
     main(args(compile=True))
     a, b = rows(finished_run)[0], rows(tmp_path / "run")[0]
     assert [r["loss"] for r in a] == pytest.approx([r["loss"] for r in b], abs=1e-6)
@@ -227,16 +220,38 @@ def test_the_step_that_benchmarks_time_is_the_step_of_a_run(args, tmp_path):
 
 # ---- several processes ----
 
-@pytest.mark.slow
-def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch):
-    """With torchrun: to the step in which patience ends both, in the folder that is free, and one speaks."""
+@pytest.fixture
+def two_ranks(tmp_path, free_port, monkeypatch):
+    """two_ranks(argv, before) -> [(exit code, its lines of train.py's)] of two forked ranks of a run.
+
+    before(rank): done in each of them first. What they print goes into 0.out and 1.out.
+    """
+    monkeypatch.setattr(ranks, "ALONE_AFTER", 1)
+
+    def run(argv, before=lambda rank: None):
+        def begin(rank):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                              MASTER_PORT=str(free_port))
+            before(rank)
+        children = []
+        for rank in (0, 1):
+            with open(tmp_path / f"{rank}.txt", "w") as err, open(tmp_path / f"{rank}.out", "w") as out:
+                children.append(in_child(argv, partial(begin, rank), out, err))
+        codes = [ending(child) for child in children]
+        return [(code, [line for line in (tmp_path / f"{rank}.txt").read_text().splitlines()
+                        if line.startswith("train: ")]) for rank, code in enumerate(codes)]
+    return run
+
+
+@forks
+def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch, two_ranks):
+    """To the step in which patience ends both, in the folder that is free, and one speaks."""
     monkeypatch.chdir(tmp_path)
     main(args(out_dir=..., max_iters=1))
     keys = dict(CONSTANT, batch_size=2, grad_accum=2, optimizer="muon", adamw_lr=0.3, min_lr=0.3,
                 max_iters=30, eval_interval=1, patience=1)
     main(args("one", **keys))
-    done = torchrun(args(**{**keys, "out_dir": ...}), 2)
-    assert done.returncode == 0, done.stderr
+    assert two_ranks(args(**{**keys, "out_dir": ...})) == [(0, [])] * 2
     for one, two in zip(rows("one"), rows("out/gpt-2"), strict=True):
         assert len(one) == len(two) and one[-1]["step"] < 30
         for a, b in zip(one, two):
@@ -245,31 +260,9 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch):
                        for k in a if k not in ("elapsed_s", "tokens_per_s"))
     one, two = weights("one/ckpt.pt"), weights("out/gpt-2/ckpt.pt")
     assert max((one[k] - two[k]).abs().max() for k in one) < 1e-3
-    assert done.stdout.count("out/gpt holds another run: this one goes into out/gpt-2\n") == 1
-    assert done.stdout.count(" by patience=1, best val loss") == 1
-
-
-@pytest.fixture
-def two_ranks(tmp_path, free_port, monkeypatch):
-    """two_ranks(argv, before) -> [(exit code, its lines of train.py's)] of two forked ranks of a run.
-
-    before(rank): done in each of them first.
-    """
-    monkeypatch.setattr(ranks, "ALONE_AFTER", 1)
-
-    def run(argv, before):
-        def begin(rank):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                              MASTER_PORT=str(free_port))
-            before(rank)
-        children = []
-        for rank in (0, 1):
-            with open(tmp_path / f"{rank}.txt", "w") as err, open(os.devnull, "w") as out:
-                children.append(in_child(argv, partial(begin, rank), out, err))
-        codes = [ending(child) for child in children]
-        return [(code, [line for line in (tmp_path / f"{rank}.txt").read_text().splitlines()
-                        if line.startswith("train: ")]) for rank, code in enumerate(codes)]
-    return run
+    said = Path("0.out").read_text()
+    assert said.startswith("out/gpt holds another run: this one goes into out/gpt-2\n")
+    assert said.count(" by patience=1, best val loss") == 1 and Path("1.out").read_text() == ""
 
 
 @forks
@@ -320,8 +313,8 @@ def test_a_batch_that_ranks_cannot_share_is_one_line(args, fails, monkeypatch):
 
 @pytest.mark.parametrize("keys", [
     dict(recipe="gpt2", grad_accum=2, weight_decay=0.3),
-    pytest.param(dict(recipe="modern", checkpoint_activations=True), marks=pytest.mark.slow),
-    pytest.param(dict(dtype="float16"), marks=pytest.mark.slow)], ids=lambda k: "-".join(map(str, k)))
+    pytest.param(dict(recipe="modern", checkpoint_activations=True, dtype="float16"),
+                 marks=pytest.mark.slow)], ids=lambda k: "-".join(map(str, k)))
 def test_20_steps_equal_10_and_10(args, rows, tmp_path, keys):
     keys = dict(eval_interval=5, lr_decay_iters=20, dropout=0.2, **keys)
     main(args("once", max_iters=20, **keys))
@@ -344,7 +337,7 @@ def test_20_steps_equal_10_and_10(args, rows, tmp_path, keys):
 
 @pytest.mark.slow
 @forks
-@settings(max_examples=4)
+@settings(max_examples=3)
 @example([15], 4)  # in the last evaluation
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=2), st.integers(1, 4))
 def test_killing_the_process_loses_only_unsaved_steps(whole_run, args, rows, passes, interval):
@@ -470,8 +463,8 @@ def test_evaluations_without_a_lower_loss_end_the_run(args, rows, tmp_path, caps
     keys = dict(CONSTANT, adamw_lr=0.1, min_lr=0.1, eval_interval=1, max_iters=24, batch_size=2)
     main(args("without", **keys))
     losses = [row["val_loss"] for row in rows(tmp_path / "without")[1]]
-    ends = {patience: last_of(losses, patience) for patience in (1, 2, 7, 8, 9)}
-    assert len({*ends.values()}) >= 4 and 24 in ends.values()
+    ends = {patience: last_of(losses, patience) for patience in (2, 7, 9)}
+    assert len({*ends.values()}) == 3 and 24 in ends.values(), losses
     for patience, step in ends.items():
         main([*args(patience=patience, **keys), "--resume"])
         said = capsys.readouterr().out
@@ -558,21 +551,19 @@ def test_a_run_whose_reader_is_gone_is_saved(args, rows, tmp_path):
 # ---- what is not finite, full disks, memory ----
 
 @pytest.mark.parametrize("keys, step", [
-    (dict(save_interval=2), 5),
-    (dict(save_interval=2, log_interval=100, eval_interval=100, max_iters=8), 6), (dict(), 3)],
-    ids=["logged", "read before a save", "evaluated"])
+    (dict(save_interval=2), 5), (dict(save_interval=2, log_interval=100, eval_interval=100, max_iters=8), 6)],
+    ids=["logged", "read before a save"])
 def test_a_loss_that_is_not_finite_stops_before_the_update(args, fails, rows, tmp_path, at_step, keys, step):
     """It is read where it is logged, and before something is saved; the rows before it are there."""
-    at_step(min(step, 5), not_finite)
+    at_step(5, not_finite)
     said, = fails(args(**keys))
     assert said.startswith(f"loss is nan in step {step}: stopped before anything of it is saved; ")
     logged = [] if "log_interval" in keys else [*range(1, step)]
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == logged
-    if "save_interval" in keys:
-        assert f"the last save is {tmp_path}/run/ckpt.pt, --resume goes on from it" in said
-        state = checkpoint.read(tmp_path / "run/ckpt.pt")
-        assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
-        main([*args(**keys), "--resume"])
+    assert f"the last save is {tmp_path}/run/ckpt.pt, --resume goes on from it" in said
+    state = checkpoint.read(tmp_path / "run/ckpt.pt")
+    assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
+    main([*args(**keys), "--resume"])
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(args, fails, at_step):
@@ -685,22 +676,28 @@ def test_wandb_gets_rows_config_code_and_the_same_id_again(args, wandb):
     assert [step for step, row in logged if "val_bpb" in row] == [0, 3, 6, 8]
 
 
+@forks
 @pytest.mark.slow
+@pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
 def test_wandb_logs_offline_where_there_is_no_key(args, tmp_path):
     """The real one. There is nobody to ask for a key, and no server: nothing listens on its port."""
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith("WANDB_") and name != "NETRC"}
-    for name in ("CONFIG", "CACHE", "DATA"):
-        environment[f"WANDB_{name}_DIR"] = str(tmp_path / f"wandb_{name.lower()}")
-    environment.update(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *args(wandb_log=True)],
-                          cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "goes on without it" not in done.stderr
+    def alone():
+        for name in [*os.environ]:
+            if name.startswith("WANDB_") or name == "NETRC":
+                del os.environ[name]
+        for name in ("CONFIG", "CACHE", "DATA"):
+            os.environ[f"WANDB_{name}_DIR"] = str(tmp_path / f"wandb_{name.lower()}")
+        os.environ.update(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
+        os.chdir(tmp_path)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = open(0, closefd=False)
+    with open(os.devnull, "w") as out, open(tmp_path / "said.txt", "w") as err:
+        assert ending(in_child(args(wandb_log=True), alone, out, err)) == 0
+    said = (tmp_path / "said.txt").read_text()
+    assert "goes on without it" not in said
     run_id = checkpoint.read(tmp_path / "run/ckpt.pt")["run_id"]
     folder, = tmp_path.glob(f"run/wandb/offline-run-*-{run_id}")
-    assert f"`wandb sync {folder}` uploads it" in done.stderr
+    assert f"`wandb sync {folder}` uploads it" in said
     deadline = time.time() + 30  # a process of wandb's own writes the file
     while not all(word in (folder / f"run-{run_id}.wandb").read_bytes()
                   for word in (b"val_bpb", b"n_embd", f"code-{run_id}".encode())):
@@ -708,30 +705,7 @@ def test_wandb_logs_offline_where_there_is_no_key(args, tmp_path):
         time.sleep(0.1)
 
 
-# ---- a mechanism that is new in model.py ----
+# ---- what is not asked before training whether it looks ahead ----
 
 def test_what_is_known_to_be_causal_are_the_mechanisms_of_this_repository():
     assert sorted(causality.TRIED) == sorted(cls.__name__ for cls in model_py.MECHANISM_CLASSES)
-
-
-def test_a_mechanism_that_no_test_has_tried_is_tried_before_it_is_trained(args, fails, monkeypatch):
-    """As a class that somebody adds to model.py is: here one that takes the mean over all of the text."""
-    monkeypatch.setattr(causality, "TRIED", [name for name in causality.TRIED if name != "HeadNorm"])
-    main(args(head_norm=True))
-    monkeypatch.setattr(model_py.HeadNorm, "after_attention", lambda self, attn, heads: setattr(
-        heads, "y", heads.y.mean(2, keepdim=True).expand_as(heads.y)))
-    said, = fails(args(head_norm=True, overwrite=True))
-    assert re.match("before training .*its score would mean nothing", said)
-
-
-def test_values_that_a_new_mechanism_would_lose_are_refused_by_name(args, fails, monkeypatch):
-    made = model_py.FoX.__init__
-
-    def filled(self, *args):
-        made(self, *args)
-        for p in self.parameters():
-            p.data.fill_(0.25)
-    monkeypatch.setattr(causality, "TRIED", [name for name in causality.TRIED if name != "FoX"])
-    monkeypatch.setattr(model_py.FoX, "__init__", filled)
-    said, = fails(args(fox=True))
-    assert re.match("FoX: fox: __init__ fills proj.weight, .* start_at", said)
