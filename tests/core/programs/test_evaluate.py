@@ -14,14 +14,16 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import helpers
-from evaluate import main, text_difference
+from evaluate import main
 from helpers import byte_pairs, put_meta, put_split, write_dataset
+from model import GPT
 from nanoheads import corpus, dataset, scoring
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
-from nanoheads.scoring import nats_of, nats_of_last, rows_at_once, score, windows, windows_of
+from nanoheads.scoring import nats_of, nats_of_last, score, windows, windows_of
 from nanoheads.tokenizer import Tokenizer
 
 make_model = functools.partial(helpers.make_model, spread=8.0, noise=0.0, block_size=8, n_head=2, n_embd=16)
@@ -78,7 +80,7 @@ def reports_of(path, *argv):
 # ---- every token once, in its context ----
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.integers(1, 26), st.integers(1, 8), st.sampled_from([0, 5, 12, 20]), st.sampled_from([0, 3]),
        st.sampled_from(["gpt2", "modern"]), st.data())
 def test_scores_are_those_of_one_position_at_a_time(tmp_path, n, block_size, most, longer, recipe, draw):
@@ -136,12 +138,6 @@ def test_nats_are_exact_where_logits_are_large_and_in_portions():
         want = -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
         for n, most in product((1, 5, 8), (None, 1, 7)):
             assert np.allclose(nats_of_last(model, ids, n, most), want[:, -n:], atol=1e-5)
-
-
-def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once():
-    """One row of 1,024 at a time left it idle; a CPU takes what fits its caches."""
-    (rows, at_once), of_cpu = (rows_at_once(torch.device(kind), 1024, 50304) for kind in ("cuda", "cpu"))
-    assert rows == 16 and at_once < 2048 and of_cpu == (1, None)
 
 
 def test_nothing_but_the_weights_and_the_data_matters(tmp_path):
@@ -240,18 +236,6 @@ def test_each_checkpoint_is_compared_with_the_first_token_by_token(several, tmp_
         assert any(re.search(words, line) for line in lines), words
 
 
-TEXT = dict(dataset="enwik8", split="test", tokens=9, bytes=9, separator=10, split_sha256="s")
-
-
-@pytest.mark.parametrize("other, words", [
-    (dict(bytes=5500), "scored bytes: 5,500 and 9"), (dict(tokens=8), "scored tokens: 8 and 9"),
-    (dict(split_sha256="t"), "the sha256 of the split"), ({}, ""),
-    (dict(separator=0), "the token before the first: 0 and 10"),
-    (dict(split="val", dataset="x"), "the data set: x and enwik8, the split: val and test")])
-def test_what_makes_two_texts_different_is_said(other, words):
-    assert text_difference({**TEXT, **other}, TEXT) == words
-
-
 def test_a_part_of_the_split_is_the_same_tokens_for_all_checkpoints(several, tmp_path, capsys):
     """Those of the longest context's windows, whose bytes and characters are counted; a quick look."""
     folder, models, data = several
@@ -269,13 +253,6 @@ def test_a_part_of_the_split_is_the_same_tokens_for_all_checkpoints(several, tmp
     assert "80 of 384 tokens" in out and "quick look" in out and "not compared" not in out
 
 
-@pytest.mark.parametrize("train, tokens", [
-    (dict(batch_size=4, grad_accum=2), 128), (dict(batch_size=4), None), (None, None),
-    (dict(batch_size=4, grad_accum=2, documents=8), None)])
-def test_the_tokens_of_a_step_are_those_of_the_whole_batch(train, tokens):
-    assert scoring.tokens_a_step(dict(train=train), 16) == tokens
-
-
 def test_a_mistake_in_the_last_checkpoint_is_found_before_the_first_is_scored(several, tmp_path, refusal):
     folder, _, data = several
     model = make_model()
@@ -284,18 +261,15 @@ def test_a_mistake_in_the_last_checkpoint_is_found_before_the_first_is_scored(se
     assert "no checkpoint" in refusal(["--ckpt", first, "--ckpt", "nowhere.pt"])
 
 
-def test_ctrl_c_prints_the_runs_that_are_done(several, capsys, monkeypatch):
-    calls = []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) > 1:
+def test_ctrl_c_prints_the_runs_that_are_done(several, capsys):
+    def interrupt(module, arguments, output):
+        if isinstance(module, GPT) and module.config.n_layer == 1:  # b.pt
             raise KeyboardInterrupt
-        return score(*args, **kwargs)
 
-    monkeypatch.setattr(scoring, "score", interrupted)
+    hook = register_module_forward_hook(interrupt)
     with pytest.raises(SystemExit) as e:
         main([*map(str, ckpts(several[0], "ab"))])
+    hook.remove()
     shown = capsys.readouterr()
     assert e.value.code == 130 and "a.pt" in shown.out and "b.pt" not in shown.out
     assert shown.err.strip() == "evaluate: interrupted"
@@ -317,7 +291,7 @@ def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path, 
     assert run["words"] is run["word_ppl"] is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.text(" \n\u3000\xa0abé", max_size=12), st.integers(1, 5))
 def test_words_are_counted_as_by_lm_evaluation_harness(text, piece):
     """Whatever pieces the split is read in; the harness's count is that of re.split()."""
@@ -428,8 +402,7 @@ def test_data_is_found_by_the_name_that_a_checkpoint_has_of_it(tmp_path, monkeyp
 
 @pytest.mark.parametrize("change, words", [
     (lambda folder: put_split(folder, "test", b"x" * 23), "test split of .* is not the one of its training"),
-    (lambda folder: put_meta(folder, bytes=46), "bytes=23 for test, and it has 46 now"),
-    (lambda folder: put_meta(folder, separator=11), "separator=10 for test, and it has 11 now")])
+    (lambda folder: put_meta(folder, bytes=46), "bytes=23 for test, and it has 46 now")])
 def test_data_that_is_not_that_of_the_training_is_scored_only_by_name(tmp_path, capsys, change, words):
     """Prepared anew with other fractions, the test split may hold what the model was trained on; twice the
     bytes would halve the bits per byte, without a word."""
@@ -464,7 +437,7 @@ def scored(path, *settings):
 def test_a_flag_that_is_set_makes_the_model_with_that_flag(switched):
     path, model, data = switched
     flags = dict(n_head=4, unet="concat", agency=True, routing="moh", routing_top_k=3)
-    for key, value in (("unet_skips", False), ("routing", "sigmoid"), ("act", "relu2")):
+    for key, value in (("unet_skips", False), ("act", "relu2")):
         other = make_model(**{**flags, key: value})
         other.load_state_dict(model.state_dict())
         assert scored(path, f"{key}={value}") == score(other, data, "test")[0] / 23 != scored(path)

@@ -21,7 +21,7 @@ from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
-from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words, only_writer, setting_in_name
+from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words, only_writer
 from nanoheads.log import read_rows
 from nanoheads.start import RUN_FILES, checkpoint_of, settings_in
 
@@ -151,19 +151,10 @@ def test_a_refused_command_leaves_no_empty_folder(args, fails, tmp_path):
 
 # ---- names ----
 
-@pytest.mark.parametrize("key, value, name", [
-    ("seed", 2, "seed=2"), ("lr", 1e-05, "lr=1e-05"), ("agency_threshold", -0.5, "agency_threshold=-0.5"),
-    ("head_ids", [[0, 1], [2]], "head_ids=0_1_2"), ("tied", False, "tied=False"),
-    ("init_from", "out/x", "init_from=x"), ("init_from", "out/x/ckpt.pt", "init_from=x"),
-    ("dataset", "..", "dataset"), ("labels", r"C:\my texts\weak", "labels=weak")])
-def test_a_setting_in_a_name_has_no_path_and_no_odd_character(key, value, name):
-    assert setting_in_name(key, value) == name
-
-
 WORDS = st.lists(st.text(max_size=20) | st.from_regex(r"[a-z]{1,20}", fullmatch=True), max_size=6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(WORDS, st.text(max_size=20) | st.from_regex(r"[a-z]{1,99}", fullmatch=True))
 def test_whatever_a_run_is_called_after_its_folder_has_a_name_that_can_be_typed(words, base):
     """And begins with its scale, and its first mechanism."""
@@ -210,7 +201,7 @@ def test_a_name_that_is_free_is_taken_and_another_configuration_gets_the_next_nu
     assert found({"lr": 9}) == ("out/a-3", True)
 
 
-@pytest.mark.parametrize("text", ["", '{"asked": 3}', "\0"])
+@pytest.mark.parametrize("text", ['{"asked": 3}', "\0"])
 def test_a_folder_that_does_not_say_what_it_holds_is_another_run(runs, text):
     runs("a", {})
     Path("out/a/config.json").write_text(text)
@@ -298,15 +289,6 @@ def test_a_damaged_note_is_made_anew(copied, data):
     note.write_bytes(data)
     opened(copied)
     assert note.read_bytes() == good
-
-
-def test_a_note_is_not_relied_on_where_another_checksum_is_expected(copied):
-    opened(copied)
-    meta = json.loads((copied / "meta.json").read_text())
-    meta["splits"]["train"]["sha256"] = "0" * 64
-    (copied / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="train.bin is not the file.* should be 0000000000000000..."):
-        opened(copied)
 
 
 def test_notes_of_shards_lie_in_the_data_folder(tmp_path):

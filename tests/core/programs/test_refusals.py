@@ -26,11 +26,11 @@ SWITCHED = dict(n_layer=2, n_head=4, n_embd=16, block_size=8, unet="concat", age
                 routing_top_k=3)
 
 
-def damaged(path, new, key=None, value=math.nan, **meta):
-    """A copy of a checkpoint, all of its weight `key` this value, its dataset's meta with other entries."""
+def damaged(path, new, key=None, **meta):
+    """A copy of a checkpoint, all of its weight `key` NaN, its dataset's meta with other entries."""
     state = torch.load(path, weights_only=True)
     if key:
-        state["model"][key].fill_(value)
+        state["model"][key].fill_(math.nan)
     torch.save({**state, "meta": {**state["meta"], **meta}}, new)
 
 
@@ -63,17 +63,13 @@ def furnish(home, bytes_data, chars_data):
     sums = Dataset("sums")
     save_model("bytes.pt", make_model(), sums, "sums")
     damaged("bytes.pt", "nan.pt", "transformer.wte.weight")
-    damaged("bytes.pt", "large.pt", "transformer.wte.weight", 1e38)
     save_model("switched.pt", GPT(GPTConfig(vocab_size=256, **SWITCHED)), sums, "sums")
     make_checkpoint("chars.pt")
     damaged("chars.pt", "chars_nan.pt", "lm_head.weight")
     damaged("chars.pt", "dna.pt", vocab=["A", *VOCAB[1:]])  # "A" was the newline
     damaged("chars.pt", "number.pt", vocab=5)
-    damaged("chars.pt", "float.pt", vocab_size=256.0)
     nanogpt("owt.pt", dataset="owt")
-    nanogpt("unnamed.pt")
     nanogpt("five.pt", 5, dataset="toy")
-    torch.save([1, 2], "list.pt")
     for folder in ("hello", "occupied", "corpora", "best_only"):
         (home / folder).mkdir()
     (home / "hello/ckpt.pt").write_text("hello")
@@ -90,7 +86,6 @@ def furnish(home, bytes_data, chars_data):
     (home / "whole.txt").write_text("To be, or not to be: that is the question.\n" * 100)
     (home / "crlf.txt").write_bytes(b"one\r\n\r\ntwo\r\n" * 30)
     (home / "latin.txt").write_bytes(b"x" * 1999 + "é".encode() + b"\xe9" + b"x" * 1000)
-    (home / "cut.txt").write_bytes(b"x" * 2000 + "é".encode()[:1])
     for name in ("a", "b"):
         (home / "curves" / name).mkdir(parents=True)
         shutil.copy("run/log.jsonl", home / "curves" / name)
@@ -106,7 +101,6 @@ def of_tasks(task_run):
     train.main([f"--{key}={value}" for key, value in keys.items()])
     task = torch.load(task_run / "best.pt", weights_only=True)["meta"]["task"]
     damaged("recall/best.pt", "six.pt", task={**task, "task_keys": "six"})
-    damaged("recall/best.pt", "chess.pt", task={"task": "chess"})
 
 
 # ---- configs ----
@@ -121,33 +115,20 @@ GPT_CONFIGS = [
     (dict(n_layer=0), "n_layer=0 must be at least 1"),
     (dict(dropout=1.5), "dropout=1.5"),
     (dict(recipe="mamba"), "recipe='mamba'"),
-    (dict(recipe="llama", rope_scaling=[8.0, 4.0, 1.0, 32.0]), "rope_scaling=[8.0, 4.0, 1.0, 32.0]"),
-    (dict(unet="add", unet_init=1.5), "unet_init=1.5"),
-    (dict(constraint_names=["a", "a"]), "constraint_names=['a', 'a']"),
-    (dict(NAMED, constraint_name_coef=[1.0]), "constraint_name_coef=[1.0]"),
     (dict(NAMED, constraint_name_coef=[1.0, -1.0, 1.0]), "constraint_name_coef=[1.0, -1.0, 1.0]"),
     (dict(roles=["free"] * 7), "roles=['free', 'free'"),
-    (dict(head_ids=[[0, 1]]), "head_ids=[[0, 1]]"),
 
     # what means nothing without another flag
     (dict(qk_max=12.0), "qk_max=12.0"),
-    (dict(routing="moh", routing_mask="zero"), "routing_mask='zero'"),
     (dict(NAMED, constraint_round=8), "^constraint_round=8 needs constraint_variant='B': heads of 'A' are as "
                                       "wide as the layer's others$"),
 
     # of sizes: of the model, of its heads, of its layers
     (dict(n_embd=30, n_head=4), "n_embd=30"),
-    (dict(n_kv_head=4), "n_kv_head=4"),
     (dict(n_kv_head=3, head_ids=[[0], [0, 1]]), "head_ids=[[0], [0, 1]]"),
     (dict(unet="concat", n_layer=1), "unet='concat'"),
-    (dict(value_residual=True, n_layer=1), "value_residual=True"),
-    (dict(routing="published", routing_mask="inf", routing_top_k=1), "routing_top_k=1"),
-    (dict(routing="moh", routing_top_k=7), "routing_top_k=7"),
     (dict(routing="moh", routing_shared=3, routing_top_k=3), "routing_shared=3"),
-    (dict(output_gate="headwise", output_gate_width=49), "output_gate_width=49"),
     (dict(window=4, window_layers=[2]), "window_layers=[2]"),
-    (dict(NAMED, constraint_layers=[-1]), "constraint_layers=[-1]"),
-    (dict(NAMED, constraint_loss_layers=[0]), "constraint_loss_layers=[0]"),
     (dict(B, constraint_heads=50), "^constraint_variant='B' leaves 64 / 154 heads, less than 1 wide each$"),
     (dict(B, constraint_round=16), "^constraint_variant='B' leaves 64 / 7 heads, less than 16 wide each$"),
     (dict(B, constraint_heads=6, key_offset=True), "^key_offset needs a head size of at least 4: "
@@ -155,12 +136,7 @@ GPT_CONFIGS = [
 
     # what does not go together
     (dict(acag="headwise", dropout=0.1), "acag", "attn_dropout"),
-    (dict(window=4, attn_dropout=0.1), "window", "attn_dropout"),
-    (dict(n_embd=18, key_offset=True), "key_offset", "head size"),
-    (dict(routing="published", routing_shared=1), "routing_shared=1"),
     (dict(n_kv_head=3, a2c="published"), "n_kv_head=3"),
-    (dict(a2c="published", head_dim=4), "a2c='published'", "head_dim=4"),
-    (dict(NAMED, constraint_variant="B", a2c="published"), "a2c='published'"),
     (dict(NAMED, constraint_skip=0.1, constraint_gate="value"), "constraint_skip=0.1"),
 ]
 
@@ -184,20 +160,16 @@ OVER = "train.py --dataset=paragraphs --device=cpu --max_iters=6 --lr_decay_iter
 COMMANDS = [
     # ---- train.py: what no run can be ----
     *under(f"{TRAIN} --out_dir=new",
-        ("--out_dir=", "--out_dir needs a value", "variable of the shell"),
         (f"--n_embd={10**9}", "^train: out of memory; ", "a lower n_embd, n_layer or vocab_size$"),
         (f"--n_layer={10**12}", "n_layer=1000000000000", "at most"),
         ("--device=cuda:77", "^train: device=cuda:77 cannot be used"),
         ("--compile_mode=reduce-overhead",
          "compile_mode='reduce-overhead' replays CUDA graphs, and this run is on cpu"),
-        ("--profile=4", "profile=4 takes 7 steps, the first 3 to warm up, and this run has 6 to go"),
-        ("--json=nowhere/run.json", "--json: cannot write into"),
         ("--n_head=3 --json=old.json", "n_head=3")),  # which stays as it is
 
     # ---- train.py: what is missing or damaged, and whose folder it is ----
     *under(TRAIN,
         ("--out_dir=x --dataset=enwik9", "^train: no dataset enwik9; did you mean enwik8?$"),
-        ("--out_dir=x --init_from=no.pt", "^train: no checkpoint no.pt"),
         ("--out_dir=hello --resume", "^train: hello/ckpt.pt cannot be read as a checkpoint"),
         ("--out_dir=x --documents=4", "^train: sums/train.bin has no documents",
          "no end-of-text token, title or blank line says where one begins"),
@@ -216,77 +188,55 @@ COMMANDS = [
         ("--dataset=letters", "vocabulary", "letters")),
     *under(f"{OVER} --init_from=run",
         ("--freeze_trunk", "freeze_trunk=True"),
-        ("--freeze_trunk --xsa --thaw_from=6", "thaw_from=6"),
-        ("--skip_lr=1e-3", "skip_lr=0.001"),
         ("--unet=add --unet_from=6", "unet_from=6"),
-        ("--unet=add --unet_ramp=3 --unet_skips=False", "unet_skips=False"),
-        ("--documents=17", "documents=17"),
         ("--documents=8 --batch_size=100000", "fewer than the 100,000 of a batch"),
         ("--documents=8 --routing=moh", "routing_coef=0.01"),
         ("--documents=8 --documents_packed=cut --attn_dropout=0.1",
          "documents_packed has no fused kernel with dropout")),
     *under(OVER,
         ("--init_anyway", "init_anyway=True", "init_from"),
-        ("--unet_ramp=3", "unet_ramp=3"),
         ("--profile=2 --eval_only", "profile=2", "eval_only")),
 
     # ---- sample.py ----
     *under("sample.py --ckpt=chars.pt",
-        ("--top_k=0", "top_k=0"),
-        (f"--seed={'9' * 30}", "seed=999"),
         (f"--max_new_tokens={'9' * 30}", "are too many"),
-        ("--start=FILE:nowhere.txt", "nowhere.txt cannot be read: No such file"),
         ("--start=FILE:latin1.txt", "latin1.txt is not UTF-8 text")),
     *under("sample.py",
-        ("--out_dir", ": --out_dir needs a value"),
         ("--ckpt=bytes.pt --ckpt=chars.pt --start=abcZ", "'Z' (U+005A) at position 3", "chars.pt"),
         ("--ckpt=dna.pt --start=a --stop", "^sample: --stop: this vocabulary has neither a newline nor an "
                                            "end-of-text token to stop at$"),
         # checkpoints that cannot speak
-        ("--ckpt=list.pt", "list.pt"),
         ("--ckpt=chars_nan.pt --start=abc", "^sample: chars_nan.pt: ", "weight holds NaN or infinities"),
         ("--ckpt=number.pt", "^sample: number.pt: its vocabulary cannot be read"),
-        ("--ckpt=float.pt", "^sample: float.pt is damaged: its meta does not say what its tokens mean"),
         ("--ckpt=owt.pt", "no dataset owt"),
-        ("--ckpt=unnamed.pt", "does not say what it was trained on; name it with --dataset"),
         ("--ckpt=five.pt", "knows 5 tokens; toy has 13")),
 
     # ---- evaluate.py ----
     *under("evaluate.py --ckpt=switched.pt",
-        ("--split=dev", "no split 'dev'; it has train, val, test"),
         ("--stride=9", "stride=9 must be from 1 to block_size=8"),
-        ("--tokens=0", "--tokens 0 must be at least 1"),
         ("--dataset=toy", "whose vocabulary is not that of toy (char, 13)"),
         ("--json=pipe", "is not a file"),
         ("--split=dev --json=old.json", "no split 'dev'")),  # which stays as it is
     *under("evaluate.py",
-        ("--ckpt=large.pt", "large.pt gives nan nats"),
         ("--ckpt=bytes.pt --set=state.0.1=withdrawn", "state.0.1=withdrawn: the model has no head states")),
     *under("evaluate.py --ckpt=switched.pt --set",  # what cannot be changed after training
         ("unet_skip=False", "--set unet_skip=False: unknown key unet_skip; did you mean unet_skips?"),
-        ("unet_skips", "--set unet_skips: it must be unet_skips=value"),
-        ("unet_skips=maybe", "'maybe' is not bool"),
-        ("gate.0=0", "--set gate.0=0: it must be gate.<layer>.<head>=value"),
         ("gate.0.0=1e39", "gate.0.0=1e+39: the gate must be a number of at most 3.40282e+38"),
-        ("gate.0.4=0", "--set gate.0.4=0.0: block 0 has no head 4; it has 0, 1, 2, 3"),
         ("state.0.1=asleep", "state 'asleep' must be one of active, overloaded, misaligned, withdrawn"),
+        ("gate.0.4=0", "--set gate.0.4=0.0: block 0 has no head 4; it has 0, 1, 2, 3"),
         ("n_layer=1", "switched.pt: n_layer cannot be changed after training"),
-        ("unet=add", "unet cannot be changed after training: fuse.0.logit"),
-        ("routing_top_k=5", "switched.pt: routing_top_k=5 must be from 1 to n_head=4"),
-        ("window_global=1", "means nothing while window is off")),
+        ("routing_top_k=5", "switched.pt: routing_top_k=5 must be from 1 to n_head=4")),
 
     # ---- of a task, and of a text ----
     *under("evaluate.py --ckpt=recall",
         ("--stride=4", "--stride=4 is of a text, and"),
-        ("--split=train", "whose rows are drawn anew at each step of training; there are val and test"),
         ("--levels=9", "9 pairs of recall need as many keys, and task_keys=6 gives 6: name a smaller level"),
         ("--ckpt=other", "were trained on different tasks, task_keys=7 and 6: one at a time"),
         ("--ckpt=bytes.pt", "on a text: one kind at a time")),
     *under("sample.py", ("--ckpt=recall --temperature=0", "--temperature=0.0 is of a text, and")),
     *under("evaluate.py",
         ("--ckpt=bytes.pt --rows=9", "is of a task, and", "was trained on a text"),
-        ("--ckpt=six.pt", "^evaluate: six.pt is damaged", "task_keys='six' is not"),
-        ("--ckpt=chess.pt", "^evaluate: chess.pt is damaged", "its task")),
+        ("--ckpt=six.pt", "^evaluate: six.pt is damaged", "task_keys='six' is not")),
 
     # ---- plot_curves.py ----
     *under("plot_curves.py",
@@ -297,14 +247,12 @@ COMMANDS = [
 
     # ---- data/prepare_text.py and data/NAME/prepare.py ----
     *under("data/prepare_text.py --out=mine",
-        ("", "--source"),
         ("--source=empty.txt", "is empty"),
         ("--source=corpora", "no .txt"),
         ("--source=small.txt", "too small"),
         ("--source=whole.txt --val=0.6 --test=0.5", "--val"),
         ("--source=latin.txt --encoding=char", "latin.txt", "not UTF-8 at byte 2,001",
          "; convert it, or take --errors=replace or --encoding=byte$"),
-        ("--source=cut.txt --encoding=char", "at byte 2,000"),
         ("--source=crlf.txt --separator=<eos>", "is not in the text")),
     *under("data/wikitext2/prepare.py --out=mine",
         ("--source=corpora", "corpora", "train.txt")),

@@ -68,7 +68,7 @@ def slowly(model, ids, n, seed, temperature=0.8, top_k=None, top_p=1.0, repetiti
 
 
 @pytest.mark.parametrize("how", [
-    dict(temperature=0), dict(), dict(top_k=3), dict(top_p=0.5), dict(temperature=0, repetition_penalty=3),
+    dict(), dict(top_k=3), dict(top_p=0.5), dict(temperature=0, repetition_penalty=3),
     dict(temperature=1.5, top_k=8, top_p=0.9, repetition_penalty=1.2)], ids=str)
 def test_a_text_is_what_the_formulas_make_of_the_prompt(ckpt, out, how):
     model, tokenizer = model_and_tokenizer(ckpt, "cpu")
@@ -95,11 +95,6 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_asked_for(ckpt, out)
     assert len(greedy) == 1 and len({*blocks(greedy.pop()).values()}) == 1
 
 
-def test_no_mass_is_too_little_for_the_likeliest_token(ckpt, out):
-    args = "--ckpt", ckpt, "--max_new_tokens=9"
-    assert out(*args, "--top_p=1e-300") == out(*args, "--temperature=0")
-
-
 def test_stop_ends_each_text_before_the_separator(ckpt, out):
     several = blocks(out("--ckpt", ckpt, "--num_samples=5", "--start=a", "--stop"))
     assert all("\n" not in text for text in several.values())
@@ -107,12 +102,9 @@ def test_stop_ends_each_text_before_the_separator(ckpt, out):
     assert out("--ckpt", ckpt, "--start=a", "--stop").count("\n") == 1
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_padding_of_the_vocabulary_has_no_text(tmp_path, out, samples):
+def test_padding_of_the_vocabulary_has_no_text(tmp_path, out):
     path = make_checkpoint(tmp_path / "p.pt", vocab_size=2 * len(VOCAB))
-    text = out("--ckpt", path, "--start=j", "--temperature=99", "--max_new_tokens=60",
-               f"--num_samples={samples}")
-    first = blocks(text)[1] if samples > 1 else text.removesuffix("\n")
+    first = out("--ckpt", path, "--start=j", "--temperature=99", "--max_new_tokens=60").removesuffix("\n")
     assert 10 < len(first) < 50 and {*first} <= {*VOCAB}
 
 
@@ -243,7 +235,7 @@ def test_columns_align_with_wide_and_control_characters_and_come_below_where_the
     assert [part.split()[0] for part in shown.split("\n\n")] == ["a", "c", "e"]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.text("ab 日c", max_size=60))
 def test_wrapping_loses_nothing_and_fits(line):
     assert "".join(wrap(line, 20)) == line and all(cell_count(row) <= 20 for row in wrap(line, 20))
@@ -284,15 +276,15 @@ def test_withdrawn_heads_are_packed_away_before_the_first_token(tmp_path, out):
         main([*args, "--pack=False"])
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_probabilities_that_are_no_numbers_are_one_clear_line(ckpt, capsys, temperature):
+def test_probabilities_that_are_no_numbers_are_one_clear_line(ckpt, capsys):
     """Of weights that are finite, and too large for logits; greedily NaN would be symbol 0 all along."""
     state = torch.load(ckpt)
     state["model"]["lm_head.weight"].fill_(3e38)
     torch.save(state, ckpt)
-    with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
-        main(["--ckpt", ckpt, "--start=abc", "--temperature", temperature])
-    assert capsys.readouterr().out == "abc\n"  # so that the message has a line of its own
+    for temperature in ("0", "0.8"):
+        with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
+            main(["--ckpt", ckpt, "--start=abc", "--temperature", temperature])
+        assert capsys.readouterr().out == "abc\n"  # so that the message has a line of its own
 
 
 def test_a_nanogpt_checkpoint_speaks_the_dataset_that_it_names(tmp_path, monkeypatch, out):
@@ -308,10 +300,3 @@ def test_a_nanogpt_checkpoint_speaks_the_dataset_that_it_names(tmp_path, monkeyp
     text = out("--ckpt", tmp_path / "named.pt", *how)
     assert text.startswith("abc") and {*text} <= {*VOCAB} and len(text) == 34
     assert out("--ckpt", tmp_path / "unnamed.pt", "--dataset=toy", *how) == text
-
-
-def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(tmp_path, monkeypatch):
-    screen = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, "latin-1", errors="strict"))
-    main(["--ckpt", make_checkpoint(tmp_path / "b.pt", "byte"), "--start=日é", "--max_new_tokens=1"])
-    assert screen.getvalue().startswith("?é".encode("latin-1"))
