@@ -13,7 +13,6 @@ from torch import nn
 
 from helpers import VOCAB, byte_pairs, make_checkpoint, meta_of
 from model import GPT, GPTConfig
-from nanoheads import dataset
 from nanoheads.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
 from nanoheads.tokenizer import Tokenizer
 from sample import main
@@ -285,18 +284,3 @@ def test_probabilities_that_are_no_numbers_are_one_clear_line(ckpt, capsys):
         with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
             main(["--ckpt", ckpt, "--start=abc", "--temperature", temperature])
         assert capsys.readouterr().out == "abc\n"  # so that the message has a line of its own
-
-
-def test_a_nanogpt_checkpoint_speaks_the_dataset_that_it_names(tmp_path, monkeypatch, out):
-    (tmp_path / "data/toy").mkdir(parents=True)
-    (tmp_path / "data/toy/meta.json").write_text(json.dumps(meta_of("char")))
-    monkeypatch.setattr(dataset, "ROOT", tmp_path)  # a checkout of its own
-    sizes = dict(block_size=16, vocab_size=len(VOCAB), n_layer=1, n_head=2, n_embd=16)
-    theirs = dict(model=GPT(GPTConfig(**sizes)).state_dict(), iter_num=3,
-                  model_args=dict(sizes, bias=False, dropout=0.0))
-    torch.save({**theirs, "config": dict(dataset="toy")}, tmp_path / "named.pt")
-    torch.save({**theirs, "config": {}}, tmp_path / "unnamed.pt")
-    how = "--start=abc", "--max_new_tokens=30"
-    text = out("--ckpt", tmp_path / "named.pt", *how)
-    assert text.startswith("abc") and {*text} <= {*VOCAB} and len(text) == 34
-    assert out("--ckpt", tmp_path / "unnamed.pt", "--dataset=toy", *how) == text

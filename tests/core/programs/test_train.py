@@ -28,9 +28,7 @@ import train
 from helpers import ROOT, TINY, ending, forks, in_child, same, untimed, weights
 from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, ranks
-from nanoheads.batches import Batches
 from nanoheads.common import UserError
-from nanoheads.dataset import Dataset
 from train import main
 
 CONSTANT = dict(warmup_iters=0, schedule="constant", lr_decay_iters=...)  # with adamw_lr
@@ -205,17 +203,6 @@ def test_a_compiled_run_has_the_same_losses_or_says_what_to_do(args, rows, fails
     monkeypatch.setattr(torch, "compile", partial(compiled, backend=no_compiler))
     said, = fails(args("other", compile=True))
     assert "Failed to find C compiler" in said and "--compile=False" in said
-
-
-def test_the_step_that_benchmarks_time_is_the_step_of_a_run(args, tmp_path):
-    main(args(max_iters=1, grad_accum=2, dropout=0.2))
-    said = json.loads((tmp_path / "run/config.json").read_text())
-    model_config, config = GPTConfig(**said["model"]), train.TrainConfig(**said["train"])
-    rows = config.batch_size * config.grad_accum
-    batches = Batches(Dataset(config.dataset), "train", model_config.block_size, rows, model_config.seed)
-    run = train.ready_to_step(GPT(model_config), config)
-    train.training_step(run, batches(0)[:, :-1], batches(0)[:, 1:])
-    assert same(run.model.state_dict(), weights(tmp_path / "run/ckpt.pt"))
 
 
 # ---- several processes ----
