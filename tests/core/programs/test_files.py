@@ -291,6 +291,15 @@ def test_a_damaged_note_is_made_anew(copied, data):
     assert note.read_bytes() == good
 
 
+def test_a_note_is_not_relied_on_where_another_checksum_is_expected(copied):
+    opened(copied)
+    meta = json.loads((copied / "meta.json").read_text())
+    meta["splits"]["train"]["sha256"] = "0" * 64
+    (copied / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="train.bin is not the file.* should be 0000000000000000..."):
+        opened(copied)
+
+
 def test_notes_of_shards_lie_in_the_data_folder(tmp_path):
     splits = dict(train=[[1, 2], [3, 4]], val=[[5]])
     folder = write_shards(tmp_path / "mine", splits, files=tmp_path / "theirs")
