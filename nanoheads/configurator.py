@@ -20,6 +20,7 @@ other_names.py.
 
 import ast
 import difflib
+import functools
 import math
 import os
 import re
@@ -366,6 +367,9 @@ class Key(NamedTuple):
     help: str
 
 
+types_in = functools.cache(typing.get_type_hints)  # a plan asks for those of the same classes many times
+
+
 def fields_of(cls):
     """Yield (the class that has the field, the field, its type) of a dataclass.
 
@@ -375,7 +379,7 @@ def fields_of(cls):
     listed = {"own"}  # which holds flags and is none itself
     own_classes = cls.own_options() if hasattr(cls, "own_options") else []
     for cls_or_base in filter(is_dataclass, (*reversed(cls.__mro__), *own_classes)):
-        hints = typing.get_type_hints(cls_or_base)
+        hints = types_in(cls_or_base)
         for f in fields(cls_or_base):
             if f.name not in listed:
                 yield cls_or_base, f, hints[f.name]
