@@ -1,14 +1,10 @@
 """Runs of a study that train in a moment, and a tiny study, for the tests of this folder."""
 
 import io
-import os
 import subprocess
-import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-
-from helpers import ROOT
 
 import train
 from model import GPTConfig
@@ -113,13 +109,6 @@ def run_here(command, **how):
             print(e.code)
             return Ended(1)
     return Ended(0)
-
-
-def python(code, *args, **how):
-    """A process of Python that can import this repository."""
-    places = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "study")))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
-    return POPEN([sys.executable, "-c", code, *map(str, args)], env=env, **how)
 
 
 def wait_until(what, seconds=120):

@@ -10,28 +10,23 @@ from study import records
 from study.config import StudyConfig
 
 NO_RESULTS = {  # files that are no results of a study, and what is said of them
-    "text": (b"not JSON", "is no results file, or it is damaged"),
     "cut_short": (gzip.compress(b"{}", mtime=0)[:-9], "is no results file, or it is damaged"),
     "list": (b"[3]", "is no results file of this version"),
     "before": (json.dumps(dict(name="all", runs={}, comparisons=[])).encode(),
                "is no results file of this version; files from before it are read at commit 86da9e9"),
-    "no_study": (json.dumps(dict(version=records.VERSION)).encode(), "is damaged: KeyError, 'study'"),
-    "no_fields": (json.dumps(dict(version=records.VERSION, study={}, comparisons=[])).encode(), "is damaged")}
+    "no_study": (json.dumps(dict(version=records.VERSION)).encode(), "is damaged: KeyError, 'study'")}
 # tables of another program's scores: a line that is wrong, and what is said of it
 LINES = [
     ("variant,seed,score", "a,9", "2 cells, where the first line has 3"),
     ("variant,seed,score", ",,1", "no variant and no seed"),
     *(("variant,seed,score", f"a,9,{score}", f"score '{score}' is not a finite number, nor 'failed'")
-      for score in ("inf", "two", "1_4695", "١.٤")),
+      for score in ("inf", "1_4695")),
     ("variant,seed,score", "a,9,-1e200", "score '-1e200' is beyond 1e+50"),
-    ("variant,seed,score", "a,2,1.5", "a with seed 2 is on line 4 already"),
     ("variant,seed,score", "a,02.0,1.5", "a with seed 2 is on line 4 already"),
-    ("variant,seed,score,tokens", "a,9,2.0,0", "tokens '0' is not a number above 0"),
-    ("variant,seed,score,cost", "a,9,2.0,many", "cost 'many' is not a number above 0")]
+    ("variant,seed,score,tokens", "a,9,2.0,0", "tokens '0' is not a number above 0")]
 NO_SCORES = [
     ("", "line 1: no column variant, seed, score; it must name variant, seed, score, and has nothing"),
-    ("variant;seed;score\na;1;1,4\n", "and has variant;seed;score; commas separate columns"),
-    ("variant,seed,score,score\n", "score is there twice"), ("variant,seed,score\n", "has no runs"),
+    ("variant,seed,score,score\n", "score is there twice"),
     ("variant,seed,score\na,1,2.0\n", "has one variant, a: nothing to compare it with"),
     ("x" * 200_000, "line 1: field larger than field limit")]
 
@@ -63,44 +58,32 @@ COMMANDS = [
         ("", "mechanisms and variants are empty: name at least one variant to compare"),
         ("--mechanisms=output_gat", "unknown 'output_gat'; did you mean output_gate?"),
         ("--mechanism=nowhere.py", "no mechanism file nowhere.py"),
-        ("--mechanisms=sink --sedes=1,2", "unknown key sedes; did you mean seeds?"),
-        ("--mechanisms=sink --seeds=one", "seeds='one' is not"),
         ("--mechanisms=sink --seeds=[1,1]", "seeds=[1, 1] must be different numbers"),
-        ("--mechanisms=sink --jobs_per_gpu=2", "jobs_per_gpu=2 means nothing on device=cpu"),
-        ("--mechanisms=sink --device=cuda:99", "device=cuda:99"),
         ("--mechanisms=sink --settings=\"{'dataset': 'nowhere'}\"", "no dataset nowhere"),
-        ("--mechanisms=sink --out_dir=file", "is a file, not a folder"),
         ("--mechanisms=sink --json=no/such.json", "--json: cannot write into"),
         ("--mechanisms=sink --fresh --accept_code", "fresh trains everything anew, and accept_code takes"),
         ("--mechanisms=sink --target=3", "target goes with compare.py scores FILE alone"),
         ("--variants=\"{'x': {'output_gatee': 1}}\"", "unknown key output_gatee; did you mean output_gate?"),
-        ("--variants=\"{'x': {'n_head': 3}}\"", "x: n_embd=16 must be a multiple of n_head=3"),
-        ("none.py", "none.py")),
-    ("compare.py --mechanisms=sink --base=none.py", ["no config file none.py"]),
+        ("--variants=\"{'x': {'n_head': 3}}\"", "x: n_embd=16 must be a multiple of n_head=3")),
     ("compare.py --mechanisms=sink --scale=task", ["config/task.py trains on the task recall: add --task"]),
     ("compare.py --mechanisms=sink,xsa,acag --task=all --seeds=1", ["seeds=[1] are too few for a verdict"]),
 
     # ---- a plan, also where the data is not prepared ----
     *under("compare.py plan --device=cpu --settings=\"{'dataset': 'wikitext103'}\"",
         ("--variants=\"{'x': {'nonsense': 1}}\"", "x: variant with {'nonsense': 1}: unknown key nonsense"),
-        ("--variants=\"{'x': {'teacher': 'a'}}\"", "x: teacher='a' is for constraint heads"),
-        ("--mechanisms=sink --settings=\"{'nonsense': 1}\"", "unknown key nonsense")),
+        ("--variants=\"{'x': {'teacher': 'a'}}\"", "x: teacher='a' is for constraint heads")),
 
     # ---- files of results ----
     *under("compare.py",
         ("recheck", "recheck takes one file, FILE.json.gz: 0 are given"),
-        ("recheck a.json.gz --json=b", "recheck has no key json: beside its file it takes no keys"),
         ("report nowhere.json.gz", "cannot read nowhere.json.gz: No such file"),
         ("report a.json.gz --seeds=1", "report has no key seeds: beside its file it takes --json, --out_dir"),
-        *((f"recheck {name}.json.gz", words) for name, (_, words) in NO_RESULTS.items()),
-        ("report text.json.gz", "is no results file, or it is damaged")),
+        *((f"recheck {name}.json.gz", words) for name, (_, words) in NO_RESULTS.items())),
 
     # ---- scores of another program ----
     *under("compare.py scores",
-        ("two.csv two.csv", "scores takes one file, FILE.csv: 2 are given"),
         ("two.csv --jobs=3", "scores has no key jobs: beside its file it takes --baseline, "),
         ("two.csv --baseline=b", "--baseline=b is no variant of two.csv; it has plain, a"),
-        ("two.csv --target=low", "target='low' is not"),
         ("two.csv --alpha=2", "alpha=2.0 must be below 1"),
         ("none.csv", "compare: cannot read none.csv: No such file"),
         ("utf16.csv", "cannot read utf16.csv: not UTF-8 text"),
@@ -123,12 +106,8 @@ PROBLEMS = [
     (dict(variants={"a": dict(dataset="x")}), "a: dataset cannot be set here: a study decides it for every "
                                               "run; settings can"),
     (dict(settings=dict(seed=3)), "settings: seed cannot be set here"),
-    (dict(settings=dict(task="copy")), "--task=NAME makes a study of tasks"),
-    (dict(variants={"xsa": {}}, mechanisms=["xsa"]), "variants: the name 'xsa' is taken"),
     (dict(variants={"a, adamw_lr x 2": {}}), "variants: the name 'a, adamw_lr x 2' is taken"),
     (dict(contrasts=[["xsa", "nobody"]]), "contrasts: ['xsa', 'nobody'] must be two of this"),
-    (dict(always=["nobody"]), "always: 'nobody' is no variant of this study"),
-    (dict(size="2M"), "size='2M' must be one of 0.1M, 0.33M, 1M, 10M"),
     (dict(texts=["a", "x/a"]), "each once"),
     (dict(texts=["a", "b"], settings=dict(dataset="c")), "without settings of a dataset beside them"),
     (dict(base="config/nano.py", scale="mid"), "scale='mid' means nothing beside base='config/nano.py'"),
@@ -139,7 +118,6 @@ PROBLEMS = [
     (dict(screen=True, seeds=[101]), "screen_seeds=[101, 102] choose, and seeds=[101] judge: none in both"),
     (dict(plain_seeds=2), "plain_seeds=2 must be at least a variant's, 5"),
     (dict(split="val", tune_lr=True), "split='val' must be test, since val chooses"),
-    (dict(margin=0.0), "margin=0.0 must be above 0"),
 ]
 
 

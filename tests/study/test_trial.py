@@ -4,13 +4,12 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CODE, EDITS, ROOT, TINY_TASK, damaged, untimed, write_dataset
+from helpers import CODE, EDITS, ROOT, TINY_TASK, damaged, ending, forks, in_child, untimed, write_dataset
 from hypothesis import example, given, settings
 from runs import TINY_MODEL, changed, figures, last_step, run_of, run_of_study, wait_until
 
@@ -78,6 +77,7 @@ def test_a_run_on_a_task_has_the_share_of_right_answers():
 
 # ---- what stops it, and damage ----
 
+@forks
 @pytest.mark.slow
 def test_killed_at_any_instant_it_ends_in_the_same_digits(bytes_data):
     """Between two saves, in a process of its own; and after its last step, before it is scored."""
@@ -91,11 +91,10 @@ def test_killed_at_any_instant_it_ends_in_the_same_digits(bytes_data):
         shutil.rmtree(trial.TRIALS)
     shutil.rmtree(trial.TRIALS)
     folder = trial.make_folder(run)
-    job = subprocess.Popen([sys.executable, ROOT / "train.py", "--trial", folder], stdin=subprocess.DEVNULL,
-                           stdout=subprocess.DEVNULL)
+    child = in_child(["--trial", str(folder)])
     assert wait_until(lambda: last_step(folder) >= 50)
-    job.kill()
-    job.wait()
+    os.kill(child, signal.SIGKILL)
+    assert ending(child) == -signal.SIGKILL
     assert trial.outcome(run) is None and (folder / "ckpt.pt").is_file()
     check()
 
@@ -113,7 +112,7 @@ def other_digit(text):
     return text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1:]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(edits=EDITS)
 @example([("cut", 0.0, 2**16)])
 @example([("cut", 0.5, 2**16)])
