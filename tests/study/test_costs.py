@@ -27,10 +27,7 @@ def test_flops_are_those_of_matrix_products_and_attention():
     assert costs.executed_flops(c) == pytest.approx(6 * matrices + attention, rel=0.08)
     assert costs.flops(model_of()) == 1280 * costs.executed_flops(c)
     assert costs.executed_flops(model_of(n_layer=2).config) > costs.executed_flops(c)
-
-
-def test_a_window_costs_less_on_a_gpu_alone():
-    c = model_of(block_size=512, window=128).config
+    c = model_of(block_size=512, window=128).config  # which a GPU alone leaves out of its products
     assert costs.executed_flops(c, "cuda") < costs.executed_flops(c)
 
 

@@ -36,7 +36,6 @@ TWO = around({PLAIN: {"prose": 2.0, "code": 3.0}, "good": {"prose": 1.9, "code":
 TASKS = around({name: {"recall": mean, "copy": mean} for name, mean in
                 ((PLAIN, 0.4), ("good", 0.95), ("bad", 0.2))}, measure="right answers", margin=0.05,
                guesses={"recall": {"1": 0.25}, "copy": {"1": 0.5}})
-SAME = study_of({PLAIN: [2.0, 2.1], "idle": [2.0, 2.1]})
 CSV = ["variant,seed,score,tokens,cost", "base,1,3.28,1e9,1", "base,2,3.281,1e9,1", "base,3,3.279,1e9,1",
        "mine,1,3.25,2e9,1.5", "mine,2,3.251,2e9,1.5", "mine,3,3.249,2e9,1.5"]
 
@@ -106,11 +105,11 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("study, verdicts", [
     (ONE, {"good": "better", "bad": "worse", "even": "same"}), (OPEN, {"open": "undecided"}),
-    (SAME, {"idle": "identical"}), (TWO, {"good": "same"}), (TASKS, {"good": "better", "bad": "worse"}),
+    (TWO, {"good": "same"}), (TASKS, {"good": "better", "bad": "worse"}),
     (failed(ONE, "good", 2), {"good": "undecided", "bad": "worse", "even": "same"}),
     (unfinished(ONE), dict.fromkeys(("good", "bad", "even"), "unfinished")),
     (replace(ONE, results={}), dict.fromkeys(("good", "bad", "even"), "unfinished"))],
-    ids=["one text", "undecided", "identical", "two texts", "tasks", "failed", "unfinished", "no runs"])
+    ids=["one text", "undecided", "two texts", "tasks", "failed", "unfinished", "no runs"])
 def test_verdicts_and_figures_are_the_same_everywhere(study, verdicts):
     told = program(study)
     assert {row["variant"]: row["verdict"] for row in told["comparisons"]} == verdicts
@@ -139,11 +138,8 @@ def test_a_program_gets_no_verdict_of_an_unfinished_study_nor_one_that_a_failure
 
 @pytest.mark.parametrize("change, facts", [
     (dict(untuned={"good": {"mechanism_lr": 0.016}, "bad": {}}), ["good", "mechanism_lr=0.016"]),
-    (dict(rates={PLAIN: {"adamw_lr": 0.01}}), ["rates"]),
-    (dict(notes=("test is val over again",)), ["is val over again"]),
     (dict(other_code={"bad": 3}), ["3 runs", "--accept_code", "bad"]),
     (dict(left_out={"good": [9, 10, 11, 15]}), ["4 of good", "9 to 11, 15"]),
-    (dict(made=dict(commit="abc-dirty")), ["commit"]),
     (dict(whole=dict(steps=60, tokens=6e6, bytes=dict(prose=1000))), ["20 steps", "of 6,000,000 tokens"]),
     (dict(whole=dict(steps=20, tokens=2e6, bytes=dict(prose=10000))), ["10 %"]),
     (dict(variants=(ONE.variants[0], replace(ONE.variants[1], tokens=3e6), *ONE.variants[2:])),
@@ -158,7 +154,7 @@ def test_what_a_reader_must_know_stands_on_top(change, facts):
 
 @pytest.mark.parametrize("split, digests, stages, said", [
     (None, dict(val="1", test="1"), (), True), ("val", dict(val="1", test="2"), ("screen",), True),
-    (None, dict(val="1", test="2"), (), False), ("test", dict(test="2"), (), False)])
+    (None, dict(val="1", test="2"), (), False)])
 def test_a_score_on_validation_is_called_that_first(split, digests, stages, said):
     """Also where the test split is the validation split over again, whatever is noted of the data."""
     runs = [replace(run, spec={**run.spec, "data": digests}) for run in ONE.runs]
@@ -217,7 +213,6 @@ def at(cost, low, high):
 
 
 @pytest.mark.parametrize("params, wider, flops, time, lost", [
-    (1000, None, at(1.0, -0.2, -0.1), at(1.1, -0.2, -0.1), []),  # no larger: nothing to make equal
     (1500, ("better", -0.1), at(1.5, -0.2, -0.1), at(1.5, -0.2, -0.1), []),
     (1500, ("undecided", -0.1), at(1.5, -0.2, 0.1), at(1.5, -0.2, -0.1), ["FLOPs", "parameters"]),
     (1500, None, at(1.5, -0.2, -0.1), records.DifferenceAtCost(3.0), []),  # not measured is not lost
@@ -271,8 +266,7 @@ def test_a_new_study_is_proposed_with_fresh_seeds():
 
 
 @pytest.mark.parametrize("last, more, longer", [
-    (0.04, dict(whole=dict(steps=960, tokens=1e8)), True), (0.04, dict(config=dict(base="mine.py")), True),
-    (0.04, {}, False),  # a whole run of its scale
+    (0.04, dict(whole=dict(steps=960, tokens=1e8)), True), (0.04, {}, False),  # a whole run of its scale
     (0.004, dict(whole=dict(steps=960, tokens=1e8)), False)])
 def test_longer_runs_come_before_seeds_where_the_plain_gpt_still_falls(last, more, longer):
     """last: by how much its score falls over the last tenth of its steps; the margin is 0.01."""
@@ -306,11 +300,11 @@ def test_scores_of_another_program_keep_its_names(tmp_path):
 
 # ---- files ----
 
-@pytest.mark.parametrize("study", [ONE, TASKS, failed(ONE, "good"), unfinished(TWO)])
-def test_a_report_survives_the_results_file(study, tmp_path):
-    records.write(tmp_path / "results.json.gz", study, comparisons_of(study))
-    again, _ = records.read(tmp_path / "results.json.gz")
-    assert everything(again) == everything(study)
+def test_a_report_survives_the_results_file(tmp_path):
+    for study in (failed(TASKS, "good"), unfinished(TWO)):
+        records.write(tmp_path / "results.json.gz", study, comparisons_of(study))
+        again, _ = records.read(tmp_path / "results.json.gz")
+        assert everything(again) == everything(study)
 
 
 def test_markdown_tables_can_be_read_again():
@@ -335,8 +329,8 @@ NASTY = "</td><script>alert(1)</script> <img src=http://evil.example/x.png> {{ 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", [ONE, failed(TASKS, "good")], ids=["text", "tasks"])
-def test_the_page_is_whole_and_loads_nothing(study, tmp_path):
+def test_the_page_is_whole_and_loads_nothing(tmp_path):
+    study = failed(TASKS, "good")
     paths = report.write(study, comparisons_of(study), tmp_path / "out")
     assert {path.name for path in paths} == {"report.html", "report.md", "forest.svg", "forest.png"}
     page = Page((tmp_path / "out/report.html").read_text())

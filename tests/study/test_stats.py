@@ -25,7 +25,7 @@ def scores(seed, *sizes, spread=0.006):
 
 # ---- one difference ----
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(n=st.integers(2, 20), m=st.integers(2, 40), seed=st.integers(0, 99))
 def test_a_difference_is_welchs(n, m, seed):
     """With degrees of freedom that are never above those of equal spreads."""
@@ -64,7 +64,7 @@ def test_over_several_texts_errors_add_in_squares():
     assert [rows[0].mean for rows in by_text.values()] == [each.mean for each in alone]
 
 
-@pytest.mark.parametrize("own, baseline", [([], [1.0, 2.0]), ([1.0], [1.0, 2.0]), ([3.0, 3.0], [3.0, 3.0])])
+@pytest.mark.parametrize("own, baseline", [([1.0], [1.0, 2.0]), ([3.0, 3.0], [3.0, 3.0])])
 def test_without_a_spread_there_is_no_test(own, baseline):
     found = stats.welch([own], [baseline], 0.05, 0.01)
     assert math.isnan(found.p) and math.isnan(found.p_same) and found.low == -math.inf
@@ -90,9 +90,8 @@ def test_seeds_to_decide_are_enough_four_times_in_five():
 
 # ---- permutations ----
 
-@pytest.mark.parametrize("n, m", [(3, 4), (5, 8)])
-def test_permutations_are_scipys(n, m):
-    rng = np.random.default_rng(n)
+def test_permutations_are_scipys():
+    n, m, rng = 4, 6, np.random.default_rng(4)
     own, baseline = rng.choice([0.02, 0.5, 1.0], n).tolist(), rng.choice([0.02, 1.0], m).tolist()
 
     def difference(x, y, axis):
@@ -173,7 +172,7 @@ def test_targets_are_corrected_together():
     assert [name for name, each in found.items() if each.beyond] == ["below"]
 
 
-@pytest.mark.parametrize("n, plain, m", [(5, 5, 1), (3, 8, 8), (5, 14, 8), (20, 57, 8), (3, 16, 30)])
+@pytest.mark.parametrize("n, plain, m", [(5, 5, 1), (3, 8, 8), (3, 16, 30)])
 def test_at_most_one_study_in_twenty_is_wrong(n, plain, m):
     """1,000 studies each, whose standard error at 5 % is 0.7 points. No variant differs, or every second one,
     by exactly the margin of one or three spreads.
