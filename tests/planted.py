@@ -332,7 +332,7 @@ FAULTS = (
     Fault("seeds that chose are judged as well", "plan.py",
           "(seed for seed in itertools.count(max(c.seeds) + 1) if seed not in c.screen_seeds)",
           "itertools.count(max(c.seeds) + 1)",
-          ("test_plan.py::test_seeds_of_the_plain_gpt_pass_over_those_that_choose",)),
+          ("test_plan.py::test_variants_are_judged_with_their_seeds_and_the_plain_gpt_with_more",)),
     Fault("the luckiest rates are taken", "plan.py",
           "best if means[0] - means[best] > error else 0", "best",
           ("test_plan.py::test_the_rates_stay_unless_others_are_better_by_a_standard_error",)),

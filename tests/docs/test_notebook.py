@@ -12,7 +12,6 @@ import sys
 import pytest
 from helpers import ROOT
 
-from nanoheads import scoring
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: requirements-test.txt has it")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: requirements-test.txt has it")
@@ -47,12 +46,6 @@ def printed(cell, stream="stdout"):
 
 def pictures(cell):
     return sum("image/png" in out.get("data", {}) for out in cell["outputs"])
-
-
-def table_of(text):
-    """{first cell: [the others]} of a table's lines."""
-    lines = [line.replace("random ", "random_").split() for line in text.splitlines()]
-    return {words[0]: words[1:] for words in lines if words}
 
 
 def copy_into(folder):
@@ -128,25 +121,6 @@ def test_a_fresh_clone_prepares_trains_measures_and_draws(fresh):
     for name, cell in stored.items():
         assert words_of(cells[name]) == words_of(cell), f"{name}: make notebook"
     assert not printed(cells["draw"], "stderr")
-
-
-@pytest.mark.slow
-def test_gates_skips_and_a_folder_are_those_of_evaluate(fresh, monkeypatch):
-    """evaluate.py --set says the same of a gate set by hand and of the skips."""
-    folder, cells = fresh
-    tables = {name: table_of(printed(cells[name])) for name in ("gate", "close", "skips", "folder")}
-    head = printed(cells["gate"]).split()[0]
-    assert tables["gate"]["0.0"][0] == tables["close"][head][1] != tables["gate"]["1.0"][0]
-    monkeypatch.chdir(folder)
-    before, twice, skipless = (
-        scoring.evaluate("out/heads", "val", 0, "cpu", folder / "data/pystdlib", change, progress=False,
-                         max_tokens=512)["bpb"] for change in ([], [f"gate.{head}=2"], ["unet_skips=False"]))
-    whole, closed = tables["gate"]["1.0"][0], tables["skips"]
-    assert whole == f"{before:.4f}"
-    assert tables["gate"]["2.0"] == [f"{twice:.4f}", f"{twice - before:+.4f}"]
-    assert closed["all"][0] == f"{skipless:.4f}" and closed["none"] == [whole]
-    assert f": {whole} bits/byte\n" in printed(cells["folder"])
-    assert tables["folder"]["0.1"] == tables["close"]["0.1"][1:]
 
 
 # ---- in a hosted notebook ----

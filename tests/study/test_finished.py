@@ -1,6 +1,5 @@
 """Finished runs of before: those of other code are found by all else, and --fresh compares with them."""
 
-import json
 
 from runs import changed, run_of
 
@@ -32,16 +31,6 @@ def test_a_run_of_other_code_is_found_by_flags_data_and_seed(bytes_data):
     assert finished.results_of_other_code([run]) == {run.name: Result(2.0)}
     path.write_text("{}")
     assert finished.results_of_other_code([run]) == {run.name: Result(1.0)}
-
-
-def test_what_is_no_run_is_passed_over(bytes_data):
-    run = run_of(bytes_data)
-    for i, text in enumerate(("", "[]", "{}", json.dumps(changed(run, code="x").spec))):
-        folder = trial.TRIALS / str(i)
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text("{}")
-        (folder / "spec.json").write_text(text)
-    assert finished.results_of_other_code([run]) == {}
 
 
 def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):

@@ -80,13 +80,10 @@ def test_variants_are_judged_with_their_seeds_and_the_plain_gpt_with_more():
     assert plan.pairs == tuple(Pair(name, PLAIN, ("wikitext2_byte",)) for name in GATES[:4])
     assert [run.spec["train"]["max_iters"] for run in runs_of(plan, "judge", "plain x 0.5")] == [30] * 3
     assert plan.models["plain x 2"].tokens == 2 * plan.models[PLAIN].tokens
+    choosing = Planner(study(mechanisms=["xsa"], seeds=[1, 2], screen_seeds=[3], plain_seeds=4)).plan({})
+    assert [run.seed for run in runs_of(choosing, "judge", PLAIN)] == [1, 2, 4, 5]  # not a seed that chooses
     # what is stopped has all variants of the seeds that it has
     assert [run.seed for run in plan.runs] == sorted(run.seed for run in plan.runs)
-
-
-def test_seeds_of_the_plain_gpt_pass_over_those_that_choose():
-    plan = Planner(study(mechanisms=["xsa"], seeds=[1, 2], screen_seeds=[3], plain_seeds=4)).plan({})
-    assert [run.seed for run in runs_of(plan, "judge", PLAIN)] == [1, 2, 4, 5]
 
 
 def test_screening_chooses_the_best_the_worst_and_those_that_are_named():

@@ -68,21 +68,6 @@ def test_what_is_not_finite_or_missing_never_passes():
     assert agree.error(one * 1.5, one, 0.0) == pytest.approx(0.5)
 
 
-def test_routers_choose_as_they_are_told():
-    """Also where rounding would have chosen other heads: here, whatever the reference chose."""
-    for name in ("routing_published", "routing_sigmoid"):
-        gpt = agree.drawn("modern", agree.CASES[name])
-        with agree.watched(gpt) as own, torch.no_grad():
-            gpt(agree.batch(None, "cpu")[0])
-        told = [t.roll(1, 1) for t in own]  # the choices for the token before
-        with agree.mock.patch.object(agree.model, "float32_linear", agree.forced_linear), torch.no_grad():
-            agree.force(gpt, told)
-            with agree.watched(gpt) as forced:
-                gpt(agree.batch(None, "cpu")[0])
-        assert all(torch.equal(a, b) for a, b in zip(forced, told, strict=True))
-        assert not torch.equal(told[0], own[0])
-
-
 @pytest.mark.slow
 def test_of_several_processes_one_that_dies_takes_no_other_with_it(rows, tmp_path, monkeypatch):
     python = tmp_path / "python"

@@ -4,10 +4,8 @@ Parts are stand-ins here, but for the last test, which runs a real one at a smal
 """
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -110,15 +108,6 @@ def test_what_makes_no_sense_is_refused_in_one_line(argv, words, tmp_path):
     with pytest.raises(SystemExit, match=f"^{words}[^\n]*$"):
         on_card.main([*argv, f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
-
-
-def test_the_script_starts_it_with_the_interpreter_of_PY(tmp_path):
-    stand_in = tmp_path / "python"
-    stand_in.write_text('#!/bin/sh\necho "$PWD $@"\n')
-    stand_in.chmod(0o755)
-    shown = subprocess.run(["bash", str(ROOT / "gpu_check.sh"), "agree", "--out=a b"], cwd=tmp_path,
-                           text=True, capture_output=True, env={**os.environ, "PY": str(stand_in)})
-    assert shown.stdout == f"{ROOT} -m tests.lab.gpu.on_card agree --out=a b\n"
 
 
 @pytest.mark.slow

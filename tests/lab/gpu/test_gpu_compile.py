@@ -126,15 +126,6 @@ def test_each_fault_makes_the_check_fail(gpu, capsys, row, words):
     assert words in said and "1 problems" in said
 
 
-@pytest.mark.parametrize("entry, graphs", [("thaw", [1, 1, 1, 2, 2]), ("constraint_a", [1, 1, 2, 2, 2]),
-                                           ("plain", [1, 1, 1, 1, 1])])
-def test_a_switch_of_the_gradient_may_compile_once_more(entry, graphs):
-    """The trunk thaws, or constraint heads begin to send a gradient into it."""
-    steps = Check(entry, "steps")
-    assert not [*report.problems(steps, {"graphs": graphs})]
-    assert [*report.problems(steps, {"graphs": [*graphs[:4], graphs[4] + 1]})]
-
-
 # ---- processes ----
 
 
@@ -151,13 +142,6 @@ def test_after_an_interrupt_nothing_more_is_compiled(gpu):
     wanted = [Check(name, "train") for name in ("plain", "sink", "xsa")]
     check.compile_all(wanted, 1, rows.__setitem__)
     assert [*rows] == wanted[:1] and len(gpu.started) == 1
-
-
-def test_a_process_that_takes_too_long_is_killed(monkeypatch):
-    monkeypatch.setattr(check, "LIMIT", 0.2)
-    process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, text=True)
-    assert check.answer(process) is None and process.wait() == -signal.SIGKILL
-    process.stdout.close()
 
 
 # ---- what is refused, in one line ----
@@ -195,21 +179,6 @@ def test_what_makes_no_sense_is_one_line(gpu):
 
 
 # ---- tables ----
-
-
-def test_tables_say_what_was_compiled_of_which_commit_and_which_kernel_asks_for_most():
-    rows = {Check("xsa", "train", card=card).key: {**FINE, "shared": 200000} for card in CARDS}
-    _, line, *_ = report.overview(rows, entries.checks(("xsa", "plain"))).splitlines()
-    assert line.split() == ["xsa", "44", "100.0", "195", "195", "195", "3", "of", "7"]
-    old, new = dict(commit="11111111", date="2026-11-23"), dict(commit="22222222", date="2026-11-25")
-    rows = {Check("acag", "train").key: old, Check("xsa", "train").key: new, Check("xsa", "steps").key: new}
-    new, old, none = report.commits_table(rows).splitlines()[2:]
-    assert new == "| 22222222 | 2026-11-25 | 2 | `xsa` |" and old == "| 11111111 | 2026-11-23 | 1 | `acag` |"
-    assert none.startswith(f"| not compiled yet |  | {len(entries.checks()) - 3} | ")
-    rows = {Check(name, "train", card=card).key: {**FINE, "shared": kb * 1024}
-            for name, kb in (("sink", 50), ("acag", 90)) for card in CARDS}
-    assert "| 64, bfloat16 | 90, `acag` | 90, `acag` | 90, `acag` |" in report.shared_table(rows)
-    assert report.shared_table({}) == ""
 
 
 def test_the_page_holds_the_tables_of_the_results():
