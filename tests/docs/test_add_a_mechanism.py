@@ -2,10 +2,8 @@
 
 import importlib
 import io
-import os
+import itertools
 import re
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +19,7 @@ from nanoheads.config import TrainConfig
 from nanoheads.configurator import Presets, parse_command
 from nanoheads.pruning import pack, prune_heads
 from lab.heads.surgery import insert_heads
-from lab.hub import huggingface as hf
 from lab.prune import why_unfit
-from study import digest
 from study.config import StudyConfig, variants_of
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
@@ -48,10 +44,11 @@ def run_here(program, *argv):
                            stderr=err.getvalue())
 
 
-def broken(path):
+def broken(path, recipes=("gpt2", "modern")):
     """{promise: what is wrong} of the file's first mode."""
     name = own.add(path)[0]
-    return {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
+    rows = itertools.takewhile(lambda row: row[1] in recipes, promises.check(name, model.MECHANISMS[name]))
+    return {promise: wrong for _, _, promise, wrong in rows if wrong}
 
 
 def gpt_of(flag, **more):
@@ -87,24 +84,7 @@ def test_the_commands_of_the_page(mine, tmp_path, monkeypatch):
         "--mechanism=forget", f"--own_mechanism={kept}"]
 
 
-def test_it_equals_the_formula(mine):
-    """Logits fall by rate (t - s), in float64, against a softmax that is written out."""
-    own.add(mine())
-    gpt = gpt_of("forget", forget_init=-1.0).double()
-    attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
-    heads = model.Heads(gpt.make_forward_pass(gpt.mask, slice(0, 9), 0, 9, None, None, x.device), x)
-    heads.q, heads.k, heads.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), heads, 4, 4)
-    distance = torch.arange(9)[:, None] - torch.arange(9)
-    rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]
-    logits = heads.q @ heads.k.mT * attn.scale - rate * distance
-    want = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ heads.v
-    got = attn.attend(heads)[0]  # a score function acts inside of it
-    assert (got - want).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("beside", [
-    dict(n_kv_head=2), *(model.MECHANISMS[name] for name in
-                         ("constraint_a", "constraint_b", "acag", "routing_inf", "diff", "fox"))], ids=str)
+@pytest.mark.parametrize("beside", [dict(n_kv_head=2), model.ALL_ON], ids=["grouped", "all_on"])
 def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
     """At its neutral setting the model is the one without it; elsewhere it is another, and learns."""
     own.add(mine())
@@ -126,24 +106,27 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
 
 # ---- what --check says ----
 
-@pytest.mark.slow
 @pytest.mark.parametrize("promise, before, after", [
     ("causal", HOOK, HOOK + AHEAD),
     ("rows", HOOK, HOOK + "\n        heads.q = heads.q + heads.q.mean(0)"),
-    ("cache", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.q.size(2)"),
-    ("padding", "rate[h] * (t - s)", "rate[h] * t * (t - s)"),
     ("documents", HOOK, HOOK + BEFORE),
-    ("grouped", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.k.size(1)"),
-    ("dtypes", "rate[h] * (t - s)", "(rate[h] + 0.1 * (rate.dtype == torch.float32)) * (t - s)"),
-    ("pruned", 'per_head = ("slope",)', "per_head = ()"),
-    ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
-    ("neutral", "-60.0}", "-1.0}"),
     ("acts", "F.softplus(self.slope)", "0 * F.softplus(self.slope)")])
 def test_each_promise_finds_its_mistake(promise, before, after, mine):
-    """In the first recipe, after which no other is tried here."""
     name, = own.add(mine(before, after))
     rows = promises.check(name, model.MECHANISMS[name])
     assert any(wrong for _, _, tried, wrong in rows if tried == promise)
+
+
+def test_mistakes_that_do_not_hide_one_another_are_found_together(mine):
+    """One of each promise that the others leave to be seen."""
+    path = mine("rate[h] * (t - s)", "(rate[h] + 0.1 * (rate.dtype == torch.float32)) * t * (t - s)"
+                " * heads.q.size(2) * heads.k.size(1) / 1000")  # dtypes, padding, cache, grouped
+    for before, after in (('per_head = ("slope",)', "per_head = ()"), ("-60.0}", "-1.0}"),
+                          ("F.softplus(self.slope)", "F.softplus(self.slope.detach())")):
+        assert before in path.read_text()
+        path.write_text(path.read_text().replace(before, after))
+    assert broken(path, ["gpt2"]).keys() >= {
+        "cache", "padding", "grouped", "dtypes", "pruned", "learns", "neutral"}
 
 
 def test_what_does_not_run_says_so_once(mine):
@@ -152,12 +135,11 @@ def test_what_does_not_run_says_so_once(mine):
     assert "train: 1 of 1 promises are broken" in done.stderr
 
 
-@pytest.mark.parametrize("name, acts", [("agency", None), ("agency_learned", None), ("alibi", True),
-                                        ("score_cap", True), ("window", True), ("unet_scalar", True)])
-def test_a_mechanism_acts_or_says_why_not(name, acts):
-    """Agency alone starts as the plain GPT whatever its weights are."""
-    _, _, promise, wrong = next(promises.check(name, model.MECHANISMS[name]))
-    assert wrong is None and (promise == "acts") == bool(acts)
+def test_a_mechanism_acts_or_says_why_not():
+    """Agency alone starts as the plain GPT whatever its weights are; a window acts on distant tokens."""
+    for name in ("agency", "window", "unet_scalar"):
+        _, _, promise, wrong = next(promises.check(name, model.MECHANISMS[name]))
+        assert wrong is None and (promise == "acts") == (name != "agency")
 
 
 def test_heads_that_go_in_pairs_are_pruned_in_pairs():
@@ -195,7 +177,7 @@ def test_a_buffer_that_starts_at_0_is_filled_before_it_is_judged(mine):
     """By passes in training, which are no leak from one batch to the next. One that stays 0 does nothing."""
     path = mine()
     path.write_text(MEAN.replace("SHARE", "0.1"))
-    assert broken(path) == {}
+    assert broken(path, ["gpt2"]) == {}
     gpt = causality.with_noise(gpt_of("mean"))
     assert causality.leak_in(gpt, causality.modes_of(gpt, 2))[0] is None
     forget_own_mechanisms()
@@ -227,7 +209,6 @@ class Gates(Mechanism):
         heads.gates[self.name] = gate.sigmoid().transpose(1, 2)[..., None]
 '''
 MADE = {
-    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_total)", "self.proj(heads.x)"),
     "in a sequence": ("self.net = nn.Sequential(nn.Linear(config.n_embd, 5), nn.Linear(5, attn.n_total))",
                       "self.net(heads.x)"),
     "columns": ("self.back = nn.Linear(attn.n_total, config.n_embd, bias=False)",
@@ -286,12 +267,12 @@ class Led(Mechanism):
 def test_heads_that_depend_on_one_another_say_so_and_are_not_pruned(mine, bytes_data, tmp_path):
     path = mine()
     path.write_text(LED.replace("PER_HEAD", ""))
-    wrong = broken(path)
+    wrong = broken(path, ["gpt2"])
     assert wrong.keys() == {"pruned"}
     assert "where heads depend on one another, write `per_head = None` in the class" in wrong["pruned"]
     forget_own_mechanisms()
     path.write_text(LED.replace("PER_HEAD", "per_head = None"))
-    assert broken(path) == {}
+    assert broken(path, ["gpt2"]) == {}
     gpt = gpt_of("led")
     for refused in (lambda: prune_heads(gpt, {0: [1]}), lambda: insert_heads(gpt, {0: [1]})):
         with pytest.raises(ValueError, match=r"heads of Led depend on one another \(per_head = None\)"):
@@ -306,24 +287,21 @@ def test_heads_that_depend_on_one_another_say_so_and_are_not_pruned(mine, bytes_
 
 # ---- before a study, and before training ----
 
-def test_what_does_nothing_is_refused_before_a_study(mine):
-    name, = own.add(mine("F.softplus(self.slope)", "0 * F.softplus(self.slope)"))
-    with pytest.raises(UserError, match="forget .*it does nothing: .*: a comparison would mean nothing"):
-        promises.refuse_broken({name: model.MECHANISMS[name]})
-
-
 @pytest.mark.slow
 def test_a_study_of_the_controls_refuses_the_look_ahead_alone(own_mechanisms_go):
-    """Noise and dead parameters may be compared."""
+    """Dead parameters may be compared, with a note."""
     own.add(ROOT / "tests" / "controls.py")
-    allowed = {name: model.MECHANISMS[name] for name in ("control_noise", "control_dead")}
-    note, = promises.refuse_broken(allowed)
+    note, = promises.refuse_broken({"control_dead": model.MECHANISMS["control_dead"]})
     assert re.fullmatch("Note: 'control_dead' is compared all the same, although .* has no gradient .*", note)
     with pytest.raises(UserError, match=r"control_leak .* looks ahead.* position 10 .* at 12"):
         promises.refuse_broken({"control_leak": model.MECHANISMS["control_leak"]})
 
 
-def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
+def test_what_does_nothing_or_looks_ahead_is_refused_before_a_study(mine):
+    name, = own.add(mine("F.softplus(self.slope)", "0 * F.softplus(self.slope)"))
+    with pytest.raises(UserError, match="forget .*it does nothing: .*: a comparison would mean nothing"):
+        promises.refuse_broken({name: model.MECHANISMS[name]})
+    forget_own_mechanisms()
     own.add(mine(HOOK, HOOK + AHEAD))
     # those of the repository have been tested
     promises.refuse_broken({"xsa": model.MECHANISMS["xsa"], "off": dict(forget=False, adamw_lr=0.1)})
@@ -331,12 +309,6 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     for name, each in (("forget", dict(mechanisms=["forg*"])), ("x", in_words)):
         with pytest.raises(UserError, match=rf"{name} .*position 1 changes with the token at 12"):
             promises.refuse_broken(variants_of(StudyConfig(**each)))
-
-
-def test_the_hash_of_other_runs_does_not_see_it(mine):
-    before = digest.digest_of_code()
-    own.add(mine())
-    assert digest.digest_of_code() == before
 
 
 def test_what_reads_the_document_before_is_not_trained_on_packed_rows(mine, tmp_path):
@@ -353,12 +325,10 @@ def test_what_reads_the_document_before_is_not_trained_on_packed_rows(mine, tmp_
 
 @pytest.mark.parametrize("before, after, words, compiled", [
     ("score - rate[h] * (t - s)", "score.sum(1)", "it must return scores of the same shape", True),
-    ("score - rate[h] * (t - s)", "None", "and returned a NoneType", False),
-    ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()", "scores must be floating", False),
     ("score - rate[h] * (t - s)", "torch.where(t == 3, -torch.inf, score - rate[h] * (t - s))",
      "query 3 of head 0, row 0, -inf for every key that it sees", True),
-    ("score - rate[h] * (t - s)", "score - rat[h] * (t - s)", "NameError: name 'rat' is not defined", False)],
-    ids=["shape", "nothing", "dtype", "empty row", "name"])
+    ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()", "scores must be floating", False)],
+    ids=["shape", "empty row", "dtype"])
 def test_a_score_function_that_returns_no_scores_is_one_line(before, after, words, compiled, mine,
                                                                bytes_data, tmp_path):
     """With its file and line, before anything is compiled."""
@@ -374,62 +344,40 @@ def test_a_score_function_that_returns_no_scores_is_one_line(before, after, word
 
 @pytest.mark.slow
 def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
-    """Trained, gone on with, evaluated, sampled, pruned, exported; when the file is gone, the copy is enough.
+    """Trained, gone on with, evaluated, sampled, timed, pruned, exported; when the file is gone, the copy is
+    enough. It may have the name of a module of ours.
     """
-    path, out = mine(), tmp_path / "run"
+    path, out, exported = mine(name="own_mechanism.py"), tmp_path / "run", tmp_path / "hf"
     args = [f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={out}", *SMALL, "--eval_interval=2"]
     for more in (["--max_iters=2"], ["--max_iters=4", "--resume"]):
         done = run_here("train.py", *args, *more)
         assert done.returncode == 0, done.stderr
-    assert (out / "mine.py").read_text() == CODE
+    kept = out / path.name
+    assert kept.read_text() == CODE
     state = torch.load(out / "best.pt", weights_only=True)
-    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.read_own_file(path).digest)]
+    assert state["own_mechanism"] == [dict(file=path.name, digest=own.read_own_file(path).digest)]
     path.unlink()
-    named = f"--mechanism={out / 'mine.py'}"
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
                     ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
                     ["lab.prune", "--ckpt", out, "--by=random", "--to=0.5", f"--out_dir={tmp_path / 'less'}"],
-                    ["lab.export_hf", "--ckpt", out, "--out", tmp_path / "hf"]):
-        done = run_here(*command, named)
+                    ["lab.export_hf", "--ckpt", out, "--out", exported]):
+        done = run_here(*command, f"--mechanism={kept}")
         assert done.returncode == 0, done.stderr
-    # a new checkpoint, with a copy of its own
-    done = run_here("evaluate.py", "--ckpt", tmp_path / "less", "--split=val",
-                    f"--mechanism={tmp_path / 'less' / 'mine.py'}")
-    assert done.returncode == 0 and (tmp_path / "less" / "mine.py").read_text() == CODE, done.stderr
-
-
-@pytest.mark.slow
-def test_its_memory_is_measured(mine):
-    """In a process of its own, which has to be told of the file."""
-    done = run_here("bench.py", f"--mechanisms={mine()}", "--what=memory", *SMALL[:5], "--device=cpu")
-    assert done.returncode == 0 and re.search("^memory +forget", done.stdout, re.M), done.stderr
-
-
-def test_it_is_timed(mine):
-    done = run_here("bench.py", f"--mechanisms=xsa,{mine()}", "--rounds=1", "--steps=1", "--no-memory",
+    done = run_here("bench.py", f"--mechanisms=xsa,{kept}", "--rounds=1", "--steps=1", "--no-memory",
                     *SMALL[:5], "--device=cpu")
     assert done.returncode == 0 and re.search("^train +forget", done.stdout, re.M), done.stderr
-
-
-@pytest.mark.slow
-def test_an_export_is_read_as_text_and_runs_where_it_is_named(mine, tmp_path):
-    """Here, and in a process of transformers, whatever module of ours the file is named after."""
-    with without_own_mechanisms():
-        own.add(mine(name="own_mechanism.py"))
-        gpt, idx = gpt_of("forget"), torch.arange(9)[None]
-        hf.export(gpt, None, tmp_path / "hf")
-        want = gpt(idx).logits
-    torch.save(want, tmp_path / "logits.pt")
-    state, path = checkpoint.read(str(tmp_path / "hf")), tmp_path / "hf" / "own" / "own_mechanism.py"
+    # a new checkpoint, with a copy of its own
+    copied = tmp_path / "less" / path.name
+    done = run_here("evaluate.py", "--ckpt", tmp_path / "less", "--split=val", f"--mechanism={copied}")
+    assert done.returncode == 0 and copied.read_text() == CODE, done.stderr
+    # what was exported is read as text, and runs where it is named
+    state, path = checkpoint.read(str(exported)), exported / "own" / path.name
     with pytest.raises(UserError, match="whose code runs only where it is named: ") as e:
-        checkpoint.build(state, tmp_path / "hf")
+        checkpoint.build(state, exported)
     assert str(e.value).endswith(f"own_mechanism.add('{path}')")
     own.add(path)
-    assert torch.equal(checkpoint.build(state, tmp_path / "hf")(idx).logits, want)
-    code = ("import sys, torch; from transformers import AutoModelForCausalLM as A; "
-            "m = A.from_pretrained('hf', trust_remote_code=True).eval(); "
-            "off = (m(torch.arange(9)[None]).logits - torch.load('logits.pt')).abs().max(); "
-            "sys.exit(0 if off < 1e-6 else f'off by {off}')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
+    transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
+    here, there = (gpt(torch.arange(9)[None]).logits for gpt in (
+        checkpoint.build(state, exported).eval(),
+        transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True).eval()))
+    assert here.any() and (here - there).abs().max() < 1e-6

@@ -100,8 +100,7 @@ def test_nothing_beside_a_checkpoint_runs_but_by_the_command_that_the_line_ends_
             (sample, "--ckpt", "a run", "--start=a b", "--max_new_tokens=2", "--device=cpu"),
             (evaluate, "--ckpt=a run/best.pt", "--split=val", "--tokens=32", "--device=cpu"),
             (train, "--resume", "--out_dir=a run", "--max_iters=2"),
-            (train, *args("new", init_from="a run", max_iters=1)),
-            (train, "--eval_only", "--out_dir=a run")):
+            (train, *args("new", init_from="a run", max_iters=1))):
         ran.unlink(missing_ok=True)
         main = ModuleType("__main__")  # of a process that runs the program
         main.__file__, main.__spec__ = str(ROOT / f"{program.__name__}.py"), None
@@ -268,7 +267,6 @@ def test_libraries_and_the_repositorys_modules_are_no_helpers(tmp_path, monkeypa
 @pytest.mark.parametrize("argv, config, taken", [
     (["--mechanism", "F", "--resume"], None, ["--resume", "--mechanism=forget", "--own_mechanism=F"]),
     (["C"], 'mechanism = "F"', ["C", "--mechanism=forget", "--own_mechanism=F"]),
-    (["C", "--mechanism=xsa"], 'mechanism = "F"', ["C", "--mechanism=xsa"]),
     (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
     (["--mechanism=moh", "--mechanism=[xsa, 'F']"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"])],
     ids=str)
@@ -323,8 +321,6 @@ PER_HEAD = 'per_head = ("slope",)'
     ("\nclass Forgetting", "\nclass Forgetting(Mechanism):\n    pass\n\nclass Forgetting",
      "class Forgetting of line 9 is defined anew in line 12"),
     ("import torch\n", "import torch\nboom\n", "line 3: NameError: name 'boom'"),
-    ("import torch\n", "def f(:\n", "mine.py, line 2: SyntaxError"),
-    ("import torch\n", "import nowhere\n", "mine.py, line 2: ModuleNotFoundError: No module named 'nowhere'"),
     ("import torch\n", "import sys\nsys.exit(0)\n", "mine.py, line 3: SystemExit: 0"),
     ('    flag = "forget" ', "    flag = None ", "flag=None must be one of its Options"),
     ("forget_init: float", "init: float", "init must begin with forget"),
@@ -332,11 +328,9 @@ PER_HEAD = 'per_head = ("slope",)'
     ("forget: bool = flag(False", "forget: bool = flag(True", "forget must be off"),
     ("forget_init: float", "forget_init: 'Number'", "an annotation cannot be read: NameError: name 'Number'"),
     ('name = "forgetting"', 'name = "router"', "name='router' must be a name of its own"),
-    ('name = "forgetting"', "name = 5", "name=5 must be a name of its own"),
     (MODES, "modes = {}", "modes must name at least one mode"),
     (MODES, 'modes = {"forget": True}', "must be a dict of dicts"),
     (MODES, 'modes = {"for-get": dict(forget=True)}', "'for-get' must be a name"),
-    (MODES, 'modes = {"moh": dict(forget=True)}', "there is a mode moh already"),
     (MODES, 'modes = {"forget": dict(forget_init=-2.0)}', "'forget' does not set forget, the flag that"),
     (MODES, 'modes = {"forget": dict(forget=True, forget_int=-2)}',
      "modes: forget sets forget_int, and there is no such flag; did you mean forget_init?"),
@@ -346,14 +340,11 @@ PER_HEAD = 'per_head = ("slope",)'
     ("def score_mod", "def scoremod", "did you mean score_mod?"),
     (PER_HEAD, 'per_head = ("slop",)', "per_head names 'slop', which is none of its tensors; did you mean"),
     (PER_HEAD, 'per_head = ("slope")', "per_head='slope' must be a tuple of names, ('slope',)"),
-    (PER_HEAD, "per_head = 3", "per_head=3 must be a tuple of names"),
     (PER_HEAD, 'needs_row_stats = ("entropie",)', "no entropie; there are lse, entropy"),
     (HOOK, "    def score_mod(self, attn): return None\n    def old(self, attn, heads):",
      "score_mod() is called with (self, attn, heads): too many"),
     (HOOK, "    def before_attention(self, heads, attn): pass\n    def old(self, attn, heads):",
      "(self, attn, heads): it has these arguments in another order, (self, heads, attn)"),
-    (HOOK, "    def problems(self, config): return []\n    def old(self, attn, heads):",
-     "problems() is called with (config), as a staticmethod: missing"),
     (HOOK, f"    @staticmethod\n    def problems(config): return [5]\n{HOOK}",
      "problems() must give a list of sentences, or yield them; for forget it gives [5]"),
     (HOOK, "    def __init__(self, config, attn): self.a = 5\n    def old(self, attn, heads):",
@@ -363,16 +354,13 @@ PER_HEAD = 'per_head = ("slope",)'
     ("torch.full((attn.n_head,), config.forget_init)", "torch.empty(attn.n_head)",
      "slope has no initial value: fill it in __init__, as torch.zeros() does, or have the model draw it, "
      "start_at(self.slope, Normal(0.02))"),
-    (LAYER, f"{LAYER}; self.maps = nn.ParameterList([torch.zeros(2), torch.empty(2)])",
-     "start_at(self.maps[1], Normal"),
     (LAYER, f"{LAYER}; self.map = nn.LazyLinear(2)", "map.weight has no shape yet, as those of lazy layers"),
     (LAYER, f"{LAYER}; self.register_buffer('kept', torch.empty(3, dtype=torch.long))",
      "the buffer kept has no initial value: fill it in __init__"),
     (LAYER, f"{LAYER}; self.map = nn.Linear(4, 4); nn.init.zeros_(self.map.weight)",
      "forget: __init__ fills map.weight, and the model would start it as GPT-2 starts all such layers; say "
      "start_at(self.map"),
-    (LAYER, f"{LAYER}; self.map = nn.Linear(4, 4); self.map.weight.data[0] = 0.5", "fills map.weight"),
-    (LAYER, f"{LAYER}; self.map = nn.Linear(4, 4); nn.init.ones_(self.map.bias)", "__init__ fills map.bias")],
+    (LAYER, f"{LAYER}; self.map = nn.Linear(4, 4); self.map.weight.data[0] = 0.5", "fills map.weight")],
     ids=lambda text: text.strip()[:40])
 def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
     path = mine(before, after)
@@ -387,11 +375,9 @@ def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
     (HOOK, f"{HOOK}\n        boom  #", "mine.py, line 27: NameError: name 'boom' is not defined"),
     ("config.forget_init)", "config.forget_in)", "mine.py, line 24: AttributeError: a GPTConfig has no"),
     (HOOK, f"{HOOK}\n        exit(0)  #", "mine.py, line 27: SystemExit: 0"),
-    (HOOK, f"    def after_attention(self, attn, heads):\n        heads.gate = heads.y\n\n{HOOK}",
-     "AttributeError: 'Heads' object has no attribute 'gate'"),
     (HOOK, f"    def after_attention(self, attn, heads):\n        heads.row_stats.entropy\n\n{HOOK}",
      "heads.row_stats is None unless the class names in needs_row_stats what it reads")],
-    ids=["name", "flag", "exit", "attribute", "none"])
+    ids=["name", "flag", "exit", "none"])
 def test_a_mistake_in_the_code_names_file_and_line(before, after, words, mine, args):
     assert words in line_of(train, *args(), f"--mechanism={mine(before, after)}")
 
@@ -410,27 +396,19 @@ def test_a_mistake_in_a_helper_names_file_and_line(code, words, project, args):
      "must leave in heads.x a tensor of the shape [2, 16, 16], and its shape is [2, 15, 16]"),
     ("after_projection(self, attn, qkv, heads): qkv * 2",
      "must return a tensor of the shape [2, 16, 6, 8], and it is None"),
-    ("before_attention(self, attn, heads): heads.q = heads.q[:, :1]",
-     "must leave in heads.q a tensor of the shape [2, 2, 16, 8], and its shape is [2, 1, 16, 8]"),
     ("before_attention(self, attn, heads): heads.k = heads.k[..., :-1]",
      "must leave in heads.q and heads.k heads of one size, and theirs are 8 and 7"),
     ("after_attention(self, attn, heads): heads.y = heads.y[..., :-1]",
      ": the layer cannot go on after it: RuntimeError: mat1 and mat2"),
     ("before_attention(self, attn, heads): heads.losses['a'] = heads.x",
      "must leave in heads.losses a dictionary of losses, each a tensor of no dimension, and 'a' has"),
-    ("score_mod(self, attn, heads): return 5",
-     "must return None or a function of (score, b, h, t, s): 5 is not a callable object"),
     ("score_mod(self, attn, heads): return lambda score, h, b, t, s: score",
      "it has these arguments in another order, (score, h, b, t, s)"),
     ("after_kernel(self, attn, heads, y, row_stats): return y", "must return y and row_stats, and returned"),
-    ("after_attention(self, attn, heads): heads.gates['a'] = 0.5",
-     "must put a tensor into heads.gates['a'], not 0.5"),
     ("after_attention(self, attn, heads): heads.gates['a'] = torch.ones(3, 3, 3)",
      "what broadcasts over the outputs [2, 2, 16, 8], and its shape is [3, 3, 3]"),
     ("before_attention(self, attn, heads): return heads.q * 2",
      "must return nothing, and returned a Tensor, which would be ignored: set heads.x, heads.q,"),
-    ("trace_map(self, attn, weights, heads): return weights.mean(1)",
-     "must return a tensor of the shape [2, 2, 16, 16], and its shape is [2, 16, 16]"),
     ("model_losses(cls, model, outcome): pass",
      "must return a dictionary of losses, each a tensor of no dimension, and it is None")],
     ids=lambda text: text.partition(": ")[2] if "self" in text or "cls" in text else "")
@@ -444,13 +422,6 @@ def test_what_a_layer_cannot_go_on_with_names_class_and_hook(hook, words, mine, 
     if "score_mod" in hook:
         assert line_of(train, f"--mechanism={path}", "--check") == "train: 1 of 1 promises are broken"
         assert place in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_gate_may_be_one_number(mine, args, tmp_path):
-    path = mine(HOOK, f"    def after_attention(self, attn, heads):\n"
-                      f"        heads.gates[self.name] = torch.tensor(0.5)\n\n{HOOK}")
-    train.main([*args(max_iters=1), f"--mechanism={path}"])
-    assert (tmp_path / "run" / "best.pt").is_file()
 
 
 def test_names_that_are_taken_are_one_line(project, mine, args):
@@ -475,10 +446,7 @@ def test_names_that_are_taken_are_one_line(project, mine, args):
 @pytest.mark.parametrize("make, want", [
     ("self.map = nn.Parameter(torch.linspace(0, 1, 4))", "torch.linspace(0, 1, 4)"),
     ("self.map = nn.Linear(4, 4); start_at(self.map.weight, torch.eye(4))", "torch.eye(4)"),
-    ("self.map = nn.LayerNorm(4); nn.init.ones_(self.map.weight)", "torch.ones(4)"),  # which it starts at
     ("self.map = nn.MultiheadAttention(4, 2)", None),
-    ("self.map = nn.Parameter(0.1 * torch.randn(4))", None),
-    ("self.map = nn.Parameter(nn.Linear(4, 4).weight.detach().clone())", None),
     ("self.map = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))", None),
     ("self.map = nn.Conv1d(4, 4, 3)", None)], ids=lambda text: text and text[11:])
 def test_a_parameter_starts_at_what_its_constructor_says(make, want, mine):
