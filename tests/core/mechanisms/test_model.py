@@ -15,22 +15,14 @@ from helpers import TINY_GPT, tiny
 from oracle import tokens
 
 FLAGS = [dict(recipe="gpt2"),
-         dict(recipe="gpt2", bias=True),
-         dict(recipe="gpt2", tied=False),
-         dict(recipe="gpt2", pos="rope"),
-         dict(recipe="gpt2", qk_norm=True),
-         dict(recipe="gpt2", norm="rmsnorm"),
-         dict(recipe="gpt2", act="relu2"),
-         dict(recipe="gpt2", act="gelu_tanh"),
-         dict(recipe="gpt2", zero_init=True),
-         dict(recipe="gpt2", softcap=15.0),
-         dict(recipe="gpt2", embed_norm=True),
+         dict(recipe="gpt2", bias=True, tied=False),
+         dict(recipe="gpt2", pos="rope", qk_norm=True),
+         dict(recipe="gpt2", norm="rmsnorm", act="relu2", zero_init=True),
+         dict(recipe="gpt2", act="gelu_tanh", softcap=15.0, embed_norm=True),
          dict(recipe="modern"),
-         dict(recipe="modern", pos="learned"),
-         dict(recipe="modern", qk_max=12.0),
+         dict(recipe="modern", pos="learned", qk_max=12.0),
          dict(recipe="gpt2", parallel=True, pos="rope", rope_share=0.25, bias=True, tied=False),
-         dict(recipe="modern", rope_share=0.5),
-         dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
+         dict(recipe="modern", rope_share=0.5, softcap=15.0, bias=True, norm="layernorm")]
 recipes = pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 
 
@@ -119,10 +111,8 @@ def test_generation_returns_to_training_mode_and_leaves_no_gradient():
 @pytest.mark.parametrize("settings, shares", [
     ({}, [0.5, 0.3, 0.15, 0.05]),
     (dict(k=2), [0.625, 0.375, 0, 0]),
-    (dict(k=99), [0.5, 0.3, 0.15, 0.05]),
     (dict(p=0.7), [0.625, 0.375, 0, 0]),  # 0.5 is not yet 0.7
     (dict(p=0.5), [1, 0, 0, 0]),
-    (dict(p=1e-9), [1, 0, 0, 0]),
     (dict(t=0.5), [0.6849, 0.2466, 0.0616, 0.0068]),
     (dict(t=0), [1, 0, 0, 0]),
     (dict(t=1e-40), [1, 0, 0, 0])], ids=str)  # no overflow on the way to the likeliest
@@ -180,8 +170,7 @@ def loss_and_gradients(flags, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("chunks, flags", [
-    (2, dict(bias=True)), (3, dict(recipe="modern", softcap=3.0)), (7, dict(a2c="temperature")),
-    (30, dict(a2c="key_bias", softcap=2.0)), (100, dict(recipe="modern"))], ids=str)
+    (3, dict(recipe="modern", softcap=3.0)), (7, dict(a2c="temperature")), (100, dict(bias=True))], ids=str)
 def test_a_loss_in_portions_is_the_same(chunks, flags):
     """The last portion may be smaller, or none."""
     for got, want in zip(loss_and_gradients({**flags, "loss_chunks": chunks}),
@@ -231,10 +220,10 @@ def test_a_head_is_called_as_a_module():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [dict(recipe="gpt2", loss_chunks=4), dict(recipe="modern")], ids=str)
-def test_compiles_in_one_graph_and_computes_the_same(flags):
+def test_compiles_in_one_graph_and_computes_the_same():
+    """In portions, with RoPE; mechanisms are compiled in test_promises.py."""
     torch._dynamo.reset()
-    model = tiny(flags, n_layer=1, zero_init=False).float()
+    model = tiny(recipe="modern", loss_chunks=4, n_layer=1, zero_init=False).float()
     idx, targets = tokens(2, 16), tokens(2, 16, seed=2)
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: a graph break is an error
     want, got = (m(idx, targets).loss for m in (model, fast))
