@@ -219,20 +219,6 @@ def test_a_head_is_called_as_a_module():
     assert len(seen) == 2
 
 
-@pytest.mark.slow
-def test_compiles_in_one_graph_and_computes_the_same():
-    """In portions, with RoPE; mechanisms are compiled in test_promises.py."""
-    torch._dynamo.reset()
-    model = tiny(recipe="modern", loss_chunks=4, n_layer=1, zero_init=False).float()
-    idx, targets = tokens(2, 16), tokens(2, 16, seed=2)
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: a graph break is an error
-    want, got = (m(idx, targets).loss for m in (model, fast))
-    assert torch.allclose(want, got, atol=1e-5)
-    for a, b in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in (want, got))):
-        assert torch.allclose(a, b, atol=1e-5)
-    torch._dynamo.reset()
-
-
 def test_recomputed_activations_have_the_same_dropout():
     def grads(**kw):
         model = GPT(GPTConfig(**TINY_GPT, dropout=0.1, **kw)).train()

@@ -125,11 +125,6 @@ def test_a_teacher_needs_its_file_too(args, mine, tmp_path):
     assert (tmp_path / "pupil" / "best.pt").is_file()
 
 
-def test_a_checkpoint_without_the_mechanism_needs_no_file(args, mine, tmp_path):
-    train.main([*args(max_iters=1), f"--own_mechanism={mine()}"])
-    anew(sample, "--ckpt", tmp_path / "run", "--start=1", "--max_new_tokens=2")
-
-
 def test_another_text_a_copy_that_is_gone_and_a_word_that_is_no_file_are_told(args, mine, tmp_path):
     run, path = tmp_path / "run", mine()
     train.main([*args(max_iters=1), f"--mechanism={path}"])

@@ -242,7 +242,7 @@ def test_a_mechanism_keeps_its_promises(name):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.sampled_from(sorted(PAIRS.keys() - REFUSED)), st.integers(0, 2))
 def test_pairs_keep_their_promises(pair, recipe):
     flags = in_turn(recipe, PAIRS[pair])
@@ -530,15 +530,9 @@ def compiles_like_eager(flags, **options):
 def test_compiles_in_one_graph_and_trains_the_same(flags):
     if flags == ALL_ON:  # one block, since compiling it takes long; others join blocks
         flags = {key: value for key, value in flags.items() if key != "unet"}
-        compiles_like_eager(flags, backend="aot_eager")
+        compiles_like_eager({**flags, "recipe": "modern", "loss_chunks": 4}, backend="aot_eager")
     else:
         compiles_like_eager(flags, backend="eager")
-
-
-@pytest.mark.skipif("INDUCTOR" not in os.environ,
-                    reason="C++ takes minutes to compile at first: INDUCTOR=1 compiles it")
-def test_compiles_with_inductor_and_trains_the_same():
-    compiles_like_eager(ALL_ON)
 
 
 @pytest.mark.slow
@@ -632,7 +626,8 @@ def cached_heads(attn):
     return len(attn.head_ids) // (1 if attn.n_extra else attn.group) + attn.n_extra
 
 
-@together
+@pytest.mark.parametrize("flags", [GROUPED, *itertools.starmap(in_turn, enumerate(TOGETHER.values()))],
+                         ids=["grouped", *range(len(TOGETHER))])
 def test_packed_is_the_same_function_without_the_closed_heads(flags):
     """Read in pieces with a cache that is smaller; the router still selects among all heads."""
     idx, model = tokens(2, 16), tiny(flags)
@@ -770,14 +765,3 @@ def test_an_impossible_config_names_every_problem():
     assert all(f"{key}={wrong[key]!r}" in str(e.value) for key in ("n_embd", "dropout", "recipe", "softcap"))
     with pytest.raises(ValueError, match="vocab_size"):
         GPT(GPTConfig())
-
-
-@pytest.mark.parametrize("flags", [
-    dict(routing="sigmoid", routing_top_k=1),
-    dict(routing="published", routing_mask="zero", routing_top_k=1),
-    dict(acag="headwise", dropout=0.1, attn_dropout=0.0),
-    dict(window=0, dropout=0.1, attn_dropout=0.0),
-    dict(constraint_names=CONSTRAINTS, constraint_layers=[0, 1])], ids=lambda flags: "+".join(flags))
-def test_what_is_near_a_refusal_but_means_something_trains(flags):
-    model = GPT(GPTConfig(**TINY_GPT, **flags)).train()
-    assert all(g is not None and g.isfinite().all() for g in gradients(model).values())
