@@ -81,8 +81,7 @@ def slow_metrics(model, x, y):
     return found
 
 
-@pytest.mark.parametrize("size", [{}, dict(n_head=1), dict(n_layer=1, n_head=16, pos="learned"),
-                                  dict(head_ids=[[0, 2], [3], [0, 1, 2]])], ids=str)
+@pytest.mark.parametrize("size", [{}, dict(head_ids=[[0, 2], [3], [0, 1, 2]])], ids=str)
 def test_metrics_are_those_of_a_head_at_a_time(size):
     model = tiny(**size)
     got, want = measure(model, X, Y), slow_metrics(model, X, Y)
@@ -108,7 +107,7 @@ def test_a_gate_is_what_multiplies_a_heads_output_and_none_is_one_on_scores():
         assert (measure(model, X, Y)["gate"][1] == 1).tolist() == [True] * 4 + [kind == "score"]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(flags=small_models())
 def test_every_mechanism_is_measured_and_left_as_it_was(flags):
     """Importance beside its definition: the loss's slope by a gate on the head, of each row."""
@@ -174,7 +173,7 @@ def test_a_closed_head_sends_nothing_and_comes_back():
 
 # ---- inserting ----
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(flags=small_models())
 def test_inserted_heads_leave_the_logits_alone_and_learn(flags):
     flags = {**flags, "zero_init": False}  # else new heads would be silent by themselves

