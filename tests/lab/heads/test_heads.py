@@ -17,7 +17,7 @@ from nanoheads.dataset import Dataset
 from nanoheads.optim import make_optimizers
 from nanoheads.pruning import joined_by, prune_heads
 from nanoheads.tasks import TaskData
-from lab.heads.measuring import all_heads, attentions, closed, fixed_text, measure, nats_on
+from lab.heads.measuring import attentions, fixed_text, measure
 from lab.heads.surgery import insert_heads, is_read_by_others
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
@@ -158,19 +158,6 @@ def test_the_text_to_measure_on_is_fixed_and_shared_among_ranks(bytes_data):
         fixed_text(Dataset(bytes_data), "val", 1500, 16)
 
 
-def test_a_closed_head_sends_nothing_and_comes_back():
-    model = tiny()
-    plain = model(X).logits
-    with closed(model, [(0, 1), (2, 3)]):
-        shut = model(X).logits
-    assert torch.equal(model(X).logits, plain) and not torch.allclose(shut, plain)
-    pruned = copy.deepcopy(model)
-    prune_heads(pruned, {0: [1], 2: [3]})
-    assert torch.allclose(pruned(X).logits, shut, atol=1e-12)
-    assert all_heads(pruned) == [place for place in all_heads(model) if place not in ((0, 1), (2, 3))]
-    assert nats_on(model, X, Y, rows=3) == pytest.approx(model(X, Y).loss.item(), rel=1e-6)
-
-
 # ---- inserting ----
 
 @settings(max_examples=12)
@@ -221,10 +208,3 @@ def test_moments_move_along_and_begin_at_zero():
     assert torch.equal(moved[:, :D], momentum[:, :D]) and (moved[:, D:2 * D] == 0).all()
     assert torch.equal(moved[:, 2 * D:], momentum[:, D:])
     step()
-
-
-@pytest.mark.parametrize("heads, words", [
-    ({0: [0]}, "free are 1, 3"), ({3: [1]}, "cannot insert into block 3"), ({1: [0]}, "free are none")])
-def test_a_number_that_is_taken_or_not_there_is_refused(heads, words):
-    with pytest.raises(ValueError, match=words):
-        insert_heads(tiny(head_ids=[[0, 2], [0, 1, 2, 3], [0]]), heads)

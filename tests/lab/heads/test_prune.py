@@ -162,11 +162,12 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags, share):
     unit = model.config.unit
     n = unit * round(share * sum(attn.n_head for attn in attentions(model)) / unit)
     gone = removal_order(model, "random", n, 0, x, y, 3)
-    smaller = without_heads(without_heads(model, gone[:unit]), gone[unit:])
+    plain, smaller = model(x).logits, without_heads(without_heads(model, gone[:unit]), gone[unit:])
     assert [attn.n_extra for attn in attentions(smaller)] == [attn.n_extra for attn in attentions(model)]
     with torch.no_grad(), closed(model, gone):
         want = model(x).logits
         assert (smaller(x).logits - want).abs().max() <= 1e-9 * want.abs().max()
+    assert torch.equal(model(x).logits, plain), "what was closed comes back"
 
 
 @settings(max_examples=10)

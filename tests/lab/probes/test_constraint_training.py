@@ -75,7 +75,7 @@ def run(labelled, tmp_path):
 @pytest.mark.slow
 def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
     """Of each name its mean over what is known of it: where nothing is labelled nothing is paid."""
-    rows = run("a", max_iters=200, eval_interval=200, lr_decay_iters=200, constraint_coef=3.0, batch_size=8,
+    rows = run("a", max_iters=150, eval_interval=150, lr_decay_iters=150, constraint_coef=3.0, batch_size=8,
                constraint_names=["digit", "even", "nothing"])
     first, last = ({k: row[f"aux/constraint.{k}"] for k in ("digit", "even")} for row in (rows[0], rows[-1]))
     assert first["digit"] == pytest.approx(3 * math.log(2) / 3, abs=0.1), "nats, of the mean of three names"
@@ -102,15 +102,16 @@ def test_a_resumed_run_is_the_same(run, tmp_path):
 @pytest.mark.slow
 def test_a_run_may_have_another_run_as_its_teacher(run, tmp_path, labelled):
     """And its checkpoint again when it is trained on; one that matches nobody takes none."""
-    run("teacher", max_iters=20, constraint_coef=1.0)
+    run("teacher", max_iters=10, eval_interval=10, constraint_coef=1.0)
     rows = run("pupil", labels=None, teacher=tmp_path / "teacher", constraint_match="kl", seed=5,
                max_iters=40, eval_interval=40, constraint_match_coef=5.0)
     assert rows[-1]["aux/constraint_match"] < 0.5 * max(row["aux/constraint_match"] for row in rows)
 
     def tuned(name):
-        main([f"--{key}={TINY[key]}" for key in ("max_iters", "eval_tokens", "lr_decay_iters", "device")]
-             + [f"--dataset={labelled}", f"--init_from={tmp_path / name}", f"--out_dir={tmp_path / name}_on",
-                f"--teacher={tmp_path / 'teacher'}"])
+        keys = {key: TINY[key] for key in ("eval_tokens", "lr_decay_iters", "device")}
+        keys.update(max_iters=2, dataset=labelled, init_from=tmp_path / name, out_dir=tmp_path / f"{name}_on",
+                    teacher=tmp_path / "teacher")
+        main([f"--{key}={value}" for key, value in keys.items()])
 
     tuned("pupil")
     with pytest.raises(SystemExit, match="teacher"):
@@ -138,9 +139,7 @@ def test_a_run_may_have_a_function_as_its_teacher(run, tmp_path):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("features = 3", "must have a function features"),
     ("def features(ids):\n    return ids", "gives [1, 16] for ids [1, 16], and must give [1, 16, 2]"),
-    ("def features(ids):\n    return [1]", "gives list for ids"),
     ("def features(ids):\n    return ids / nothing", "mine.py, line 2: NameError"),
     (None, "no such file")])
 def test_a_function_that_is_no_teacher_is_one_line(run, tmp_path, text, words):

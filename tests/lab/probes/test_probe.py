@@ -55,22 +55,13 @@ def test_intervals_are_of_blocks_of_neighbouring_windows():
 
 
 def test_intervals_hold_the_truth_nineteen_times_of_twenty():
-    """200 studies of a text whose windows resemble their neighbours."""
+    """100 studies of a text whose windows resemble their neighbours."""
     rng, held = np.random.default_rng(0), 0
-    for _ in range(200):
+    for _ in range(100):
         values = np.convolve(rng.normal(size=257), [0.6, 0.4], "valid")
         _, low, high = over_windows(values, np.arange(256), 256)
         held += low <= 0 <= high
-    assert 180 <= held <= 199
-
-
-def test_windows_read_one_token_back(text):
-    tokens = torch.from_numpy(text.tokens("val")[:40].astype(np.int64))
-    first, after = window_text(text, "val", 0, 16, "cpu")
-    ids, targets = window_text(text, "val", 16, 32, "cpu")
-    assert first[0] == text.separator and torch.equal(first[1:], tokens[:15])
-    assert torch.equal(after, tokens[:16])
-    assert torch.equal(ids, tokens[15:31]) and torch.equal(targets, tokens[16:32])
+    assert 88 <= held <= 99
 
 
 # ---- keys that are hidden, as `constraints explain` hides them ----
@@ -108,7 +99,7 @@ def test_removal_is_a_column_of_minus_infinity():
 NOT_BY_KEYS = "short_conv", "key_offset", "fox", "constraint"
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(flags=small_models())
 def test_nobody_can_tell_what_a_removed_key_was(flags):
     flags = {key: value for key, value in flags.items() if not key.startswith(NOT_BY_KEYS)}
@@ -126,18 +117,6 @@ def test_nobody_can_tell_what_a_removed_key_was(flags):
     with without_keys(model, torch.zeros(1, 16, dtype=torch.bool)):
         assert torch.allclose(model(ids).logits, plain, atol=1e-6)
     assert torch.equal(model(ids).logits, plain), "afterwards all is as before"
-
-
-def test_statistics_count_the_keys_that_are_left():
-    """ACAG goes by how many keys a row has: without the others it is a window of one token."""
-    model = make_model(recipe="modern", acag="headwise")
-    ids = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(0))
-    removed = torch.from_numpy(gone(8, [0, 1, 2, 3, 4, 5, 6]))[None]
-    with without_keys(model, removed):
-        hidden = model(ids, traces=True).traces
-    assert hidden["blocks.0.entropy"].abs().max() < 1e-9
-    alone = torch.cat([model(ids[:, t:t + 1], traces=True).traces["blocks.0.entropy"] for t in range(8)], -1)
-    assert torch.allclose(hidden["blocks.0.entropy"], alone)
 
 
 # ---- heads ----

@@ -3,8 +3,6 @@ import functools
 import json
 import math
 import random
-import runpy
-import sys
 from collections import Counter
 
 import numpy as np
@@ -14,13 +12,13 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 import helpers
-from helpers import ROOT, save_model, write_dataset
+from helpers import save_model, write_dataset
 from nanoheads.dataset import Dataset
 from lab.probe import main
 from lab.probes.intervals import jackknife
 from lab.probes.quality import (distinct_n, first_repeat, leave_one_out, loop, rep_n, sample_figures,
                                 self_bleu, words)
-from lab.probes.text import nats_after, text_table
+from lab.probes.text import nats_after
 
 
 # ---- slow obvious references ----
@@ -87,7 +85,7 @@ def same(got, want):
 WORDS = st.sampled_from("ab") | st.sampled_from("abcdefgh")
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(texts=st.lists(st.lists(WORDS, max_size=14), max_size=5), n=st.integers(1, 4))
 def test_each_measure_is_the_slow_one(texts, n):
     for text in texts:
@@ -110,28 +108,12 @@ def test_words_lie_between_white_space_and_loops_are_of_bytes():
     assert math.isnan(one["rep_2"])
 
 
-def test_the_library_of_bleu_is_loaded_only_where_it_is_used(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # importing it fails
-    fresh = runpy.run_path(str(ROOT / "lab/probes/quality.py"))
-    assert fresh["rep_n"](["a", "a"], 1) == 0.5
-    with pytest.raises(ImportError):
-        fresh["self_bleu"]([["a"], ["a"]])
-
-
 # ---- many samples ----
 
 def made_up(P=5, S=3, size=30, vocabulary=9, seed=0):
     rng = random.Random(seed)
     return [[" ".join(rng.choice("abcdefghijklmnop"[:vocabulary]) for _ in range(size)).encode()
              for _ in range(S)] for _ in range(P)]
-
-
-def test_a_looping_text_is_worse_at_everything():
-    fine = leave_one_out([[made_up(1, 1, 30, 16, seed=p)[0][0].replace(b" ", b"%d " % p)] for p in range(4)])
-    bad = leave_one_out([[b"the same old song " * 9]] * 4)
-    for name, values in bad.items():
-        sign = -1 if name.startswith("distinct") or name == "first_repeat" else 1
-        assert sign * (values[0] - fine[name][0]) > 0.05, name
 
 
 def test_figures_are_means_over_samples_and_over_sets_of_one_of_each_prompt():
@@ -189,7 +171,7 @@ def slow_nats(model, separator, before, after):
     return nats
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 8, 64])
+@pytest.mark.parametrize("block_size", [1, 7, 8])
 def test_the_judge_scores_each_byte_in_its_context(block_size):
     rng, model = np.random.default_rng(0), make_model(block_size=block_size, n_layer=2)
     pairs = [(rng.integers(0, 256, m).tolist(), rng.integers(0, 256, n).tolist())
@@ -257,8 +239,7 @@ def test_figures_are_of_the_models_own_samples_beside_the_text_itself(save, writ
     assert lines[1].startswith(f"judge: {judge}, ") and lines[1].endswith(" parameters")
 
 
-@pytest.mark.parametrize("more", [["--top_p", "0.3"], ["--repetition_penalty", "3"], ["--set", "gate.0.0=0"],
-                                  ["--seed", "2"]], ids=" ".join)
+@pytest.mark.parametrize("more", [["--top_p", "0.3"], ["--set", "gate.0.0=0"]], ids=" ".join)
 def test_each_setting_matters_and_is_said(save, written, more):
     (plain, _), _ = written("--ckpt", save("a"))
     (run, _), lines = written("--ckpt", save("a"), *more)
@@ -284,29 +265,13 @@ def test_stop_ends_samples_and_text_before_the_separator(save, written, tmp_path
     assert not any("\n" in text for row in run["samples"] + real["samples"] for text in row)
     assert all(len(row[0]) < 20 for row in real["samples"])
     assert any(len(text) < 300 for row in run["samples"] for text in row)
-    model = make_model()  # one that says nothing else
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-        model.transformer.wpe.weight[:, 0] = model.transformer.ln_f.weight[:] = 1
-        model.transformer.wte.weight[10, 0] = 40
-    path = save_model(tmp_path / "mute.pt", model, Dataset(bytes_data))
-    (run, _), lines = written("--ckpt", path, "--judge", save("a"), "--stop", "--temperature", "0")
-    assert run["samples"] == [["", ""]] * 3
-    assert all(value == [None, None] for value in run["figures"].values())
-    assert set(lines[-2].split()[1:-1]) == {"–"}
 
 
-def test_bits_are_per_byte_whatever_the_tokens_are(save, written, tmp_path, bytes_data, chars_data):
-    """Of a judge that knows nothing 8; of padding, which has no text, log2 of all that may be said."""
+def test_bits_are_per_byte_whatever_the_tokens_are(save, written, tmp_path, bytes_data):
+    """Of a judge that knows nothing 8."""
     flat = save("flat", recipe="modern", n_embd=32)  # its head starts at 0
     for one in written("--ckpt", save("a"), "--judge", flat)[0]:
         assert one["figures"]["judge"] == [pytest.approx(8), pytest.approx(0, abs=1e-9)]
-    path = save("padded", chars_data, vocab_size=64, spread=0.1)
-    (run, _), _ = written("--ckpt", path, "--judge", path)
-    assert max(len(text) for row in run["samples"] for text in row) < 24
-    assert set("".join(sum(run["samples"], []))) <= set("abcdefgh \n")
-    assert run["figures"]["judge"][0] == pytest.approx(6, abs=0.2)  # log2 of 64, a byte a symbol
     splits = {path.stem: path.read_text() for path in bytes_data.glob("*.bin")}
     symbols = "0123456789 plusi.\n"
     chars = write_dataset(tmp_path / "chars", splits, "char", sorted(symbols))
@@ -314,14 +279,3 @@ def test_bits_are_per_byte_whatever_the_tokens_are(save, written, tmp_path, byte
     (_, as_chars), _ = written("--ckpt", save("c", chars, vocab_size=len(symbols)), "--judge", judge)
     (_, as_bytes), _ = written("--ckpt", save("a"), "--judge", judge)
     assert as_chars["figures"] == as_bytes["figures"] and as_chars["figures"]["judge"][0] > 0
-
-
-def test_the_table_is_aligned_and_fits_120_columns():
-    figures = {name: (v, h) for name, v, h in [("rep_4", 0.0164, 0.03), ("distinct_2", 0.9, 0.01),
-                                               ("self_bleu", 0.31, 0.02), ("loop", 1.0, math.nan),
-                                               ("first_repeat", 1024.0, 12.34), ("judge", 2.5, 0.1)]}
-    lines = text_table([("/a/long/way/to/the/folder/of/a/run/seed1", figures, 12345.6),
-                        ("  less the first", figures, None), ("b", figures, 3.0)]).splitlines()
-    assert max(map(len, lines)) <= 120 and len({len(lines[i]) for i in (0, 1, 3)}) == 1
-    assert "0.016 ±0.030" in lines[1] and "1024.0 ±12.3" in lines[1] and "  1.000  " in lines[1]
-    assert "+0.016 ±0.030" in lines[2] and "12,346" in lines[1]

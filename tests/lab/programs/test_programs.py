@@ -88,10 +88,8 @@ def test_where_ctrl_c_is_ignored_or_another_program_imports_us_it_stays_as_it_is
 
 @pytest.mark.parametrize("program, argv", [
     ("train", ["--nope"]), ("compare", ["--nope"]), ("sample", ["--ckpt=none"]),
-    ("evaluate", ["--ckpt=none"]), ("bench", ["--block_size=1"]), ("plot_curves", ["none"]),
     ("lab.prune", ["--ckpt=none", "--to=0.5", "--by=random", "--out_dir=none"]),
-    ("lab.probe", ["heads", "--ckpt=none"]), ("lab.export_hf", ["--ckpt=none", "--out=none"]),
-    ("data.prepare_text", [])])
+    ("lab.probe", ["heads", "--ckpt=none"]), ("data.prepare_text", [])])
 def test_once_a_program_works_ctrl_c_is_a_keyboard_interrupt(program, argv, monkeypatch, tmp_path):
     """Which each of them answers in its own way: the last save, the rows that are done."""
     monkeypatch.chdir(tmp_path)
@@ -107,10 +105,9 @@ def test_once_a_program_works_ctrl_c_is_a_keyboard_interrupt(program, argv, monk
 
 @pytest.mark.parametrize("system, variables, found", [
     ("linux", {}, {"GOMP_SPINCOUNT": "10000"}),
-    ("linux", {"OMP_NUM_THREADS": "2"}, {"GOMP_SPINCOUNT": "10000"}),  # how many is not how they wait
     ("linux", {"GOMP_SPINCOUNT": "5"}, {"GOMP_SPINCOUNT": "5"}),  # what the user has set counts
     ("linux", {"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
-    ("darwin", {}, {}), ("win32", {}, {})])  # other systems are left as they are
+    ("darwin", {}, {})])  # other systems are left as they are
 def test_threads_wait_briefly_where_nobody_says_how(monkeypatch, system, variables, found):
     for name in threads.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -119,22 +116,6 @@ def test_threads_wait_briefly_where_nobody_says_how(monkeypatch, system, variabl
     monkeypatch.setattr(sys, "platform", system)
     threads.wait_briefly()
     assert {name: os.environ[name] for name in threads.WAIT_VARIABLES if name in os.environ} == found
-
-
-CPUINFO = ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n"
-           "model name\t: AMD EPYC\npower management:\n\nprocessor\t: 1\nmodel name\t: another\n")
-
-
-@pytest.mark.parametrize("text, pattern", [(CPUINFO, r"AMD EPYC \(family 26, model 2\)"),
-                                           ("processor\t: 0\nBogoMIPS\t: 50.00\n", "(?!.*family).+")])
-def test_threads_are_counted_and_the_processor_is_named_with_its_generation(monkeypatch, tmp_path, text,
-                                                                            pattern):
-    (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr("builtins.open", lambda path, *args, _open=open, **kw: _open(
-        tmp_path / "cpuinfo" if path == "/proc/cpuinfo" else path, *args, **kw))
-    for n, words in ((1, "1 thread of "), (3, "3 threads of ")):
-        monkeypatch.setattr(torch, "get_num_threads", lambda n=n: n)
-        assert re.fullmatch(words + pattern, threads.describe_threads())
 
 
 def test_a_run_says_what_it_computes_on(args, capsys):

@@ -13,7 +13,6 @@ from lab_helpers import write_labels
 from model import GPT, GPTConfig, MECHANISMS
 from nanoheads.dataset import Dataset
 from lab.labels.targets import encode, label_file, write_meta
-from lab.probe import PROBES
 
 # ---- the folder in which the commands are typed ----
 
@@ -29,15 +28,10 @@ def flat(ids):
     return table[ids].sum(-1)
 def nan(ids):
     return causal(ids) / (causal(ids) * 0)
-def whole(ids):
-    return ids
 def noisy(ids):
     return causal(ids) + torch.randn(*ids.shape, 37)
-def fails(ids):
-    return table[ids + 37]
 """
-RULES = [("{", "is not JSON"), ('[{"heads": [1]}]', "is no rule"),
-         ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
+RULES = [("{", "is not JSON"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")]
 
 
 def gpt(**flags):
@@ -63,20 +57,19 @@ def label_truth(data):
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, bytes_data, chars_data, task_run):
+def home(tmp_path_factory, bytes_data, task_run):
     """Data sets, labels, checkpoints, runs and files: what the rows below name."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as typed:
         typed.chdir(home)
-        furnish(home, bytes_data, chars_data)
+        furnish(home, bytes_data)
         shutil.copy(task_run / "best.pt", "recall.pt")
     return home
 
 
-def furnish(home, bytes_data, chars_data):
+def furnish(home, bytes_data):
     shutil.copytree(bytes_data, "sums", ignore=shutil.ignore_patterns("labels"))
-    shutil.copytree(chars_data, "letters")
-    sums, letters = Dataset("sums"), Dataset("letters")
+    sums = Dataset("sums")
     text = {split: bytes(sums.tokens(split)) for split in ("train", "val", "test")}
     turned, decoded = ({split: change(part) for split, part in text.items()}
                        for change in (lambda part: part[::-1], bytes.decode))
@@ -96,15 +89,12 @@ def furnish(home, bytes_data, chars_data):
     save_model("plain.pt", make_model(), sums)
     save_model("rope.pt", make_model(recipe="modern"), sums)
     save_model("backwards.pt", make_model(recipe="modern"), backwards)
-    save_model("letters.pt", make_model(recipe="modern", vocab_size=letters.vocab_size), letters)
     save_model("chars.pt", make_model(vocab_size=chars.vocab_size), chars)
-    save_model("nan.pt", filled(make_model(recipe="modern"), "lm_head.weight", torch.nan), sums)
     save_model("large.pt", filled(make_model(), "transformer.wte.weight", 3e38), sums)
     # of constraint heads
     save_model("heads.pt", gpt(**HEADS, **SCORERS), sums)
     save_model("base.pt", gpt(**HEADS), sums)
     save_model("shallow.pt", gpt(**{**HEADS, "n_layer": 2}), sums)
-    save_model("base_backwards.pt", gpt(**HEADS), backwards)
     save_model("heads2.pt", gpt(**HEADS, **SCORERS, constraint_heads=2), sums)
     save_model("named.pt", gpt(**HEADS, **{**SCORERS, "constraint_names": ["truth"]}), sums)
     save_model("broken.pt", filled(gpt(**HEADS, **SCORERS), "transformer.h.2.attn.constraint.b2", torch.nan),
@@ -125,18 +115,12 @@ def furnish(home, bytes_data, chars_data):
         state = torch.load(name)
         state["model"]["transformer.h.0.attn.constraint.b2"] += 0.01  # as labels have moved it
         torch.save(state, name)
-    state = torch.load("fair.pt")
-    state["model"]["transformer.h.0.attn.constraint.w2"].fill_(3e38)
-    torch.save(state, "fair_large.pt")
-    torch.save([1, 2], "list.pt")
-    (home / "short.pt").write_bytes((home / "list.pt").read_bytes()[:-100])
     (home / "with/best.pt").mkdir(parents=True)
     (home / "with/best.pt/best.pt").write_text("here")
 
     # ---- texts, functions ----
     (home / "t.txt").write_text("abc\n")
     (home / "empty.txt").write_text("")
-    (home / "latin1.txt").write_bytes(b"caf\xe9")
     (home / "other.txt").write_text("abcZ")
     for folder in ("folder.html", "folder.png", "figures_taken"):
         (home / folder).mkdir()
@@ -157,17 +141,10 @@ COMMANDS = [
     # ---- train.py: controllers, policies, growth ----
     *under(f"{TRAIN} --out_dir=new",
         ("--controller=rules", "controller='rules' needs gates: set sentinel"),
-        ("--prune_gate=0.1 --sentinel=sigmoid --prune_floor=9", "prune_floor=9 is above n_head=2"),
-        ("--policy", "policy needs states: set agency"),
-        ("--policy --agency --policy_budget=0", "policy_budget=0.0 must be above 0"),
         ("--policy --agency --policy_no_consent=[5.1]", "must be layer.head"),
-        ("--policy --agency --policy_no_consent=0.7", "block 0 has no head 7"),
         *((f"--policy --agency --policy_rules=rules{i}.json", words) for i, (_, words) in enumerate(RULES)),
-        ("--agency --agency_learned",
-         "agency_learned predicts from what is measured of the heads: set controller_log"),
         ("--agency --agency_learned --policy", "both move the states"),
         ("--grow_heads=1", "all 2 heads are there from the start"),
-        ("--grow_from=1 --n_kv_head=1", "grow_from=1 must be a multiple of 2"),
         ("--prune_gate=0.1 --sentinel=sigmoid --n_kv_head=1", "prune_gate and grow_heads take single heads"),
         ("--controller_step=3.0", "controller_step=3.0 means nothing"),
         ("--controller_log --controller_tokens=10000000", "measuring heads takes"),
@@ -178,137 +155,93 @@ COMMANDS = [
     *under(f"{TRAIN} --out_dir=new --recipe=modern",
         ("--labels=truth --constraint_names=digit,truth", "truth"),
         ("--labels=lies --constraint_names=digit,even", "'lies'"),
-        ("--labels=truth", "labels='truth'"),
         ("--constraint_names=digit,even --constraint_focal=2.0", "constraint_focal=2.0"),
-        ("--labels=truth --constraint_names=digit,even --constraint_match=kl", "constraint_match"),
         ("--labels=truth --constraint_names=digit,even --teacher=two_heads.pt --constraint_match=huber",
          "two_heads.pt"),
         ("--labels=truth --constraint_names=digit,even --teacher=one_name.pt --constraint_match=kl",
          "constraint_names"),
-        ("--constraint_names=digit,even --teacher=mine.py --constraint_match=kl", "constraint_features=None"),
         ("--labels=truth --constraint_names=digit,even --documents=8", "documents=8")),
 
     # ---- plot_curves.py --heads, sample.py --audit ----
     *under("plot_curves.py --heads",
         ("figures_taken/file", "cannot make the folder figures_taken/file/figures (File exists)")),
     *under("sample.py --ckpt=fair.pt",
-        ("--audit=s.jsonl --ckpt=fair.pt", "^sample: --audit takes one checkpoint"),
-        ("--audit=s.png", "^sample: --audit: s.png is the name of the picture")),
-
-    # ---- probe.py ----
-    *under("lab/probe.py",
-        ("haeds --ckpt x", "^probe: no probe 'haeds'; did you mean heads?$"),
-        ("xyz", *PROBES)),
+        ("--audit=s.jsonl --ckpt=fair.pt", "^sample: --audit takes one checkpoint")),
 
     # ---- probe.py look ----
+    *under("lab/probe.py", ("haeds --ckpt x", "^probe: no probe 'haeds'; did you mean heads?$")),
     *under("lab/probe.py look --ckpt=fair.pt",
         ("--text=empty.txt", "--text: empty.txt is empty"),
-        ("--text=latin1.txt", "--text: latin1.txt is not UTF-8 text: unexpected end of data at byte 3"),
         ("--text=other.txt", "other.txt: 'Z' (U+005A) at position 3 is not among the 13 symbols"),
-        ("--start=Z", "^probe.py look: --start, for fair.pt: 'Z' (U+005A) at position 0"),
         ("--text=t.txt --out=folder.jsonl", "folder.png is not a file"),
         ("--text=t.txt --out=t.txt", "--out: t.txt is the text itself, and would be lost"),
-        ("--text=t.txt --json=look.png", "--json: look.png is the text, the JSON lines or the picture"),
-        ("--text=t.txt --ckpt=fair.pt --ckpt=fair.pt", "--ckpt: one, or two side by side, not 3"),
         ("--text=t.txt --ckpt=fair_bytes.pt", "fair.pt and fair_bytes.pt have different vocabularies")),
-    *under("lab/probe.py look --text=t.txt",
-        ("--ckpt=fair_large.pt", "fair_large.pt: its scores are not numbers: its weights are damaged")),
 
     # ---- probe.py constraints ----
     *under("lab/probe.py constraints",
         ("score --ckpt=base.pt --labels=weak", "has no constraint heads"),
-        ("score --ckpt=heads.pt --labels=none", "no labels 'none'"),
         ("score --ckpt=heads.pt --labels=./foreign", "made for another"),
-        ("adjudicate --ckpt=heads.pt --labels=./half", "labels no split 'test'"),
         ("score --ckpt=named.pt --labels=./weak", "heads for truth, and"),
         ("score --ckpt=heads.pt --labels=./same", "digit", "train is of one class only"),
+        ("adjudicate --ckpt=heads.pt --labels=./half", "labels no split 'test'"),
         ("adjudicate --ckpt=heads.pt --labels=./weak --task=cited", "is about testifiability"),
-        ("adjudicate --ckpt=heads.pt --labels=./weak --passage=3200", "no passage of 3,200 tokens"),
         ("explain --ckpt=heads.pt --k=16", "--k 16: highest and lowest"),
         ("explain --ckpt=broken.pt", "transformer.h.2.attn.constraint.b2 holds NaN or infinities")),
     *under("lab/probe.py constraints score --ckpt=heads.pt --labels=./weak",
-        ("--plain=heads.pt", "has constraint heads itself"),
         ("--plain=shallow.pt", "reads block 2 of 32"),
-        ("--plain=base_backwards.pt", "trained on different data"),
         ("--plain=base.pt --plain=base.pt", "2 --plain for 1 --ckpt"),
         ("--ckpt=heads2.pt", "other constraint heads"),
-        ("--split=train", "--split train"), ("--picture=folder.html", "--picture:")),
+        ("--split=train", "--split train")),
 
     # ---- probe.py leak ----
     *under("lab/probe.py leak --vocab=37",
         ("--module=theirs.py:none", "has no function none; it has causal, late,"),
         ("--module=theirs.py:flat", "returns [3, 32] for ids of [3, 32], which must be [B, T, V]"),
         ("--module=theirs.py:nan", "the logits are NaN at row 0, position 0"),
-        ("--module=theirs.py:whole", "is no tensor of logits"),
         ("--module=theirs.py:noisy", "turn dropout and sampling off"),
-        ("--module=theirs.py:fails", "fails on ids of [3, 32]: IndexError"),
-        ("--module=theirs.py:causal --vocab=1", "at least 2"),
         ("--module=theirs.py", "name a file and a function")),
 
-    # ---- probe.py heads ----
+    # ---- probe.py heads, and what is of a text or of a task ----
     *under("lab/probe.py heads",
         ("--ckpt=rope.pt --context=99999", "a context of 99,999 is longer than the val split"),
         ("--ckpt=plain.pt --context=33", "learned positions, which end at 32"),
         ("--ckpt=rope.pt --ckpt=backwards.pt", "trained on different data"),
-        ("--ckpt=nan.pt", "its weights are damaged")),
-
-    # ---- of texts, and the checkpoint was trained on a task ----
-    *under("lab/probe.py",
-        *((f"{word} --ckpt=recall.pt", "recall.pt was trained on the task recall, and this is of a text")
-          for word in ("heads", "text", "constraints score --labels=./weak")),
-        ("look --levels=2 --ckpt=plain.pt", "--levels is of a task, and plain.pt was trained on a text"),
-        ("look --levels=9 --ckpt=recall.pt", "9 pairs of recall need as many keys")),
+        ("--ckpt=recall.pt", "recall.pt was trained on the task recall, and this is of a text")),
+    *under("lab/probe.py look",
+        ("--levels=2 --ckpt=plain.pt", "--levels is of a task, and plain.pt was trained on a text")),
     *under("lab/prune.py --to=0.5 --by=random",
         ("--ckpt=recall.pt --dataset=sums", "and --dataset=sums is of a text")),
 
     # ---- probe.py text ----
     *under("lab/probe.py text --ckpt=plain.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
-        ("--samples=0", "argument --samples: invalid positive value: '0'"),
-        ("--top_p=2", "top_p=2.0 must be in (0, 1]"),
         ("--num_prompts=90", "90 prompts of 6 tokens, each with the 24 after it, need 2,700 tokens; the test "
                              "split of "),
         ("--judge=chars.pt", "its 18 characters cannot spell all that "),
-        ("--judge=large.pt", "--judge large.pt gives nan nats"),
-        ("--ckpt=letters.pt", "letters.pt and plain.pt were trained on different data")),
-    *under("lab/probe.py text",
-        ("--ckpt=large.pt --num_prompts=3 --prompt_tokens=6 --samples=2 --tokens=24",
-         "large.pt: the probabilities are not numbers")),
+        ("--judge=large.pt", "--judge large.pt gives nan nats")),
 
     # ---- prune.py ----
     *under("lab/prune.py --ckpt=run",
-        ("--to 0.5 --by importanse", "importance?"),
         ("--to 0.5 1.5 --by random", "--to 1.5"),
-        ("--to 0.5 --by gate", "gate"),
-        ("--to 0.5 --by blocks", "block")),
+        ("--to 0.5 --by gate", "gate")),
     *under("lab/prune.py --to=0.5 --by=random --ckpt=run",
-        ("--floor=5", "--floor 5"), ("--floor=3", "--floor 3"), ("--recover=5", "--out_dir"),
-        ("--text=900000", "20,000 tokens of train"), ("--text=0", "--text 0 must be at least 1"),
-        (f"--seed={'9' * 30}", "must be at most 9,223,372,036,854,775,807"),
-        ("--out_dir=/proc/x", "--out_dir: cannot write into /proc (No such file or directory); name"),
+        ("--floor=5", "--floor 5"), ("--recover=5", "--out_dir"),
+        ("--text=900000", "20,000 tokens of train"),
         ("--out_dir=with/best.pt", "with/best.pt"),
         ("--ckpt=larger.pt", "larger.pt and run")),
     *under("lab/prune.py --to=0.5",
         ("--ckpt=untold.pt --by=random --recover=5 --out_dir=y", "untold.pt"),
-        ("--ckpt=unet.pt --by=blocks", "unet.pt has U-Net"),
-        ("--ckpt=short.pt --by=random", "short.pt")),
+        ("--ckpt=unet.pt --by=blocks", "unet.pt has U-Net")),
 
     # ---- bench.py ----
     *under("bench.py",
         ("--nanogpt=folder.html", "--nanogpt must name a nanoGPT checkout"),
-        ("--race --nanogpt=folder.html --seeds=0", "--seeds=0 must be at least 1"),
-        ("--mechanisms=routng", "no routng"), ("--heads_off=1", "below 1"),
-        ("--mechanisms=all --heads_off=0", "one at a time"),
-        ("--vocab_size=99999999999", "must be at most 2,147,483,647"),
-        ("--block_size=1", "--block_size=1"), ("--n_head=3", "n_embd=128")),
+        ("--mechanisms=all --heads_off=0", "one at a time")),
 
     # ---- lab/label.py ----
     *under("lab/label.py --dataset=sums",
         ("--by=weak --noise=0.1", "--noise is for --by=synthetic, not for --by=weak"),
         ("--by=weak --names truth", "no weak labeller 'truth'; there are reciprocity"),
-        ("--by=synthetic --names a=x", "no synthetic task 'x'; there are comma"),
         ("--by=synthetic --names a.b", "'a.b' is no name"),
-        ("--by=synthetic --noise=0.7", "must be from 0 to 0.5"),
-        ("--by=spans --split=val", "several such pairs"),
         ("--by=spans --file=span.jsonl --split=val --names x", "nothing about 'x'; there is truth"),
         ("--by=spans --file=no_span.jsonl --split=val", "holds no label")),
 ]
