@@ -17,6 +17,7 @@ from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
 from nanoheads.scoring import score as lm_score
 from lab.probe import main as probe
+from lab.probes import intervals
 from lab.probes.constraints import metrics, token_probes
 from lab.probes.constraints.adjudicate import aggregate, classes, classify, documents, passages
 from lab.probes.constraints.explain import removal_sets, window_changes, without_keys
@@ -32,8 +33,9 @@ SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """Fewer steps of an MLP probe: enough for these."""
+    """Fewer steps of an MLP probe, and fewer blocks of text: enough for these."""
     monkeypatch.setattr(token_probes, "STEPS", 100)
+    monkeypatch.setattr(intervals, "BLOCKS", 6)
 
 
 @pytest.fixture(scope="module")
@@ -279,13 +281,13 @@ def test_several_checkpoints_pair_with_as_many_plain_whose_probes_are_kept(saved
     """Kept for the same model and text: of another text others are fitted, and a damaged file is anew."""
     runs = [x for s in (1, 2) for x in ("--ckpt", saved(f"h{s}", with_heads(seed=s)))]
     plain = [x for s in (4, 5) for x in ("--plain", saved(f"p{s}", make_model(seed=s)))]
-    pairs = [["score", *runs[i:i + 2], *plain[i:i + 2], "--labels", labels, "--tokens=1024"] for i in (0, 2)]
+    pairs = [["score", *runs[i:i + 2], *plain[i:i + 2], "--labels", labels, "--tokens=512"] for i in (0, 2)]
 
     def files():
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("probes/*.pt")}
-    found, text = say("score", *runs, *plain, *pairs[0][5:], "--fit=2048")
+    found, text = say("score", *runs, *plain, *pairs[0][5:], "--fit=1024")
     kept = files()
-    each = [say(*pair, "--fit=2048")[0]["names"][0]["figures"] for pair in pairs]
+    each = [say(*pair, "--fit=1024")[0]["names"][0]["figures"] for pair in pairs]
     assert len(kept) == 4 and files() == kept, "a linear one and an MLP of each"
     for scorer in (HEADS, "MLP probe, plain"):
         assert found["names"][0]["figures"][scorer]["auroc"][0] == pytest.approx(
@@ -297,9 +299,9 @@ def test_several_checkpoints_pair_with_as_many_plain_whose_probes_are_kept(saved
     assert "bits/byte less plain" in text
     for path in kept:
         path.write_bytes(b"damaged")
-    assert say(*pairs[0], "--fit=2048")[0]["names"][0]["figures"] == each[0]
+    assert say(*pairs[0], "--fit=1024")[0]["names"][0]["figures"] == each[0]
     assert sum(path.stat().st_size > 100 for path in kept) == 2
-    say(*pairs[0], "--fit=1800")
+    say(*pairs[0], "--fit=900")
     assert len(files()) == 6
 
 
