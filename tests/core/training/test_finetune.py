@@ -204,7 +204,8 @@ def test_documents_in_packed_and_in_padded_rows_are_what_each_is_alone(tmp_path)
 @pytest.mark.parametrize("packed, change", [
     (None, dict(batch_size=2, grad_accum=4)), ("whole", dict(batch_size=2, grad_accum=4)),
     (None, dict(compile=True))], ids=str)
-def test_a_run_over_documents_has_the_same_losses(packed, change, tuned, rows, tmp_path, monkeypatch):
+def test_a_run_over_documents_has_the_same_losses(packed, change, args, articles_data, rows, tmp_path,
+                                                      monkeypatch):
     """In portions of the batch, in which rows hold other numbers of tokens; and compiled, for few widths."""
     graphs = []
 
@@ -213,10 +214,10 @@ def test_a_run_over_documents_has_the_same_losses(packed, change, tuned, rows, t
         return graph
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    keys = dict(documents=4, acag="headwise", batch_size=8)
+    keys = dict(dataset=articles_data, block_size=32, documents=4, acag="headwise", batch_size=8)
     keys |= dict(documents_packed=packed) if packed else {}
-    main(tuned("whole", **keys))
-    main(tuned("changed", **{**keys, **change}))
+    main(args("whole", **keys))
+    main(args("changed", **{**keys, **change}))
     a, b = (rows(tmp_path / out)[0] for out in ("whole", "changed"))
     assert [r["loss"] for r in a] == pytest.approx([r["loss"] for r in b], abs=1e-5)
     assert 2 <= len(graphs) <= 4 if "compile" in change else not graphs  # widths of 8, 16, 24 and 32

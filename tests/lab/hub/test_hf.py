@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,7 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 import sample
 import train
-from helpers import ROOT, TINY, TINY_GPT, alive, byte_pairs, in_nanogpts_words, tiny, write_dataset
+from helpers import (ROOT, TINY, TINY_GPT, alive, byte_pairs, forget_own_mechanisms, in_nanogpts_words, tiny,
+                     write_dataset)
 from lab.export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, own_mechanism, pruning, scoring
@@ -163,7 +163,6 @@ FAULTS_OF_A_FOLDER = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors"]),
     "a .bin of code": (no_weights_but_a_bin, ["transformers cannot read it as a gpt2 model"]),
-    "half": (written_to("model.safetensors", b"half"), ["transformers cannot read it as a gpt2 model"]),
     "config": (written_to("config.json", "{"), ["config.json", "JSON"]),
     "family": (edited(model_type="bloom"), ["bloom", "gpt2", "gpt_neo"]),
     "a tensor less": (weights_changed(lambda t: t.pop("transformer.h.1.mlp.c_fc.weight")),
@@ -174,13 +173,11 @@ FAULTS_OF_A_FOLDER = {
     "NaN": (weights_changed(lambda t: t["transformer.h.1.mlp.c_fc.weight"][3].fill_(float("nan"))),
             ["h.1.mlp.c_fc.weight", "NaN"]),
     "eps": (edited(layer_norm_epsilon=1e-6), ["layer_norm_epsilon=1e-06"]),
-    "activation": (edited(activation_function="silu"), ["'silu'", "gelu_new"]),
     "quantised": (edited(quantization_config=dict(quant_method="bitsandbytes")), ["quantis"]),
     "vocabulary": (written_to("vocab.json", json.dumps(dict(zip("abc", (0, 1, 99))))), ["tokenizer.json"]),
     "more tokens": (written_to("tokenizer.json", json.dumps(hf.own_tokenizer(dict(encoding="byte")))),
                     ["256", "61"]),
     "tokenizer": (written_to("tokenizer.json", "{}"), ["tokenizer files", "damaged"]),
-    "ids": (written_to("tokenizer.json", json.dumps(dict(model=dict(vocab=dict(a=-1))))), ["damaged"]),
     "unigram": (written_to("tokenizer.json", json.dumps(dict(model=dict(vocab=[["the", -1.0]])))),
                 ["tokenizer", "byte pairs"]),
 }
@@ -196,7 +193,6 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, gpt2_folder, tmp_path):
 
 @pytest.mark.parametrize("name, fields, words", [
     ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), ["'yarn'", "llama3"]),
-    ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["low_freq_factor"]),
     ("llama", dict(attention_bias=True), ["attention_bias=True"]),
     ("mistral", dict(sliding_window=16), ["sliding_window=16"])], ids=str)
 def test_what_a_llama_has_that_ours_has_not_is_one_line(name, fields, words, tmp_path):
@@ -213,7 +209,7 @@ NONSENSE = st.recursive(st.none() | st.booleans() | st.integers(-5, 99) | st.jus
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_whatever_json_stands_in_a_folder_it_is_a_model_or_a_line(gpt2_folder, tmp_path_factory, data):
     """Any value in the place of a field of the config, of a tokenizer's ids, or of a whole file."""
@@ -257,9 +253,9 @@ def test_without_transformers_a_line_says_what_to_install(gpt2_folder, tmp_path,
 def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    for name in ("distilgpt2", "gpt2-xl", "EleutherAI/gpt-neo-125m", "somebody-new/a_Llama.v2"):
+    for name in ("distilgpt2", "EleutherAI/gpt-neo-125m"):
         refused(name, f"no checkpoint {name}", "give that folder")
-    for path in ("nowhere", "out/a", "out-a/b", "runs/a", "gpt2.pt", "gpt2/ckpt.pt", "a/b/c", "./a", "/a/b"):
+    for path in ("nowhere", "out/a", "runs/a", "gpt2.pt", "gpt2/ckpt.pt", "a/b/c", "./a", "/a/b"):
         assert not hf.is_name(path)
         refused(path, "no checkpoint")
 
@@ -367,9 +363,9 @@ def written(model, folder, meta=None, **options):
 def same_everywhere(model, there):
     assert apart(there, model) < 1e-5
     prompt = IDS[:, :9]
-    want = model.generate(prompt, 12, temperature=0)
+    want = model.generate(prompt, 6, temperature=0)
     for use_cache in (True, False):
-        got = there.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, pad_token_id=0)
+        got = there.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=0)
         assert torch.equal(got, want)
 
 
@@ -387,17 +383,14 @@ def test_transformers_says_what_we_say(name, tmp_path):
 OLD, NEW = ("rope_theta", "rope_scaling"), ("rope_parameters",)  # of transformers 4 and 5, in config.json
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama, stretched", "qwen2"])
-def test_versions_4_and_5_of_transformers_read_the_same_positions(name, tmp_path):
+def test_versions_4_and_5_of_transformers_read_the_same_positions(tmp_path):
     """A folder holds what each of them reads, and either form alone is read here as well."""
-    model = tiny(**{**SIZES, **WRITTEN[name]}, rope_base=50).float()
+    model = tiny(**{**SIZES, **WRITTEN["llama, stretched"]}, rope_base=50).float()
     hf.export(model, None, tmp_path / "both")
     config = json.loads((tmp_path / "both/config.json").read_text())
-    assert {**config["rope_parameters"]} == {
-        **(config["rope_scaling"] or dict(rope_type="default")), "rope_theta": config["rope_theta"]}
+    assert config["rope_parameters"] == {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
     assert config["rope_theta"] == 50.0 and isinstance(config["rope_theta"], float)  # as version 4 wants them
-    for key, value in (config["rope_scaling"] or {}).items():
+    for key, value in config["rope_scaling"].items():
         assert key == "rope_type" or type(value) is (int if key.startswith("original") else float)
     for gone in (OLD, NEW):
         folder = shutil.copytree(tmp_path / "both", tmp_path / gone[0])
@@ -519,37 +512,38 @@ def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(tmp_path):
 
 # ---- the code in a folder ----
 
-@pytest.mark.slow
-def test_a_folder_needs_nothing_of_this_repository(tmp_path):
+class Absent:
+    """Of sys.meta_path: this repository is not there to be imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("model", "nanoheads", "lab"):
+            raise ModuleNotFoundError(name)
+
+
+def test_a_folder_needs_nothing_of_this_repository(tmp_path, monkeypatch):
     """Its first file names every other one: transformers 4 copies what it imports, and nothing beyond."""
     model = tiny(**SIZES, **MECHANISMS["acag"]).float()
     hf.export(model, None, tmp_path / "out")
     named = re.findall(r"^from \.(\w+) import", (tmp_path / "out/modeling_nanoheads.py").read_text(), re.M)
     assert {*named, "modeling_nanoheads"} == {path.stem for path in (tmp_path / "out").glob("*.py")}
-    code = ("import sys, torch, transformers\n"
-            "there = transformers.AutoModelForCausalLM.from_pretrained('out', trust_remote_code=True)\n"
-            f"assert not sys.modules[type(there).__module__].__file__.startswith({str(ROOT / 'lab')!r})\n"
-            "assert not {'model', 'nanoheads', 'lab'} & set(sys.modules)\n"
-            "print(there(torch.arange(1, 9)[None]).logits.sum().item())\n")
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr[-2000:]
-    want = model(torch.arange(1, 9)[None]).logits.sum().item()
-    assert float(said.stdout) == pytest.approx(want, abs=1e-3)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("model", "nanoheads", "lab")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert apart(there.eval(), model) < 1e-5
 
 
-def test_every_import_of_an_own_mechanism_leads_into_its_folder(mine, tmp_path):
+def test_imports_of_an_own_mechanism_lead_into_its_folder_or_are_refused(mine, tmp_path):
     """Else the folder has no such module, or finds another class of the same name where the repository is."""
     good = "import model\nimport model as m\nfrom nanoheads import kernels\n"
     own_mechanism.add(mine("import torch\n", f"import torch\n{good}"))
     hf.export(tiny(**SIZES, forget=True).float(), None, tmp_path / "out")
     code = (tmp_path / "out/own_mechanism_0.py").read_text()
     assert code.count("from . import") == 3 and not re.search(r"^(import|from) (model|nanoheads)", code, re.M)
-
-
-def test_an_import_that_a_folder_cannot_hold_is_refused(mine, tmp_path):
+    forget_own_mechanisms()
     own_mechanism.add(mine("import torch\n", "import torch\nfrom nanoheads.common import UserError\n"))
     with pytest.raises(UserError, match="cannot hold its import of nanoheads"):
-        hf.export(tiny(**SIZES, forget=True).float(), None, tmp_path / "out")
+        hf.export(tiny(**SIZES, forget=True).float(), None, tmp_path / "no")
 
 
 # ---- tokenizers ----
@@ -712,14 +706,10 @@ def test_a_vocabulary_is_the_same_in_another_layout_and_another_one_is_refused()
             checkpoint.check_vocabulary(old, new, "x")
 
 
-@pytest.mark.parametrize("meta, words", [
-    (dict(encoding="char", vocab=list("aab")), "different single characters"),
-    (dict(encoding="hf", vocab="{}"), "only tokenizers of byte pairs")])
-def test_a_damaged_vocabulary_is_not_written(tmp_path, meta, words):
-    model = tiny(**SIZES).float()
-    checkpoint.save(tmp_path / "x.pt", dict(model=model.state_dict(), config=model.config.flags(),
-                                            meta=dict(name="x", vocab_size=58, **meta)))
-    with pytest.raises(SystemExit, match="x.pt: its vocabulary cannot be read: .*" + words):
+def test_a_damaged_vocabulary_is_not_written(tmp_path):
+    model, meta = tiny(**SIZES).float(), dict(name="x", vocab_size=58, encoding="hf", vocab="{}")
+    checkpoint.save(tmp_path / "x.pt", dict(model=model.state_dict(), config=model.config.flags(), meta=meta))
+    with pytest.raises(SystemExit, match="x.pt: its vocabulary cannot be read: .*only tokenizers of byte"):
         main(["--ckpt", str(tmp_path / "x.pt"), "--out", str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
 
