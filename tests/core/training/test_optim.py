@@ -1,5 +1,6 @@
 """AdamW, Muon and NorMuon against written-out references, which parameters go where, the learning rates."""
 
+import importlib
 import math
 import sys
 
@@ -206,7 +207,7 @@ def test_grouped_heads_and_swiglu_are_stacked_by_their_heights(recipe, n_kv_head
 
 
 def add_sgd():
-    """An optimizer of one's own, in a process that has read nothing of this repository: a class and a line."""
+    """An optimizer of one's own, where nothing of this repository has been read: a class and a line."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("model", "nanoheads", "train")]:
         del sys.modules[name]
     from nanoheads import optim
@@ -232,8 +233,10 @@ def add_sgd():
 def test_a_third_optimizer_is_a_class_and_a_line(args, rows, tmp_path):
     """Whose rate is a key, whose steps are logged, and whose moments a run goes on with."""
     command = args(optimizer="sgd", sgd_lr=0.3, max_iters=3, schedule="constant", warmup_iters=0)
-    for more in ([], ["--resume", "--max_iters=6"]):
-        assert ending(in_child([*command, *more], add_sgd)) == 0
+    def begin():
+        add_sgd()
+        importlib.import_module("train").main(command)
+    assert ending(in_child([*command, "--resume", "--max_iters=6"], begin)) == 0
     assert [row["sgd_lr"] for row in rows(tmp_path / "run")[0]] == [0.3] * 6
     sgd, adamw = checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"]
     assert len(sgd["state"]) == 4  # the matrices of a block; the head is the embedding
