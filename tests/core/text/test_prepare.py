@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -73,7 +74,7 @@ TEXT = st.lists(st.sampled_from(PARTS), min_size=40, max_size=90).map("".join)
 
 
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.lists(TEXT, min_size=1, max_size=3), st.sampled_from([None, "|", "||", "\n\n"]), st.booleans())
 def test_the_splits_add_up_to_the_text(encoding, request, texts, separator, normalise):
     if encoding == "gpt2":
@@ -169,7 +170,7 @@ def test_bits_per_byte_count_the_text_where_tokens_spell_another(tmp_path, capsy
 @pytest.mark.slow
 def test_a_text_has_a_folder_of_its_name_in_data(tmp_path):
     """In a repository of its own, which has another text's prepare script in data/wikitext2."""
-    shutil.copytree(ROOT / "nanoheads", tmp_path / "nanoheads", ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copytree(ROOT / "nanoheads", tmp_path / "nanoheads")
     for name in ("prepare_text.py", "wikitext2/prepare.py"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "data" / name, tmp_path / "data" / name)
@@ -177,14 +178,17 @@ def test_a_text_has_a_folder_of_its_name_in_data(tmp_path):
     for path in ("my.txt", "b/my.txt", "wikitext2.txt"):
         (tmp_path / path).write_text(path * 99)
 
-    for argv, words in (("--source=my.txt", "data/my: byte"),
-                        ("--source=my.txt", "prepared, verified: data/my"),
-                        ("--source=my.txt --encoding=char", "data/my_char: char"),
-                        ("--source=b/my.txt", "data/my holds another text: name another folder with --out"),
-                        ("--source=wikitext2.txt", "data/wikitext2 is no name for its folder")):
-        done = subprocess.run([sys.executable, "data/prepare_text.py", *argv.split()], cwd=tmp_path,
-                              env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True)
-        assert words in done.stdout + done.stderr
+    asked = [("--source=my.txt", "data/my: byte"), ("--source=my.txt", "prepared, verified: data/my"),
+             ("--source=my.txt --encoding=char", "data/my_char: char"),
+             ("--source=b/my.txt", "data/my holds another text: name another folder with --out"),
+             ("--source=wikitext2.txt", "data/wikitext2 is no name for its folder")]
+    program = ("import runpy, sys\nfor argv in sys.argv[1:]:\n    sys.argv[1:] = argv.split()\n    try:\n"
+               "        runpy.run_path('data/prepare_text.py', run_name='__main__')\n"
+               "    except SystemExit as e:\n        print(e)\n    print('====')\n")
+    done = subprocess.run([sys.executable, "-c", program, *(argv for argv, _ in asked)], cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True)
+    for said, (_, words) in zip(done.stdout.split("====\n"), asked):
+        assert words in said, done
 
 
 # ---- corpora ----
@@ -586,26 +590,21 @@ def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     ("prepare_text --source=cut.txt.gz --out=x", "cut.txt.gz: damaged ("),
     ("prepare_text --source=my.txt --out=my.txt", "my.txt: File exists"),
     ("enwik8_char/prepare --out=x --source=other.zip", "other.zip: holds no enwik8; replace it with a whole"),
-    ("enwik8/prepare --out=x --source=no.zip", "no.zip: damaged ("),
     ("enwiki15/prepare --out=x", "enwiki15/train.txt: not found, and it has no download; put it into the"),
     ("pystdlib/prepare --out=x --source=folder", "holds no .py file; name the standard library's folder"),
-    ("openwebtext/prepare --out=x --source=folder", "holds no .parquet file; correct --source"),
     ("fineweb/prepare --out=x --source=folder", "holds no file of .jsonl, .jsonl.gz, .jsonl.xz, .parquet"),
     ("fineweb/prepare --out=x --source=bad.jsonl --encoding=byte", "1 is no JSON object with a \"text\""),
     ("fineweb/prepare --out=x --source=few.jsonl --encoding=byte", "fills 1 shard, and the first is val"),
     ("fineweb/prepare --out=x --source=numbers.parquet --encoding=byte", "\"text\" holds no text, but int"),
     ("fineweb/prepare --out=x --shards Llama_val.bin a_train.bin", "bin holds Llama 3's tokens, of uint32"),
-    ("fineweb/prepare --out=x --shards a_train.bin", "no file has 'val' in its name"),
-    ("fineweb/prepare --out=x --shards a_train.bin a_val.bin", "it is shorter than its header of 1,024"),
-    ("from_nanogpt folder", "has no train.bin; name the folder that nanoGPT's prepare.py wrote")])
+    ("fineweb/prepare --out=x --shards a_train.bin", "no file has 'val' in its name")])
 def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOHEADS_DATA", str(tmp_path))
     Path("folder").mkdir()
-    for name, data in {"my.txt": b"some text\n" * 99, "no.zip": b"no",
-                       "utf16.txt": ("text\n" * 40).encode("utf-16"),
+    for name, data in {"my.txt": b"some text\n" * 99, "utf16.txt": ("text\n" * 40).encode("utf-16"),
                        "cut.txt.gz": gzip.compress(os.urandom(999))[:500], "bad.jsonl": b"{}\n",
-                       "few.jsonl": b'{"text": "a"}\n', "a_train.bin": b"abc", "a_val.bin": b"abc",
+                       "few.jsonl": b'{"text": "a"}\n', "a_train.bin": b"abc",
                        "Llama_val.bin": np.array([20240801, 7, 1] + [0] * 253, "<i4").tobytes() + b"abcd"
                        }.items():
         Path(name).write_bytes(data)
@@ -624,10 +623,13 @@ def test_what_cannot_be_prepared_is_one_line(command, words, tmp_path, monkeypat
     assert "/nowhere: no such file or folder; correct NANOHEADS_DATA" in refused("wikitext2/prepare")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_begins_with_its_command_and_starts_anywhere(script):
-    text = (ROOT / script).read_text().split('"""')[1]
-    assert f"python {script}" in text and "ou should see" in text
-    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0 and "usage: " in done.stdout
+def test_a_script_begins_with_its_command_and_starts_anywhere(monkeypatch, capsys):
+    monkeypatch.chdir("/")
+    for script in SCRIPTS:
+        text = (ROOT / script).read_text().split('"""')[1]
+        assert f"python {script}" in text and "ou should see" in text
+        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(ROOT)])
+        with pytest.raises(SystemExit, match="^0$"):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert "usage: " in capsys.readouterr().out and str(ROOT) in sys.path, script

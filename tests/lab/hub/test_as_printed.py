@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model import GPT, GPTConfig
-from study import records
 from lab.hub.as_printed import (A2CAttention, ActorCritic, ConstraintConfig,
                                 MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint,
                                 constraint_loss)
@@ -186,18 +184,6 @@ def test_variant_b_has_as_many_parameters_as_printed(C, H, names, heads):
     assert printed.dk == C // (H + len(names) * heads)
 
 
-@pytest.mark.slow
-def test_runs_of_variant_b_on_file_have_the_parameters_that_were_counted():
-    study, _ = records.read(ROOT / "results/constraints-tiny.json.gz")
-    runs = [run for run in study.runs if run.spec["model"].get("constraint_variant") == "B"]
-    assert runs
-    for run in runs:
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**run.spec["model"]))
-        assert model.transformer.h[1].attn.head_size == 8  # a rounded size
-        assert run.stage != "judge" or model.num_params() == study.variant(run.variant).params
-
-
 def test_constraint_heads_look_ahead_unless_causal():
     """A causal mask alone hides no later token from the router's mean; rows never mix."""
     x = normal(B, T, C)
@@ -344,11 +330,9 @@ def judge(targets):
 
 MISTAKES = [
     (lambda: ConstraintConfig("truth"), r"names='truth' must be a list of names: \['truth'\]"),
-    (lambda: ConstraintConfig(["a", "a"]), r"names=\['a', 'a'\] must be different"),
     (lambda: ConstraintConfig(NAMES, variant="C"), r"variant='C' must be 'A' \(wider concatenation\) or 'B'"),
     (lambda: MultiHeadAttentionWithConstraints(25, H), "d_model=25 must be a multiple of n_heads_base=4"),
     (read(HIDDEN[:, None]), "attn_mask is added to the logits: give floats"),
-    (read(torch.full((T, T), math.nan)), "attn_mask is added to the logits: give floats, 0 where"),
     (read(torch.zeros(B, 8, T, T)), r"attn_mask \[2, 8, 5, 5\] must be broadcastable to .*one for all heads"),
     (judge({}), "targets for nothing; the heads are for reciprocity, testifiability"),
     (judge({"truth": torch.zeros(B, T)}), r"targets for \['truth'\]; the heads are for"),

@@ -240,11 +240,10 @@ def test_a_constraint_head_attends_as_the_models_own_do(hf, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanisms", ["acag,sink", "sink"])
-def test_statistics_are_those_before_dropout(hf, mechanisms):
+def test_statistics_are_those_before_dropout(hf):
     """A gate multiplies what dropout has left of a head by what it is without dropout."""
     plain = tiny(hf, "gpt2", attn_pdrop=0.4)
-    gated = scatter(insert(copy.deepcopy(plain), mechanisms), 0.5, only="nanoheads")
+    gated = scatter(insert(copy.deepcopy(plain), "acag,sink"), 0.5, only="nanoheads")
 
     def sent(model, train):
         """What the first layer's heads put out."""
@@ -400,7 +399,7 @@ def test_documents_in_one_row_do_not_see_each_other(hf, router):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_models_are_copied_pickled_and_checkpointed(hf, kind):
     model = random_insert(tiny(hf, kind), **EVERYTHING)
 
@@ -424,17 +423,15 @@ def test_models_are_copied_pickled_and_checkpointed(hf, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, sizes", [
-    ("gpt_neo", dict(num_layers=1, attention_types=[[["local"], 1]])), ("llama", dict(num_hidden_layers=1))])
-def test_models_are_compiled_without_a_break(hf, kind, sizes):
-    model = insert(tiny(hf, kind, **sizes), **EVERYTHING, constraint_layers=[0])
+def test_models_are_compiled_without_a_break(hf):
+    model = insert(tiny(hf, "llama", num_hidden_layers=1), **EVERYTHING, constraint_layers=[0])
     scatter(model, 0.3, only="nanoheads")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "gpt_neox", "llama", "phi3"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "phi3"])
 def test_saved_and_loaded_a_model_is_the_same(hf, kind, tmp_path):
     model = random_insert(tiny(hf, kind, torch.float32), **EVERYTHING)
     model.save_pretrained(tmp_path, max_shard_size="30KB")
@@ -521,19 +518,15 @@ def said_by(act):
 @pytest.mark.parametrize("act, words", [
     (lambda m: insert(m, "acga"), "'acga'"),
     (lambda m: insert(m, "acag", acag_mod=1), "'acag_mod'"),
-    (lambda m: insert(m, "acag", n_head=3), "'n_head'"),
     (lambda m: insert(m), "nothing to insert; there are xsa, head_norm"),
     (lambda m: insert(m, ["value_residual", "acag"]), "value_residual cannot be inserted"),
     (lambda m: insert(m, "acag", acag_length=0), "acag_length=0"),
     (lambda m: insert(m, "constraint_b"), "constraint_variant='B'"),
-    (lambda m: insert(m, "constraint_a", constraint_stop=9), "constraint_stop=9"),
     (lambda m: insert(m, "head_norm"), "head_norm has no neutral setting"),
-    (lambda m: insert(m, "acag,routing_published"), "routing=published"),
     (lambda m: insert(m, "routing_moh", routing_top_k=2), "routing_top_k=2"),
     (lambda m: insert(m, "sentinel", sentinel_init=-9.0), "sentinel_init=-9.0"),
     (lambda m: mask_heads(m, {2: [0]}), "layer 2"),
     (lambda m: mask_heads(m, {1: [4]}), "head 4"),
-    (lambda m: mask_heads(m, {"0": [1]}), "layer '0'"),
     (lambda m: Control(m), "no gates"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_inserted_is_one_line_and_changes_nothing(hf, act, words):

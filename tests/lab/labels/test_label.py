@@ -45,7 +45,7 @@ To them?
 """
 LONG_LINE = "\n\n\n  " + "a long line, without a Break. " * 60 + "\n \t\n"
 SLOW_PLAY = PLAY.replace("Speak, speak.", "Speak, speak. " * 30)
-MIXED = (WIKI + "\n" + PLAY + "\n") * 6 + LONG_LINE + SLOW_PLAY + "\n" + WIKI + PLAY
+MIXED = (WIKI + "\n" + PLAY + "\n") * 3 + LONG_LINE + SLOW_PLAY + "\n" + WIKI + PLAY
 
 
 def made(folder, text, encoding="byte"):
@@ -185,7 +185,7 @@ def test_no_label_knows_where_pieces_are_cut(tmp_path, encoding, request, monkey
     args = SimpleNamespace(names=None, reach=None, noise=0.2, seed=3)
     for kind in (labellers.Weak, labellers.Synthetic):
         found = []
-        for size in (1, 90, 1000, 1 << 20):
+        for size in (1, 90, 1 << 20):
             pieces = [*Text(dataset, size).pieces("train")]
             assert "".join(p.text for p in pieces) == MIXED and len(pieces) > 1
             assert [p.start for p in pieces[1:]] == [p.stop for p in pieces[:-1]]
@@ -268,11 +268,10 @@ def test_a_byte_that_is_not_utf8_is_a_character(tmp_path):
 
 @pytest.mark.parametrize("row, words", [
     (span(0, 10**9), "ends at 1,000,000,000; the split has [0-9,]+ characters"),
-    (span(5, 5), "the span from 5 to 5 holds nothing"), (span(-1, 5), "must be whole numbers"),
-    (span(0, 5, 10**400), "too large"), (span(0, 5, 1.01), r"1.01 must be in \[0, 1\]"),
+    (span(5, 5), "the span from 5 to 5 holds nothing"), (span(0, 5, 1.01), r"1.01 must be in \[0, 1\]"),
     (span(0, 5, True), "must be numbers from 0 to 1, or null"),
     (dict(span(0, 5), label="x"), "has the keys name, start, end, value, label where it needs"),
-    (span(0, 5, name="a.b"), "'a.b' is no name"), ("[1]", "has no keys"), ("{", "is not JSON"),
+    (span(0, 5, name="a.b"), "'a.b' is no name"), ("{", "is not JSON"),
     (span(0, 5, np.nan), "is not JSON: NaN is no number; null: not labelled"),
     (dict(name="truth", token=1, value=1), "counts tokens, and line 1 counts characters for truth")],
     ids=lambda value: str(value)[:40])
