@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
@@ -230,15 +231,20 @@ def two_ranks(tmp_path, free_port, monkeypatch):
     return run
 
 
-@forks
-def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch, two_ranks):
-    """To the step in which patience ends both, in the folder that is free, and one speaks."""
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch):
+    """As torchrun starts them: to the step in which patience ends both, in the folder that is free, and one
+    speaks.
+    """
     monkeypatch.chdir(tmp_path)
     main(args(out_dir=..., max_iters=1))
     keys = dict(CONSTANT, batch_size=2, grad_accum=2, optimizer="muon", adamw_lr=0.3, min_lr=0.3,
                 max_iters=30, eval_interval=1, patience=1)
     main(args("one", **keys))
-    assert two_ranks(args(**{**keys, "out_dir": ...})) == [(0, [])] * 2
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, ROOT / "train.py", *args(**{**keys, "out_dir": ...})],
+                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     for one, two in zip(rows("one"), rows("out/gpt-2"), strict=True):
         assert len(one) == len(two) and one[-1]["step"] < 30
         for a, b in zip(one, two):
@@ -247,9 +253,8 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch, 
                        for k in a if k not in ("elapsed_s", "tokens_per_s"))
     one, two = weights("one/ckpt.pt"), weights("out/gpt-2/ckpt.pt")
     assert max((one[k] - two[k]).abs().max() for k in one) < 1e-3
-    said = Path("0.out").read_text()
-    assert said.startswith("out/gpt holds another run: this one goes into out/gpt-2\n")
-    assert said.count(" by patience=1, best val loss") == 1 and Path("1.out").read_text() == ""
+    assert done.stdout.startswith("out/gpt holds another run: this one goes into out/gpt-2\n")
+    assert done.stdout.count(" by patience=1, best val loss") == 1
 
 
 @forks
