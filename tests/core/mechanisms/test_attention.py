@@ -454,3 +454,13 @@ def test_buckets_of_distances_are_t5s():
     assert buckets[:17] == [*range(17)]
     assert [buckets[d] for d in (20, 32, 64, 100, 127, 128, 399)] == [17, 21, 26, 30, 31, 31, 31]
     assert buckets == sorted(buckets)
+
+
+def test_portions_are_computed_once_more_with_the_dropout_that_they_had(monkeypatch):
+    """An output is linear in the values, so that with their gradient it is found again."""
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 500)
+    q, k, v = inputs()
+    y, _ = attend(q, k, v, scale=0.3, score_mod=lambda score, b, h, t, s: score + h, dropout=0.5)
+    total = (y * normal(*y.shape, seed=9)).sum()
+    gradient, = torch.autograd.grad(total, v)
+    close((v * gradient).sum(), total, 1e-9)

@@ -1,5 +1,6 @@
 """The plain GPT: equal to independent references; how it generates; its losses, initial values and sizes."""
 
+import itertools
 import math
 
 import pytest
@@ -311,3 +312,24 @@ def test_a_recipe_sets_only_the_flags_left_open():
     assert GPTConfig(recipe="modern", tied=True).tied and not GPTConfig(recipe="modern").tied
     for recipe, flags in RECIPES.items():
         assert all(getattr(GPTConfig(recipe=recipe), flag) is not None for flag in flags)
+
+
+@torch.no_grad()
+def test_dropout_acts_on_the_embedding_on_attention_weights_and_on_both_projections():
+    """Of nearly 1 it leaves nothing of what it acts on."""
+    model, idx = tiny(dict(bias=True, dropout=1 - 1e-12)).train(), tokens(2, 16)
+    nothing = model.head(model.transformer.ln_f.bias)
+    assert torch.allclose(model(idx).logits, nothing.expand(2, 16, -1))
+    model = tiny(dict(attn_dropout=1 - 1e-12))
+    got = model.train()(idx).logits
+    for layer, head in itertools.product(range(model.config.n_layer), range(model.config.n_head)):
+        model.set_gate(layer, head, 0.0)
+    assert torch.equal(got, model.eval()(idx).logits)
+
+
+def test_the_repetition_penalty_reads_no_padding():
+    model, idx = tiny(), tokens(2, 9)
+    other = torch.cat(((idx[:, :5] + 1) % model.config.vocab_size, idx[:, 5:]), 1)
+    got, want = (model.generate(prompts, 12, temperature=0, repetition_penalty=1.8, lengths=[4, 4])[:, 9:]
+                 for prompts in (idx, other))
+    assert torch.equal(got, want)

@@ -493,3 +493,9 @@ def test_a_difference_with_a_cache_is_said_before_training(mine, args, capsys):
     assert "with a cache the hidden states are off" in note and "what is sampled will be wrong" in note
     anew(train, *args("right", max_iters=1), f"--mechanism={mine()}")
     assert "Note: Forgetting" not in capsys.readouterr().out
+
+
+def test_a_class_that_is_called_as_one_of_the_repositorys_is_tried_all_the_same(mine, args):
+    path = mine(HOOK, f"{HOOK}\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
+    path.write_text(path.read_text().replace("Forgetting", "FoX"))
+    assert "before training it looks ahead: position " in line_of(train, *args(), f"--mechanism={path}")

@@ -347,3 +347,13 @@ def test_a_name_that_leads_to_no_file_is_no_missing_file(name, bytes_data, tmp_p
         what = "no file" if put is Path.mkdir else "a link, and leads to no file"
         with pytest.raises(UserError, match=f"^{home}/{name} is {what}: put the file there, or remove it$"):
             READERS[name](home)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows opens no folder as a file")
+def test_a_file_and_then_its_name_reach_the_disk_before_anybody_relies_on_them(monkeypatch, tmp_path):
+    """Else after a power failure there may be an empty file of the right name."""
+    done, sync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), sync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("rename"), rename(old, new)))
+    write_atomic(tmp_path / "file", lambda file: file.write(b"new"))
+    assert done == [(tmp_path / "file").stat().st_ino, "rename", tmp_path.stat().st_ino]

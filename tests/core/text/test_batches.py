@@ -239,7 +239,7 @@ def test_the_batches_are_those_of_runs_that_go_on():
 
 @pytest.mark.parametrize("token, action, words", [
     (3, lambda data: Batches(data, "train", 751, 4, 0), "block_size=751 needs at least 1,502 tokens of"),
-    (99, lambda data: Batches(data, "train", 16, 4, 0)(0), "the token 99, and the vocabulary ends at 9"),
+    (10, lambda data: Batches(data, "train", 16, 4, 0)(0), "the token 10, and the vocabulary ends at 9"),
     (3, lambda data: DocumentBatches(data, "train", 16, 4, 0, 9), "has no documents: no end-of-text token")])
 def test_what_cannot_be_read_is_one_line(token, action, words, chars_data, tmp_path):
     folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))

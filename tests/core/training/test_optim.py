@@ -264,6 +264,12 @@ def test_schedules_by_hand():
     assert found == pytest.approx([1, 1, 1, 0.5, 0.02, 0])
 
 
+def test_a_trapezoid_falls_over_a_share_of_the_steps_to_its_end():
+    trapezoid = config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, lr_decay_iters=50, decay_frac=0.5)
+    found = [lr_multiplier(step, trapezoid) for step in (0, 25, 30, 45, 50, 109)]
+    assert found == pytest.approx([1, 1, 0.8, 0.2, 0, 0])
+
+
 # ---- one step ----
 
 def ready(flags={}, **keys):

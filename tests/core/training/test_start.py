@@ -65,3 +65,11 @@ def test_what_the_data_lacks_is_said_before_the_folder_is_made(args, fails, tmp_
     assert "block_size=50000 needs at least 100,000 tokens of train" in fails(args(block_size=50000))[0]
     assert "vocab_size=200 is smaller than sums's 256" in fails(args(vocab_size=200))[0]
     assert not Path(tmp_path / "run").exists()
+
+
+def test_what_is_started_over_is_not_its_own_teacher(args, fails, tiny_run):
+    before = weights(tiny_run / "ckpt.pt")
+    keys = dict(constraint_names="a", constraint_layers="0", constraint_match="kl", teacher=tiny_run)
+    said, = fails([*args(tiny_run, **keys), "--overwrite"])
+    assert f"--overwrite removes the checkpoints of {tiny_run}, and teacher names one of them" in said
+    assert same(weights(tiny_run / "ckpt.pt"), before)
