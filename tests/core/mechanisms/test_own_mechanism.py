@@ -499,3 +499,12 @@ def test_a_class_that_is_called_as_one_of_the_repositorys_is_tried_all_the_same(
     path = mine(HOOK, f"{HOOK}\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
     path.write_text(path.read_text().replace("Forgetting", "FoX"))
     assert "before training it looks ahead: position " in line_of(train, *args(), f"--mechanism={path}")
+
+
+def test_a_run_that_starts_over_keeps_the_text_of_now(mine, args, tmp_path):
+    """Not the one of the run before, with which nothing of it could be read."""
+    for text in ("", "# edited\n"):
+        path = mine()
+        path.write_text(path.read_text() + text)
+        anew(train, *args(max_iters=1), f"--mechanism={path}", "--overwrite")
+    assert (tmp_path / "run/mine.py").read_text() == path.read_text()

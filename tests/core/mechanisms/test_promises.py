@@ -765,3 +765,13 @@ def test_an_impossible_config_names_every_problem():
     assert all(f"{key}={wrong[key]!r}" in str(e.value) for key in ("n_embd", "dropout", "recipe", "softcap"))
     with pytest.raises(ValueError, match="vocab_size"):
         GPT(GPTConfig())
+
+
+@torch.no_grad()
+def test_a_group_of_which_a_head_is_open_is_not_packed_away():
+    model, idx = tiny(dict(n_kv_head=2)), tokens(2, 16)
+    for layer, head in ((0, 0), (0, 4), (1, 0), (1, 1), (1, 2)):
+        model.set_gate(layer, head, 0.0)
+    packed = pack(model)
+    assert packed.config.head_ids == [[*range(6)], [3, 4, 5]]
+    assert near(packed(idx).logits, model(idx).logits, 1e-6)

@@ -284,6 +284,19 @@ def text(rows=8, seed=1):
     return ids[:, :-1], ids[:, 1:]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_is_set_up_again_takes_the_steps_that_it_would_have_taken(optimizer):
+    """As between two steps in which heads come or go: all other parameters keep their moments."""
+    once, again = (ready(optimizer=optimizer, warmup_iters=0) for _ in range(2))
+    for step in range(3):
+        for run in (once, again):
+            run.step = step
+            train.training_step(run, *text(seed=step))
+        train.set_up_again(again)
+    for name, p in once.model.named_parameters():
+        assert torch.equal(again.model.get_parameter(name), p), name
+
+
 # ---- many graphs in one process ----
 
 @pytest.fixture
