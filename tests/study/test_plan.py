@@ -408,3 +408,15 @@ def test_defaults_follow_from_what_is_asked():
     assert (len(challenge.seeds), challenge.budgets, challenge.screen) == (15, [], True)
     assert (tasks.scale, tasks.budgets, tasks.margin) == ("task", [2.0], 0.05)
     assert replace(challenge) == challenge
+
+
+def test_the_best_on_validation_has_the_lowest_score():
+    config = study(mechanisms=["xsa", "sink", "short_conv"], screen=True, best=1, worst=0, seeds=[1, 2])
+    plan, _ = finished(Planner(config), by_name(dict(xsa=2.1, sink=1.9, short_conv=2.0)))
+    assert {pair.variant for pair in plan.pairs if not pair.equal} == {"sink"}
+
+
+@pytest.mark.parametrize("keys", [{}, dict(task=["recall"])], ids=["text", "task"])
+def test_rates_are_chosen_on_validation_alone(keys):
+    plan = Planner(study(mechanisms=["xsa"], tune_lr=True, seeds=[1, 2], **keys)).plan({})
+    assert {(run.stage, run.spec["score"]["split"]) for run in plan.runs} == {("tune", "val")}

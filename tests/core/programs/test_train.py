@@ -26,10 +26,12 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import model as model_py
 import train
-from helpers import ROOT, TINY, ending, forks, in_child, same, untimed, weights
+from helpers import ROOT, TINY, TINY_GPT, ending, forks, in_child, same, untimed, weights
 from model import GPT, GPTConfig
 from nanoheads import causality, checkpoint, ranks
 from nanoheads.common import UserError
+from nanoheads.config import TrainConfig
+from nanoheads.ranks import Process
 from train import main
 
 CONSTANT = dict(warmup_iters=0, schedule="constant", lr_decay_iters=...)  # with adamw_lr
@@ -701,3 +703,42 @@ def test_wandb_logs_offline_where_there_is_no_key(args, tmp_path):
 
 def test_what_is_known_to_be_causal_are_the_mechanisms_of_this_repository():
     assert sorted(causality.TRIED) == sorted(cls.__name__ for cls in model_py.MECHANISM_CLASSES)
+
+
+# ---- what a step draws and clips ----
+
+def test_each_step_of_each_rank_has_dropout_of_its_own():
+    """And the same one whenever it is made again, whatever was drawn before."""
+    x, y = torch.randint(37, (2, 4, 16), generator=torch.Generator().manual_seed(1))
+
+    def loss(step, rank):
+        model = GPT(GPTConfig(**TINY_GPT, dropout=0.5))
+        run = train.ready_to_step(model, TrainConfig().for_recipe("gpt2"), Process(rank=rank))
+        run.step = step
+        return train.training_step(run, x, y)["loss"].item()
+
+    places = [*itertools.product(range(3), range(2))]
+    losses = [loss(*place) for place in places]
+    assert len({*losses}) == 6 and [loss(*place) for place in places[::-1]] == losses[::-1]
+
+
+def test_a_gradient_is_clipped_before_the_step_and_logged_as_it_was():
+    """A first moment is a tenth of the gradient that the optimizer was given."""
+    x, y = torch.randint(37, (2, 4, 16), generator=torch.Generator().manual_seed(1))
+
+    def norms(bound):
+        run = train.ready_to_step(GPT(GPTConfig(**TINY_GPT)), TrainConfig(grad_clip=bound).for_recipe("gpt2"))
+        logged = train.training_step(run, x, y)["grad_norm"].item()
+        moments = [state["exp_avg"].flatten() for state in run.optimizers[0].state.values()]
+        return logged, 10 * torch.cat(moments).norm().item()
+
+    norm, given = norms(1e9)
+    assert norm == pytest.approx(given, rel=1e-4) and norms(0.01) == pytest.approx((norm, 0.01), rel=1e-3)
+
+
+@forks
+def test_a_second_signal_ends_a_run_at_once(args):
+    def twice(model, output):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert ending(in_child(args(), lambda: before_pass(5, twice))) == -signal.SIGTERM
