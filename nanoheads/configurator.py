@@ -119,8 +119,8 @@ class Command(NamedTuple):
 def parse_command(classes, argv, program_settings=None):
     """The Command that argv is, what asks for help aside. UserError: a config file cannot be read.
 
-    more: {where it comes from: {key: value}}, from the program that calls this: it wins over the files, and
-    the arguments win over it.
+    program_settings: {where it comes from: {key: value}}, from the program that calls this: it wins over the
+    files, and the arguments win over it.
     """
     keys, file_settings = keys_of(classes), []
     files, arguments = split([arg for arg in argv if not is_help(arg)], keys)
@@ -334,7 +334,8 @@ def nanogpt_file(command):
 
 def folder_name(command, scale, task, names, flags):
     """The folder of a run that names none: out/tiny-moh+unet_add, out/tiny-routing=published; without a scale
-    after its last config file. What else is set is no part of it: files.find() tells runs of one name apart.
+    after its last config file. What else is set is no part of it: choose_folder() tells runs of one name
+    apart.
 
     flags: {key: value} of the arguments that turn on a mechanism by themselves.
     """

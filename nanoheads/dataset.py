@@ -162,7 +162,7 @@ class Dataset:
 def digests_of(meta):
     """{what: sha256} of all that a model or a score reads of a data folder, from its meta.json (a dict).
 
-    Each split's is there by its name, and as "meta" the one of the fields that READ and READ_OF_SPLITS name.
+    Each split's is there by its name, and as "meta" the one of the fields that META_KEYS and SPLIT_KEYS name.
     """
     splits = meta.get("splits") or {}
     content = {key: meta.get(key) for key in META_KEYS}

@@ -74,7 +74,7 @@ SAME_RUN_KEYS = set("""
 def settings_of(model_config, config):
     """{key: value} of what was set for a run, as config.json holds it: a GPTConfig and a TrainConfig.
 
-    No defaults, and no keys OF_A_COMMAND; of mechanisms in files of one's own the texts. The configs are as
+    No defaults, and no COMMAND_KEYS; of mechanisms in files of one's own the texts. The configs are as
     the command line made them: nothing in them follows from a checkpoint yet.
     """
     defaults = {**GPTConfig().flags(), **asdict(type(config)())}
