@@ -187,3 +187,10 @@ def test_scores_of_a_file_are_judged(tmp_path, capsys):
     assert [(row["variant"], row["verdict"]) for row in told["comparisons"]] == [("mine", "better")]
     assert {row["variant"]: row["beyond"] for row in told["targets"]} == {"plain": False, "mine": True}
     compare.main(["recheck", "out/scores-report/results.json.gz"])
+
+
+def test_an_edit_of_the_sixth_digit_is_found(finished_study, capsys):
+    def edit(found):
+        comparison = found["comparisons"][0]
+        comparison["high"] *= 1 + 1e-6
+    assert "high is " in refused("recheck", changed(results_of(finished_study), edit))

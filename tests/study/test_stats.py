@@ -185,3 +185,8 @@ def test_at_most_one_study_in_twenty_is_wrong(n, plain, m):
 def test_welchs_own_degrees_of_freedom_would_be_wrong_more_often():
     """Why they are capped: of 30 comparisons, 3 seeds against 16 have a spread that is small by chance."""
     assert studies_at_once(3, 16, 30, 200, np.zeros(30), 1.0, own_df=True) > 12
+
+
+def test_one_seed_that_both_sides_share_shows_nothing():
+    found, = comparisons_of(study_of({PLAIN: [2.0, 2.001, 2.002, 1.999], "once": [2.0]}))
+    assert found.verdict == "undecided"

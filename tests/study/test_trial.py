@@ -281,3 +281,23 @@ def test_a_run_takes_its_part_of_a_gpu_that_it_shares(monkeypatch):
     size = 2 * 2**30
     with pytest.raises(UserError, match="^4 runs on a GPU of 2.0 GiB have no memory: lower jobs_per_gpu$"):
         trial.limit_memory()
+
+
+# ---- which checkpoint ----
+
+def test_the_checkpoint_of_the_lowest_loss_is_scored(bytes_data):
+    """At this rate a longer training is a worse one."""
+    run = run_of(bytes_data, max_iters=12, adamw_lr=0.5, muon_lr=0.5, warmup_iters=0, schedule="constant")
+    result, folder = perform(run), trial.folder_of(run)
+    assert result.curve["scores"][-1] > min(result.curve["scores"][1:])
+    scored = scoring.evaluate(str(folder), "test", 0, "cpu", progress=False)
+    assert result.score == pytest.approx(scored["bpb"], rel=1e-7)
+
+
+def test_a_run_that_was_killed_after_its_first_evaluation_starts_anew(bytes_data):
+    """There is a best.pt then, and no ckpt.pt from which it could go on."""
+    run = run_of(bytes_data)
+    whole = perform(run)
+    (trial.folder_of(run) / "result.json").unlink()
+    assert {path.name for path in trial.folder_of(run).glob("*.pt")} == {"best.pt"}
+    assert figures(perform(run)) == figures(whole)
