@@ -362,7 +362,7 @@ def plan_without_data(config, missing):
 
 
 def rows_with_flags(cells, flags):
-    """Rows of a table: these cells and a variant's flags, of which every FLAGS_WIDTH characters take a row."""
+    """Rows of a table: these cells, and a variant's flags with at most FLAGS_WIDTH characters a row."""
     lines = textwrap.wrap(settings_in_words(flags), FLAGS_WIDTH, break_long_words=False,
                           break_on_hyphens=False) or [""]
     return [(*cells, lines[0]), *((*("" for _ in cells), line) for line in lines[1:])]
