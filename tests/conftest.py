@@ -89,13 +89,6 @@ def gpt2_files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def gpt2_data(tmp_path, gpt2_files):
-    """A little text in GPT-2's tokens."""
-    text = "All the world's a stage, and all the men and women merely players. " * 60
-    return write_dataset(tmp_path / "texts", {"train": text, "val": text[:900], "test": text[:900]}, "gpt2")
-
-
-@pytest.fixture
 def refusal(request, capsys):
     """refusal(args) -> the one line that the tested script's main(args) ends with, nothing printed before.
 
@@ -112,19 +105,6 @@ def refusal(request, capsys):
         assert capsys.readouterr().out == ""
         return e.value.code
     return call
-
-
-@pytest.fixture(params=["missing", "cut short", "no torch file", "foreign"])
-def bad_checkpoint(request, tmp_path):
-    """(path, what must be in the line about it)."""
-    path = tmp_path / "bad.pt"
-    if request.param == "missing":
-        return str(path), str(path)
-    torch.save([1, 2], path)
-    if request.param == "foreign":
-        return str(path), "bad.pt"
-    path.write_bytes(path.read_bytes()[:-100] if request.param == "cut short" else b"PK broken")
-    return str(path), "bad.pt"
 
 
 @pytest.fixture
