@@ -142,6 +142,7 @@ def test_what_was_edited_is_found(finished_study, capsys):
         assert lines and all(copy in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_report_is_what_the_runs_give_whatever_the_file_says(finished_study, tmp_path, capsys):
     """It needs no runs, and fails where a verdict was edited."""
     copy = changed(results_of(finished_study), CHANGES["a verdict"])

@@ -39,6 +39,7 @@ def study_beside(runs):
 
 # ---- what is missing is trained ----
 
+@pytest.mark.slow
 def test_a_failed_run_is_a_failure_and_the_study_goes_on(bytes_data, capsys, monkeypatch):
     """One fails by itself, and the process of another is killed. Another time both are tried once more.
 
@@ -86,6 +87,7 @@ def test_what_cannot_be_started_is_a_failure(bytes_data, monkeypatch):
 
 # ---- two studies in one folder, and what stops one ----
 
+@pytest.mark.slow
 @forks
 def test_two_studies_at_once_train_each_run_once(bytes_data, here):
     """This one waits for the run that the other is in the midst of, and the other finds what is done here."""

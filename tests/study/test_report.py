@@ -353,6 +353,7 @@ def test_what_names_hold_is_text():
     assert "<script>" not in report.in_markdown(study, comparisons_of(study))
 
 
+@pytest.mark.slow
 def test_tables_of_the_docs_come_from_results(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()

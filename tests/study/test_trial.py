@@ -233,6 +233,7 @@ def test_a_look_ahead_is_refused_before_training(bytes_data, own_mechanisms_go):
     assert not (trial.folder_of(run) / "log.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_look_ahead_that_training_grows_has_no_score(bytes_data, own_mechanisms_go):
     run = leaking(bytes_data, "grown", mechanism_lr=1.0)
     assert refused(run, f"--mechanism={LEAKS}").startswith("after training it looks ahead: position ")

@@ -50,6 +50,7 @@ def stored(q, k, v, mask=None, rate=None, c=None, scale=0.3):
     return [p @ v, s.logsumexp(-1), entropy, p2.log(), oracle.spread_of_rows(p, seen)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [2**21, 500], ids=["at once", "in portions"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "score function"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

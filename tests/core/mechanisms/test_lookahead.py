@@ -89,6 +89,7 @@ def test_what_is_to_stay_stays_bit_for_bit(name):
         assert perturbation.largest_difference == 0, mode
 
 
+@pytest.mark.slow
 def test_a_model_and_the_generators_stay_as_they_were():
     """Buffers, gradients, mode, and what PyTorch draws next: the numbers of a run do not change."""
     model = gpt("sentinel_l0", dropout=0.1).train()

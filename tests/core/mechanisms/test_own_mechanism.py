@@ -116,6 +116,7 @@ def test_nothing_beside_a_checkpoint_runs_but_by_the_command_that_the_line_ends_
         assert ran.exists()
 
 
+@pytest.mark.slow
 def test_a_teacher_needs_its_file_too(args, mine, tmp_path):
     heads = dict(max_iters=1, constraint_names="['a']", constraint_layers="[0]", recipe="gpt2")
     train.main([*args("teacher", **heads), f"--mechanism={mine()}"])
@@ -125,6 +126,7 @@ def test_a_teacher_needs_its_file_too(args, mine, tmp_path):
     assert (tmp_path / "pupil" / "best.pt").is_file()
 
 
+@pytest.mark.slow
 def test_another_text_a_copy_that_is_gone_and_a_word_that_is_no_file_are_told(args, mine, tmp_path):
     run, path = tmp_path / "run", mine()
     train.main([*args(max_iters=1), f"--mechanism={path}"])
@@ -140,6 +142,7 @@ def test_another_text_a_copy_that_is_gone_and_a_word_that_is_no_file_are_told(ar
     assert "no mechanism file no.py" in line_of(sample, "--ckpt", run, "--mechanism=no.py")
 
 
+@pytest.mark.slow
 def test_of_two_files_the_one_that_was_not_named_is_asked_for(args, mine, project, tmp_path):
     run = tmp_path / "run"
     train.main([*args(max_iters=1), f"--mechanism={mine()},{project('gate')}"])
@@ -149,6 +152,7 @@ def test_of_two_files_the_one_that_was_not_named_is_asked_for(args, mine, projec
          f"--mechanism={run / 'gate.py'},{run / 'mine.py'}")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_copy_by_its_folder_alone(mine, args, tmp_path):
     """Also one that was killed before its first save: config.json says which file it takes."""
     name = "my mechanism.py"
@@ -200,6 +204,7 @@ def test_helpers_are_kept_and_named_with_their_file(project, tmp_path):
     assert {path.name for path in tmp_path.rglob("*")}.isdisjoint({"__pycache__"})
 
 
+@pytest.mark.slow
 def test_an_edited_helper_is_another_mechanism(project):
     digests = []
     for size in (2.0, 3.0, 2.0):  # of one length, within one second
@@ -212,6 +217,7 @@ def test_an_edited_helper_is_another_mechanism(project):
     assert digests[0] == digests[2] != digests[1]
 
 
+@pytest.mark.slow
 def test_a_run_with_helpers_goes_on_from_its_copies(project, args, rows, tmp_path):
     """As if it was never stopped, after the project is gone; and not with a helper of another text."""
     path, run = project(), tmp_path / "run"
@@ -419,6 +425,7 @@ def test_what_a_layer_cannot_go_on_with_names_class_and_hook(hook, words, mine, 
         assert place in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_names_that_are_taken_are_one_line(project, mine, args):
     path = project()
     assert f"{mine()} and {path} come with two different mine.py" in line_of(
@@ -471,6 +478,7 @@ def test_a_value_that_does_not_fill_its_parameter_is_refused():
         start_at(torch.nn.Linear(2, 2), 0.0)
 
 
+@pytest.mark.slow
 def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
     found = [built for cls in model.MECHANISM_CLASSES for built in small_models(cls)]
     assert len(found) > 40
@@ -485,6 +493,7 @@ def test_a_look_ahead_is_refused_before_training(mine, args, tmp_path):
     assert not (tmp_path / "run" / "best.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_difference_with_a_cache_is_said_before_training(mine, args, capsys):
     """It trains, since neither training nor scoring decodes."""
     path = mine("rate[h] * (t - s)", "rate[h] * (t - s) * heads.q.size(2)")
@@ -501,6 +510,7 @@ def test_a_class_that_is_called_as_one_of_the_repositorys_is_tried_all_the_same(
     assert "before training it looks ahead: position " in line_of(train, *args(), f"--mechanism={path}")
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_over_keeps_the_text_of_now(mine, args, tmp_path):
     """Not the one of the run before, with which nothing of it could be read."""
     for text in ("", "# edited\n"):

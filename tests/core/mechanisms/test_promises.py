@@ -74,6 +74,7 @@ singles = pytest.mark.parametrize("flags", ALONE.values(), ids=ALONE)
 together = pytest.mark.parametrize("flags", TOGETHER.values(), ids=range(len(TOGETHER)))
 
 
+@pytest.mark.slow
 def test_pairs_that_do_not_go_together_are_refused_by_the_flags_of_both():
     assert {pair for pair, flags in PAIRS.items() if not fine(flags)} == REFUSED
     for pair in REFUSED:
@@ -281,6 +282,7 @@ def test_mixtures_read_in_portions_and_padded_are_what_each_row_is_alone(flags, 
     assert crossing(model, 1e-8) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.sampled_from([n for n in MECHANISMS if n.startswith("routing") or n == "moh"]),
        st.none() | st.sampled_from([*MECHANISMS]), st.integers(0, 2))

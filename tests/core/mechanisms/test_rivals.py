@@ -15,6 +15,7 @@ from oracle import close, normal
 wide = functools.partial(tiny, n_embd=96, std=0.08)
 
 
+@pytest.mark.slow
 def test_the_sink_is_that_of_gpt_oss():
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss",
                                   reason="transformers is optional")

@@ -92,6 +92,7 @@ def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(measured, failing, c
     assert out.count("sink") == 2 and out.count("failed:") == 2  # as soon as it is made, and in the table
 
 
+@pytest.mark.slow
 def test_what_is_done_is_kept_when_the_benchmark_is_stopped(measured, failing):
     end, found = measured(failing, "--mechanisms=sink,fail_interrupt")
     assert end == 130 and found["finished"] is False

@@ -432,6 +432,7 @@ def small(bytes_data, tmp_path, monkeypatch):
     return ["small.py"]
 
 
+@pytest.mark.slow
 def test_a_resume_that_names_its_folder_need_not_repeat_the_command(small, fails, capsys):
     """What the folder's config.json says holds, what is given by hand is obeyed or refused by name."""
     out = "--out_dir=out/here"

@@ -49,6 +49,7 @@ def test_the_last_line_is_not_glued_to_a_progress_bar(capsys, leave, end):
 
 # ---- what is printed cannot be written, or nobody reads it ----
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_what_programs_print_on_a_full_disk_is_one_line(args, tiny_run):
     for program, *argv in (["train", *args("other")], ["evaluate", "--ckpt", tiny_run, "--device=cpu"],
@@ -94,6 +95,7 @@ def test_what_would_steer_a_terminal_is_shown(tmp_path, capsys):
 
 # ---- the file of --json ----
 
+@pytest.mark.slow
 def test_each_program_writes_its_result(args, tiny_run, tmp_path):
     """Whether it has anything to do or not; that of a run which is trained stands in test_train.py."""
     def result(program, *argv):

@@ -207,6 +207,7 @@ def test_every_figure_of_a_report_follows_from_the_nats_of_its_tokens(several, t
     assert [a["name"], b["name"]] == [str(folder / "a.pt"), str(folder / "b.pt")]
 
 
+@pytest.mark.slow
 def test_each_checkpoint_is_compared_with_the_first_token_by_token(several, tmp_path, capsys):
     folder, models, data = several
     found = reports_of(tmp_path, *ckpts(folder, "abacd"))

@@ -112,6 +112,7 @@ def of_characters(run, size):
                        for row in rows(60, 20)])
 
 
+@pytest.mark.slow
 def test_where_tokens_are_characters_losses_are_in_bits_for_each(home, figures):
     wide, = figures(of_characters(home / "a", 1.25))
     last = read_log(home / "a")[1][-1]["val_loss"]

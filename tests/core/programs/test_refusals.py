@@ -141,6 +141,7 @@ GPT_CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, words", [(flags, words) for flags, *words in GPT_CONFIGS],
                          ids=lambda v: "-".join(v) if isinstance(v, dict) else "")
 def test_a_gpt_that_cannot_be_is_one_line(flags, words):

@@ -121,6 +121,7 @@ def test_a_prompt_is_taken_as_it_is_typed_or_stands_in_its_file(tmp_path, out):
         assert out(*args).startswith(prompt)
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_begins_at_the_separator(ckpt, out, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     newline, empty, from_file = (out("--ckpt", ckpt, "--start", start)  # a newline is this one's separator
@@ -199,6 +200,7 @@ def test_a_character_of_several_tokens_is_shown_whole():
 # ---- side by side ----
 
 
+@pytest.mark.slow
 def test_several_checkpoints_stand_side_by_side_with_the_same_seed_and_prompt(tmp_path, out, monkeypatch):
     """Three texts of 200 tokens, each out of the 200 likeliest; alone it is one of 300, out of all."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -243,6 +245,7 @@ def test_wrapping_loses_nothing_and_fits(line):
 # ---- switches of a trained model, and what goes wrong ----
 
 
+@pytest.mark.slow
 def test_switches_and_heads_by_hand_change_the_text_and_are_said(tmp_path, ckpt, capsys):
     switched = make_checkpoint(tmp_path / "s.pt", n_layer=2, unet="concat", agency=True)
 

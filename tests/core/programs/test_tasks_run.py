@@ -67,6 +67,7 @@ def test_a_run_does_not_go_on_with_other_rows(task_args, fails, bytes_data):
     assert lines and all("means nothing without task" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint_whose_words_it_has(task_args, args, task_run, fails, finished_run,
                                                           rows, tmp_path):
     keys = dict(init_from=task_run, recipe="modern", n_layer=2, n_head=4)

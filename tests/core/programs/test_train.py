@@ -72,6 +72,7 @@ def signalled(number):
 
 # ---- a run ----
 
+@pytest.mark.slow
 def test_what_a_run_writes_and_prints_agrees(args, rows, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--adamw_lr=1", "a b"])
     argv = args(grad_clip=1.0, adamw_lr=1e-2, json=tmp_path / "result.json")
@@ -165,6 +166,7 @@ def test_a_profiled_run_learns_the_same_and_leaves_a_trace(args, finished_run, t
 
 # ---- the same losses ----
 
+@pytest.mark.slow
 def test_evaluating_logging_and_saving_change_nothing_of_what_is_computed(args, rows, tmp_path):
     main(args("a", max_iters=11, dropout=0.2, eval_interval=2, save_interval=3))
     main(args("b", max_iters=11, dropout=0.2, eval_interval=5, save_interval=4, log_interval=3))
@@ -259,6 +261,7 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch):
     assert done.stdout.count(" by patience=1, best val loss") == 1
 
 
+@pytest.mark.slow
 @forks
 def test_the_rank_that_fails_alone_says_why(args, two_ranks):
     """The first rank knows nothing of it, and says that another one has ended."""
@@ -273,6 +276,7 @@ def test_the_rank_that_fails_alone_says_why(args, two_ranks):
     assert says == ["train: another process of this run has ended, for the reason that it gives"]
 
 
+@pytest.mark.slow
 @forks
 def test_ranks_that_begin_apart_are_refused(args, two_ranks, tmp_path):
     """As where only one of two machines finds the checkpoint that --resume names."""
@@ -287,6 +291,7 @@ def test_ranks_that_begin_apart_are_refused(args, two_ranks, tmp_path):
     assert "on a disk all machines share" in said[0]
 
 
+@pytest.mark.slow
 def test_a_rank_does_not_wait_for_one_that_never_starts(args, fails, free_port, monkeypatch):
     for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1",
                             MASTER_PORT=free_port).items():
@@ -378,6 +383,7 @@ def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path,
     assert adamw["param_groups"][0]["weight_decay"] == 0.7
 
 
+@pytest.mark.slow
 def test_a_rate_that_rises_again_is_said_with_both_rates(args, rows, tiny_run, tmp_path, capsys):
     keys = dict(adamw_lr=1e-2, min_lr=1e-4, warmup_iters=0, lr_decay_iters=...)
     main(args("low", **keys))
@@ -481,6 +487,7 @@ def test_a_resumed_run_has_as_much_patience_left(stopped, args, rows, tmp_path, 
 
 # ---- signals, terminals and readers that go ----
 
+@pytest.mark.slow
 def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, capsys):
     main(args("whole", dropout=0.2))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -614,6 +621,7 @@ def test_a_run_whose_disk_is_full_says_so_in_a_line_and_goes_on_later(args, fail
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == [1, 2, 3, 4, 5, 6], "the half row is gone"
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_one_line_with_a_smaller_batch(args, fails, at_step):
     """On a GPU, and on a CPU where a step asks for more than any machine has."""
     def fail(model, output):

@@ -29,6 +29,7 @@ def here(tmp_path, monkeypatch):
 
 # ---- programs ----
 
+@pytest.mark.slow
 def test_nanogpts_commands_are_taken_as_they_are(here, chars_data, capsys):
     """Its README's line for a MacBook, but for the steps; and sampling with its flags, or with none."""
     with pytest.raises(SystemExit, match="sample: no --ckpt is named, and there is no run under out/"):

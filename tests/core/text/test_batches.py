@@ -254,6 +254,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
     """100 MB, sparse; the file's pages would all stay resident in one mapping."""

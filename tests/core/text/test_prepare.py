@@ -252,6 +252,7 @@ def parquet(path, documents):
     return path
 
 
+@pytest.mark.slow
 def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):
     pytest.importorskip("datasets")
     documents = [f"Document {i}: naïve " + "and more. " * (i % 9) for i in range(6000)]
@@ -281,6 +282,7 @@ def shards_in(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
 
+@pytest.mark.slow
 def test_fineweb_is_laid_out_as_llm_c_has_it(tmp_path, gpt2_files):
     data = made("fineweb/prepare", tmp_path / "out", f"--source={jsonl(tmp_path / 'a.jsonl')}",
                 "--shard_tokens=400")
@@ -314,6 +316,7 @@ def test_fineweb_in_bytes_reads_documents_from_any_form(tmp_path, form):
     assert data.documents("train").tolist() == [0, *(m.end() for m in re.finditer(b"\0", text[300:]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, encoding", [("jsonl", "byte"), ("parquet", "byte"), ("jsonl", "gpt2")])
 def test_what_is_no_text_in_a_document_is_replaced_and_counted(form, encoding, tmp_path, request):
     """Half a surrogate pair; in a column of bytes what is not UTF-8; and a NUL where it parts documents."""
@@ -336,6 +339,7 @@ def test_what_is_no_text_in_a_document_is_replaced_and_counted(form, encoding, t
     assert made("fineweb/prepare", tmp_path / "out", *more).meta == data.meta  # from shards that are there
 
 
+@pytest.mark.slow
 def test_shards_that_are_there_are_read_where_they_lie(tmp_path, gpt2_files):
     tok, theirs = Tokenizer("gpt2"), tmp_path / "theirs"
     theirs.mkdir()
@@ -461,6 +465,7 @@ def is_killed(at, asked):
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, more", [
     ("prepare_text", "--source={0}/my.txt --encoding=hf --tokenizer={0} --separator=\\n"),
     ("fineweb/prepare", "--source={0}/my.jsonl --encoding=byte --shard_tokens=900")])
@@ -556,6 +561,7 @@ def server(monkeypatch):
         running.shutdown()
 
 
+@pytest.mark.slow
 def test_a_download_is_whole_or_not_there(server, tmp_path, monkeypatch):
     address, asked = server
     monkeypatch.setenv("NANOHEADS_DATA", str(tmp_path))

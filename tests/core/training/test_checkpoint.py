@@ -382,6 +382,7 @@ def logits(w, ids, gelu):
     return norm(x, "transformer.ln_f") @ w["lm_head.weight"].T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias, flag, tied, prefix", [
     (True, True, True, ""), (False, True, True, "_orig_mod."), (True, False, True, ""),
     (False, False, False, ""), (True, True, False, "module._orig_mod.")],

@@ -70,6 +70,7 @@ def test_a_full_disk_is_one_line_that_names_the_last_save(log):
     assert read_rows(log) == ROWS
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_drops_half_a_row_and_what_came_after_its_last_save(
         args, rows, tiny_run, tmp_path):
     for step in (7, 8):

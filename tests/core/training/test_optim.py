@@ -229,6 +229,7 @@ def add_sgd():
     optim.OPTIMIZERS["sgd"] = SGD
 
 
+@pytest.mark.slow
 @forks
 def test_a_third_optimizer_is_a_class_and_a_line(args, rows, tmp_path):
     """Whose rate is a key, whose steps are logged, and whose moments a run goes on with."""
