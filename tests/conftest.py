@@ -64,7 +64,7 @@ def finished_run(bytes_data, tmp_path_factory):
     A test that changes something in it takes a copy, `tiny_run`.
     """
     folder = tmp_path_factory.mktemp("finished") / "run"
-    train.main([f"--{key}={value}" for key, value in dict(TINY, dataset=bytes_data, out_dir=folder).items()])
+    train.main(as_arguments(dict(TINY, dataset=bytes_data, out_dir=folder)))
     return folder
 
 
@@ -139,8 +139,7 @@ def rows():
 def args(bytes_data, tmp_path):
     """args(out="run", **keys) -> a command line for a tiny run in tmp_path / out."""
     def make(out="run", **keys):
-        keys = {"dataset": bytes_data, **TINY, "out_dir": tmp_path / out, **keys}
-        return [f"--{key}={value}" for key, value in keys.items() if value is not ...]
+        return as_arguments({"dataset": bytes_data, **TINY, "out_dir": tmp_path / out, **keys})
     return make
 
 
@@ -148,8 +147,7 @@ def args(bytes_data, tmp_path):
 def task_args(tmp_path):
     """task_args(out="run", **keys) -> a command line for a tiny run on a task in tmp_path / out."""
     def make(out="run", **keys):
-        keys = {**TINY_TASK, "out_dir": tmp_path / out, **keys}
-        return [f"--{key}={value}" for key, value in keys.items() if value is not ...]
+        return as_arguments({**TINY_TASK, "out_dir": tmp_path / out, **keys})
     return make
 
 
@@ -157,8 +155,7 @@ def task_args(tmp_path):
 def task_run(tmp_path_factory):
     """The folder of a tiny run on the task recall; positions are rotary, so that rows may be longer."""
     out = tmp_path_factory.mktemp("runs") / "recall"
-    keys = dict(TINY_TASK, out_dir=out, recipe="modern", n_layer=2, n_head=4)
-    train.main([f"--{key}={value}" for key, value in keys.items()])
+    train.main(as_arguments(dict(TINY_TASK, out_dir=out, recipe="modern", n_layer=2, n_head=4)))
     return out
 
 

@@ -35,6 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # ---- runs of train.py ----
 
 
+def as_arguments(keys):
+    """{key: value} as a command line says them; what is ... is left out."""
+    return [f"--{key}={value}" for key, value in keys.items() if value is not ...]
+
+
 def weights(path):
     return checkpoint.read(path)["model"]
 

@@ -504,9 +504,12 @@ def start_tests(tree, tests, said):
     sys.dont_write_bytecode = True
     # the copy's files before those of an installation, also in processes that tests start
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
-    code = pytest.main(["-x", "-p", "no:cacheprovider", "--disable-warnings", *tests])
-    sys.stdout.flush()
-    os._exit(code)
+    code = 3  # pytest's own number for what went wrong inside of it
+    try:
+        code = pytest.main(["-x", "-p", "no:cacheprovider", "--disable-warnings", *tests])
+        sys.stdout.flush()
+    finally:
+        os._exit(code)  # whatever happens, this process does not go on as the one that it is forked from
 
 
 def run_as_they_are(tree, tests, jobs):
@@ -519,29 +522,28 @@ def run_as_they_are(tree, tests, jobs):
         sys.exit(f"planted: without any fault, {test or 'pytest'} fails: {last}")
 
 
-class Planted(NamedTuple):
-    """A fault in its copy, while its tests run there."""
+class Place(NamedTuple):
+    """Where a fault is planted, and the tests that are to find it."""
     fault: Fault
-    tree: Path
-    path: str  # of the file that it is in
+    path: str
     line: int
-    text: str  # which the file had before
+    tests: list
 
-    def found(self, code, said):
-        """Take the fault out; (whether a test found it, what there is to say)."""
-        (self.tree / self.path).write_text(self.text, encoding="utf-8")
-        test, last = summary_of(said.read_text(errors="replace"))
-        if code == 1 and test:
-            return True, test
-        return False, "NOT FOUND" if code == 0 else f"NOT RUN: {last}"
+    def plant(self, tree):
+        """Put the fault into a copy that is whole otherwise."""
+        text = (ROOT / self.path).read_text(encoding="utf-8")
+        (tree / self.path).write_text(text.replace(self.fault.old, self.fault.new), encoding="utf-8")
+
+    def take_out(self, tree):
+        shutil.copy2(ROOT / self.path, tree / self.path)
 
 
-def plant(fault, tree, paths):
-    """Plant a fault in a copy that is whole otherwise."""
-    path, line = place_of(fault, paths)
-    text = (tree / path).read_text(encoding="utf-8")
-    (tree / path).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    return Planted(fault, tree, path, line, text)
+def verdict(code, said):
+    """(whether a test failed, what there is to say) of tests that ended with a code and printed this."""
+    test, last = summary_of(said)
+    if code == 1 and test:
+        return True, test
+    return False, "NOT FOUND" if code == 0 else f"NOT RUN: {last}"
 
 
 def main(argv=None):
@@ -565,30 +567,30 @@ def main(argv=None):
     def say(fault, place, what):
         print(f"{fault.name:{width}}  {place:34}  {what}", flush=True)
 
-    ready = []  # (fault, its tests)
+    ready = []
     for fault in faults:
         try:
-            place_of(fault, paths)
-            ready.append((fault, tests_of(fault, paths)))
+            ready.append(Place(fault, *place_of(fault, paths), tests_of(fault, paths)))
         except Missing as e:
             say(fault, fault.file, f"NOT PLANTED: {e}")
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
         trees = [copy_of(paths, Path(folder, str(number))) for number in range(args.jobs)]
-        named = dict.fromkeys(test for _, tests in ready for test in tests)
-        run_as_they_are(trees[0], named, args.jobs)
-        running = {}  # number of a process: the fault that its tests are to find
+        if named := dict.fromkeys(test for place in ready for test in place.tests):
+            run_as_they_are(trees[0], named, args.jobs)
+        running = {}  # number of a process: (the place of the fault that its tests are to find, their copy)
         while ready or running:
             while ready and trees:
-                fault, tests = ready.pop(0)
-                planted = plant(fault, trees.pop(), paths)
-                running[start_tests(planted.tree, tests, Path(f"{planted.tree}.said"))] = planted
+                place, tree = ready.pop(0), trees.pop()
+                place.plant(tree)
+                running[start_tests(tree, place.tests, tree.with_suffix(".said"))] = place, tree
             process, status = os.wait()
-            planted = running.pop(process)
-            trees.append(planted.tree)
-            code = os.waitstatus_to_exitcode(status)
-            found, what = planted.found(code, Path(f"{planted.tree}.said"))
+            place, tree = running.pop(process)
+            place.take_out(tree)
+            trees.append(tree)
+            said = tree.with_suffix(".said").read_text(errors="replace")
+            found, what = verdict(os.waitstatus_to_exitcode(status), said)
             n_found += found
-            say(planted.fault, f"{planted.path}:{planted.line}", what)
+            say(place.fault, f"{place.path}:{place.line}", what)
     print(f"{n_found} of {len(faults)} faults are found")
     if n_found < len(faults):
         sys.exit(1)

@@ -98,13 +98,6 @@ def test_the_core_alone_trains_resumes_samples_evaluates_and_plots(core, bytes_d
     assert refused.startswith("train: before training row ") and "\n" not in refused
 
 
-def test_tests_of_the_core_import_neither_the_study_nor_the_lab():
-    for path in (*ROOT.glob("tests/*.py"), *ROOT.glob("tests/core/**/*.py")):
-        if path.name not in ("test_boundary.py", "planted.py", "simulate.py"):
-            text = path.read_text(encoding="utf-8")
-            assert not re.findall(r"^ *(?:import|from) (?:lab|study|compare)\b", text, re.M), path
-
-
 def test_what_is_the_studys_or_the_labs_says_so_in_a_line(core, bytes_data, finished_run):
     train = ["train.py", *SMALL, f"--dataset={bytes_data}", "--out_dir=out/other"]
     asked = {
@@ -143,9 +136,9 @@ def test_a_run_goes_on_with_the_lab_and_without_it(core, bytes_data):
         return ["train.py", "--resume", "--max_iters=4", f"--out_dir={runs / name}"]
 
     programs(core, begin("without"))
-    _, _, said = programs(ROOT, begin("with"), begin("whole", "--max_iters=4"), go_on("without"))
-    programs(ROOT, begin("measured", "--controller_log", "--controller_interval=2", "--controller_tokens=64",
-                         "--controller_heldout=64"))
+    said, *_ = programs(ROOT, go_on("without"), begin("with"), begin("whole", "--max_iters=4"),
+                        begin("measured", "--controller_log", "--controller_interval=2",
+                              "--controller_tokens=64", "--controller_heldout=64"))
     again, score, refused = programs(core, go_on("with"), ["evaluate.py", f"--ckpt={runs / 'measured'}",
                                                            "--device=cpu", "--tokens=64"], go_on("measured"))
     for each in (said, again):

@@ -11,6 +11,9 @@ from helpers import CODE, ROOT
 
 CORE = ("model.py", "train.py", "sample.py", "evaluate.py", "plot_curves.py", "bench.py", "nanoheads/*.py")
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
+# the core's tests and what they share; simulate.py is a program about studies
+CORES_TESTS = ["tests/core/**/*.py", *(f"tests/{path.name}" for path in ROOT.glob("tests/*.py")
+                                       if path.name != "simulate.py")]
 
 
 @functools.cache
@@ -27,8 +30,9 @@ def imported(path):
 
 @pytest.mark.parametrize("patterns, refused", [
     (["model.py", "nanoheads/*.py", "study/*.py", "lab/**/*.py"], PROGRAMS), (CORE, {"lab", "study"}),
-    (["study/*.py", "compare.py"], {"lab"}), (["lab/**/*.py"], {"study"})],
-    ids=["a program", "what is beside the core", "the lab", "the study"])
+    (["study/*.py", "compare.py"], {"lab"}), (["lab/**/*.py"], {"study"}),
+    (CORES_TESTS, {"lab", "study", "compare"})],
+    ids=["a program", "what is beside the core", "the lab", "the study", "tests of what is beside the core"])
 def test_the_core_imports_no_room_beside_it_and_no_room_another_or_a_program(patterns, refused):
     paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
     wrong = [f"{path.relative_to(ROOT)} -> {name}" for path in paths for name in imported(path)
