@@ -17,8 +17,8 @@ from nanoheads import threads  # noqa: E402, F401  before torch, whose threads i
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from helpers import (CODE, ROOT, TINY, TINY_TASK, articles, without_own_mechanisms,  # noqa: E402
-                     write_dataset)
+from helpers import (CODE, ROOT, TINY, TINY_TASK, articles, as_arguments,  # noqa: E402
+                     without_own_mechanisms, write_dataset)
 from nanoheads import corpus  # noqa: E402
 
 # the same examples in each run, as many as a test says; all examples of a test have the same fixtures
