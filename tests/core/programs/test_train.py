@@ -24,10 +24,9 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from torch.nn.modules.module import register_module_forward_hook
 
-import model as model_py
 import train
 from helpers import ROOT, TINY, TINY_GPT, ending, forks, in_child, same, untimed, weights
-from model import GPT, GPTConfig
+from model import MECHANISM_CLASSES, GPT, GPTConfig
 from nanoheads import causality, checkpoint, ranks
 from nanoheads.common import UserError
 from nanoheads.config import TrainConfig
@@ -35,7 +34,8 @@ from nanoheads.ranks import Process
 from train import main
 
 CONSTANT = dict(warmup_iters=0, schedule="constant", lr_decay_iters=...)  # with adamw_lr
-BY_CHECKPOINT = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"), ...)
+TINY_SIZES = {key: TINY[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
+BY_CHECKPOINT = dict.fromkeys(TINY_SIZES, ...)
 
 
 def before_pass(n, act, training=True):
@@ -128,7 +128,7 @@ def test_what_a_run_writes_and_prints_agrees(args, rows, tmp_path, monkeypatch, 
 
 def test_train_returns_the_last_evaluation(rows, tmp_path, bytes_data, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
-    config = GPTConfig(**{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")})
+    config = GPTConfig(**TINY_SIZES)
     settings = train.TrainConfig(out_dir=str(tmp_path / "run"), dataset=str(bytes_data), batch_size=4,
                                  max_iters=4, eval_tokens=512)
     assert train.train(config, settings) == rows(tmp_path / "run")[1][-1]
@@ -212,9 +212,15 @@ def test_a_compiled_run_has_the_same_losses_or_says_what_to_do(args, rows, fails
 
 # ---- several processes ----
 
+def of_torchrun(rank, port):
+    """What torchrun sets in the environment of one of two ranks."""
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port))
+
+
 @pytest.fixture
 def two_ranks(tmp_path, free_port, monkeypatch):
-    """two_ranks(argv, before) -> [(exit code, its lines of train.py's)] of two forked ranks of a run.
+    """two_ranks(argv, before) -> [(exit code, its lines "train: ...")] of two forked ranks of a run.
 
     before(rank): done in each of them first. What they print goes into 0.out and 1.out.
     """
@@ -222,8 +228,7 @@ def two_ranks(tmp_path, free_port, monkeypatch):
 
     def run(argv, before=lambda rank: None):
         def begin(rank):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                              MASTER_PORT=str(free_port))
+            os.environ.update(of_torchrun(rank, free_port))
             before(rank)
         children = []
         for rank in (0, 1):
@@ -237,8 +242,8 @@ def two_ranks(tmp_path, free_port, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch):
-    """As torchrun starts them: to the step in which patience ends both, in the folder that is free, and one
-    speaks.
+    """Started by torchrun, they end in the same step, by patience, take the folder that is free, and one of
+    them prints.
     """
     monkeypatch.chdir(tmp_path)
     main(args(out_dir=..., max_iters=1))
@@ -246,7 +251,7 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, monkeypatch):
                 max_iters=30, eval_interval=1, patience=1)
     main(args("one", **keys))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, ROOT / "train.py", *args(**{**keys, "out_dir": ...})],
+    done = subprocess.run([*torchrun, ROOT / "train.py", *args(out_dir=..., **keys)],
                           capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     for one, two in zip(rows("one"), rows("out/gpt-2"), strict=True):
@@ -280,11 +285,9 @@ def test_the_rank_that_fails_alone_says_why(args, two_ranks):
 @forks
 def test_ranks_that_begin_apart_are_refused(args, two_ranks, tmp_path):
     """As where only one of two machines finds the checkpoint that --resume names."""
-    for name in "01":
-        (tmp_path / name).mkdir()
     main(args("0/run"))
-    argv = [arg for arg in args(max_iters=9) if not arg.startswith("--out_dir=")]
-    (code, said), (other, _) = two_ranks([*argv, "--out_dir=run", "--resume"],
+    (tmp_path / "1").mkdir()
+    (code, said), (other, _) = two_ranks([*args(out_dir="run", max_iters=9), "--resume"],
                                          lambda rank: os.chdir(tmp_path / str(rank)))
     assert code and other and len(said) == 1
     assert "different weights or at different steps: run" in said[0]
@@ -293,9 +296,8 @@ def test_ranks_that_begin_apart_are_refused(args, two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_does_not_wait_for_one_that_never_starts(args, fails, free_port, monkeypatch):
-    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1",
-                            MASTER_PORT=free_port).items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in of_torchrun(0, free_port).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "START_WITHIN", ranks.START_WITHIN / 300)
     said, = fails(args())
     assert "not all processes of this run have started within 1 s: one has failed" in said
@@ -518,6 +520,14 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(args, at_step, tmp_path):
 
 
 @forks
+def test_a_second_signal_ends_a_run_at_once(args):
+    def twice(model, output):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert ending(in_child(args(), lambda: before_pass(5, twice))) == -signal.SIGTERM
+
+
+@forks
 def test_a_run_whose_terminal_closes_is_saved(args, tmp_path):
     """In a session of its own, hung up as when a window is closed. On a terminal there is a bar."""
     def wide():
@@ -587,8 +597,7 @@ def test_in_fp16_an_overflow_skips_the_step_of_every_optimizer(args, tmp_path, a
         return output._replace(loss=output.loss + (total - total.detach()) * 1e30)
     at_step(1, overflow)
     main(args(recipe="modern", dtype="float16", max_iters=1))
-    sizes = {k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}
-    fresh = GPT(GPTConfig(vocab_size=256, recipe="modern", **sizes))
+    fresh = GPT(GPTConfig(vocab_size=256, recipe="modern", **TINY_SIZES))
     assert same(weights(tmp_path / "run/ckpt.pt"), fresh.state_dict())
 
 
@@ -707,10 +716,10 @@ def test_wandb_logs_offline_where_there_is_no_key(args, tmp_path):
         time.sleep(0.1)
 
 
-# ---- what is not asked before training whether it looks ahead ----
+# ---- mechanisms that are trained without being asked whether they look ahead ----
 
 def test_what_is_known_to_be_causal_are_the_mechanisms_of_this_repository():
-    assert sorted(causality.TRIED) == sorted(cls.__name__ for cls in model_py.MECHANISM_CLASSES)
+    assert sorted(causality.TRIED) == sorted(cls.__name__ for cls in MECHANISM_CLASSES)
 
 
 # ---- what a step draws and clips ----
@@ -742,11 +751,3 @@ def test_a_gradient_is_clipped_before_the_step_and_logged_as_it_was():
 
     norm, given = norms(1e9)
     assert norm == pytest.approx(given, rel=1e-4) and norms(0.01) == pytest.approx((norm, 0.01), rel=1e-3)
-
-
-@forks
-def test_a_second_signal_ends_a_run_at_once(args):
-    def twice(model, output):
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-    assert ending(in_child(args(), lambda: before_pass(5, twice))) == -signal.SIGTERM
