@@ -3,7 +3,7 @@ import functools
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import helpers
 from evaluate import main
-from helpers import byte_pairs, put_meta, put_split, write_dataset
+from helpers import byte_pairs, meta_of, put_meta, put_split, write_dataset
 from model import GPT
 from nanoheads import corpus, dataset, scoring
 from nanoheads.common import UserError
@@ -29,18 +29,14 @@ from nanoheads.tokenizer import Tokenizer
 make_model = functools.partial(helpers.make_model, spread=8.0, noise=0.0, block_size=8, n_head=2, n_embd=16)
 
 
-def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
+def write_data(folder, encoding="byte", n=23, sizes=None):
     """A data folder whose splits hold n random tokens each; sizes: {"bytes": .., "chars": ..} of a split."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocab = [chr(c) for c in range(97, 108)] + ["\n", "é"] if encoding == "char" else None
-    dtype, symbols, separator = dict(byte=("uint8", 256, 10), char=("uint16", 13, 11),
-                                     gpt2=("uint16", 50257, 50256))[encoding]
-    counts = dict(tokens=n, bytes=n, chars=n) | (sizes or {})
-    meta = dict(name=folder.name, encoding=encoding, vocab_size=symbols, dtype=dtype, separator=separator,
-                splits={s: counts for s in ("train", "val", "test")}, **({"vocab": vocab} if vocab else {}))
+    meta = meta_of(encoding, folder.name) | dict(dtype="uint8" if encoding == "byte" else "uint16")
     (folder / "meta.json").write_text(json.dumps(meta))
-    for i, split in enumerate(("train", "val", "test")):
-        tokens = np.random.default_rng([seed, i]).integers(0, symbols, n).astype(dtype)
+    put_meta(folder, **dict(tokens=n, bytes=n, chars=n) | (sizes or {}))
+    for i, split in enumerate(meta["splits"]):
+        tokens = np.random.default_rng(i).integers(0, meta["vocab_size"], n).astype(meta["dtype"])
         put_split(folder, split, tokens.tobytes())
     return Dataset(folder)
 
@@ -437,9 +433,8 @@ def scored(path, *settings):
 @pytest.mark.slow
 def test_a_flag_that_is_set_makes_the_model_with_that_flag(switched):
     path, model, data = switched
-    flags = dict(n_head=4, unet="concat", agency=True, routing="moh", routing_top_k=3)
     for key, value in (("unet_skips", False), ("act", "relu2")):
-        other = make_model(**{**flags, key: value})
+        other = GPT(replace(model.config, **{key: value}))
         other.load_state_dict(model.state_dict())
         assert scored(path, f"{key}={value}") == score(other, data, "test")[0] / 23 != scored(path)
 
