@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import train
-from helpers import ROOT, TINY, ending, forks, in_child, write_shards
+from helpers import ROOT, TINY, ending, forks, in_child, in_nanogpts_words as write_settings, write_shards
 from nanoheads import checkpoint, files
 from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
@@ -50,6 +50,16 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path, before, after, at):
         assert str(e) == f"could not write {path} (No space left on device); the previous one is intact"
         after = before
     assert path.read_bytes() == b"".join(after) and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows opens no folder as a file")
+def test_a_file_and_then_its_name_reach_the_disk_before_anybody_relies_on_them(monkeypatch, tmp_path):
+    """Else after a power failure there may be an empty file of the right name."""
+    done, sync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), sync(file)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("rename"), rename(old, new)))
+    write_atomic(tmp_path / "file", lambda file: file.write(b"new"))
+    assert done == [(tmp_path / "file").stat().st_ino, "rename", tmp_path.stat().st_ino]
 
 
 def test_json_has_no_nan(tmp_path):
@@ -118,7 +128,7 @@ def test_a_second_writer_is_refused_by_the_number_of_the_first(args, fails, tiny
 
 def test_a_killed_writer_leaves_no_lock(tmp_path, writer):
     """Who waits writes then, and not before."""
-    first, second = writer(tmp_path / "run"), None
+    first = writer(tmp_path / "run")
     assert first.stdout.readline() == "has it\n"
     second = writer(tmp_path / "run")
     with pytest.raises(subprocess.TimeoutExpired):
@@ -218,8 +228,7 @@ def test_each_command_finds_its_own_run(tmp_path, monkeypatch, bytes_data, capsy
     monkeypatch.chdir(tmp_path)
 
     def trained(*argv, lr=1e-3, **keys):
-        Path("small.py").write_text("".join(f"{key} = {value!r}\n" for key, value
-                                            in {**TINY, "adamw_lr": lr}.items()))
+        write_settings(Path("small.py"), dict(TINY, adamw_lr=lr))
         train.main(["small.py", *argv, f"--dataset={bytes_data}",
                     *(f"--{key}={value}" for key, value in keys.items())])
         return capsys.readouterr().out
@@ -347,13 +356,3 @@ def test_a_name_that_leads_to_no_file_is_no_missing_file(name, bytes_data, tmp_p
         what = "no file" if put is Path.mkdir else "a link, and leads to no file"
         with pytest.raises(UserError, match=f"^{home}/{name} is {what}: put the file there, or remove it$"):
             READERS[name](home)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows opens no folder as a file")
-def test_a_file_and_then_its_name_reach_the_disk_before_anybody_relies_on_them(monkeypatch, tmp_path):
-    """Else after a power failure there may be an empty file of the right name."""
-    done, sync, rename = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), sync(file)))
-    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("rename"), rename(old, new)))
-    write_atomic(tmp_path / "file", lambda file: file.write(b"new"))
-    assert done == [(tmp_path / "file").stat().st_ino, "rename", tmp_path.stat().st_ino]
