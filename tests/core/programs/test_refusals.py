@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import train
-from helpers import TINY, TINY_TASK, write_dataset
-from helpers import VOCAB, check_refusal, make_checkpoint, make_model, save_model, under
+from helpers import (TINY, TINY_GPT, TINY_TASK, VOCAB, check_refusal, flags_of_variant_b, make_checkpoint,
+                     make_model, save_model, under, write_dataset)
 from model import CONSTRAINTS, GPT, GPTConfig
 from nanoheads import corpus
 from nanoheads.dataset import Dataset
@@ -86,11 +86,7 @@ def furnish(home, bytes_data, chars_data):
     (home / "whole.txt").write_text("To be, or not to be: that is the question.\n" * 100)
     (home / "crlf.txt").write_bytes(b"one\r\n\r\ntwo\r\n" * 30)
     (home / "latin.txt").write_bytes(b"x" * 1999 + "é".encode() + b"\xe9" + b"x" * 1000)
-    for name in ("a", "b"):
-        (home / "curves" / name).mkdir(parents=True)
-        shutil.copy("run/log.jsonl", home / "curves" / name)
-        shutil.copy("run/config.json", home / "curves" / name)
-    shutil.copytree("curves/a", "occupied/file")
+    shutil.copytree("run", "occupied/file")
     (home / "occupied/file/figures").write_text("a file")
 
 
@@ -105,10 +101,8 @@ def of_tasks(task_run):
 
 # ---- configs ----
 
-SIZES = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=48)
 NAMED = dict(constraint_names=CONSTRAINTS)
-B = dict(n_head=4, n_embd=64, head_dim=8, constraint_names=["a", "b", "c"], constraint_layers=[0, 1],
-         constraint_variant="B", constraint_hidden=12)
+B = flags_of_variant_b((64, 4, 3))
 
 GPT_CONFIGS = [
     # a value by itself
@@ -145,7 +139,7 @@ GPT_CONFIGS = [
 @pytest.mark.parametrize("flags, words", [(flags, words) for flags, *words in GPT_CONFIGS],
                          ids=lambda v: "-".join(v) if isinstance(v, dict) else "")
 def test_a_gpt_that_cannot_be_is_one_line(flags, words):
-    config = GPTConfig(**{**SIZES, **flags})
+    config = GPTConfig(**{**TINY_GPT, **flags})
     problem, = config.problems()
     assert "\n" not in problem and all(word in f"^{problem}$" for word in words), problem
     with pytest.raises(ValueError) as e:
@@ -243,7 +237,7 @@ COMMANDS = [
     *under("plot_curves.py",
         ("--x epochs", "invalid choice: 'epochs'"),
         ("--heads --x tokens", "--heads knows steps alone"),
-        ("curves/a curves/b --out=/proc/x", "--out: cannot write into /proc (No such file or directory)"),
+        ("run not_last --out=/proc/x", "--out: cannot write into /proc (No such file or directory)"),
         ("occupied/file", "cannot make the folder occupied/file/figures (File exists)")),
 
     # ---- data/prepare_text.py and data/NAME/prepare.py ----
