@@ -80,7 +80,7 @@ def test_without_triton_compiling_for_a_gpu_is_refused_before_the_run_has_a_fold
     for flag, kind in ((None, "cuda"), (False, "cuda"), (True, "cpu")):
         optim.check_compile(TrainConfig(compile=flag), kind)
     monkeypatch.setattr(start, "join_ranks", lambda device: Process("cuda"))
-    line, = fails([*args(), "--compile=True"])
+    line, = fails(args(compile=True))
     assert re.match("compile=True compiles for a GPU with Triton, .* triton-windows", line)
     assert not (tmp_path / "run").exists()
 

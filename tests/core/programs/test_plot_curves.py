@@ -26,14 +26,13 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def figures(home, monkeypatch):
+def figures(monkeypatch):
     """figures(argument, ...) -> the Figures of a command line, those of single runs first, unwritten."""
     def call(*argv):
         found = []
-        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
-        main([*map(str, argv)])
-        monkeypatch.undo()
-        monkeypatch.chdir(home)
+        with monkeypatch.context() as unwritten:
+            unwritten.setattr(Figure, "savefig", lambda figure, *_, **__: found.append(figure))
+            main([*map(str, argv)])
         return [*dict.fromkeys(found)]
     return call
 

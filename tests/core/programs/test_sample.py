@@ -133,12 +133,12 @@ def test_special_tokens_of_a_prompt_are_tokens_unless_it_says_text(tmp_path, out
     """As in nanoGPT, whose <|endoftext|> is one token."""
     tokenizer = Tokenizer("hf", byte_pairs("All the world's a stage."))
     config = GPTConfig(block_size=32, vocab_size=tokenizer.vocab_size, n_layer=1, n_head=2, n_embd=16)
-    model = GPT(config)
+    model = GPT(config).eval()
     nn.init.normal_(model.lm_head.weight)
     meta = dict(meta_of("byte"), encoding="hf", vocab=tokenizer.vocab, vocab_size=tokenizer.vocab_size,
                 separator=tokenizer.end)
     torch.save(dict(model=model.state_dict(), config=asdict(config), meta=meta, step=1), tmp_path / "h.pt")
-    prompt, model = "<|endoftext|>", model.eval()
+    prompt = "<|endoftext|>"
     (tmp_path / "p.txt").write_text(prompt)
     as_text = tokenizer.encode(prompt).tolist()
     assert len(as_text) > 1

@@ -75,7 +75,7 @@ def test_a_run_starts_from_a_checkpoint_whose_words_it_has(task_args, args, task
     first, last = rows(tmp_path / "run")[1][0], rows(task_run)[1][-1]
     assert first["acc/3"] == last["acc/3"] and first["val_loss"] == last["val_loss"]
     train.main(task_args("levels", **keys, task_levels="2", max_iters=1))
-    line, = fails(task_args("other", **keys, **{"task": "noisy_recall"}))
+    line, = fails(task_args("other", **keys, task="noisy_recall"))
     assert "was trained on task recall" in line
     line, = fails(args("text", init_from=task_run, **OF_CHECKPOINT))
     assert "was trained on task recall (char, 11 symbols), whose vocabulary is not that of sums" in line

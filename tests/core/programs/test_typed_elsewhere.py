@@ -52,12 +52,12 @@ def test_nanogpts_commands_are_taken_as_they_are(here, chars_data, capsys):
 
 @pytest.mark.slow
 def test_the_routing_pair_is_trained_evaluated_plotted_and_sampled(here, chars_data, capsys,
-                                                                      monkeypatch):
+                                                                   monkeypatch):
     """By the write-up's commands, with its arguments and without; the baseline is what is compared with."""
-    small = [each for each in SMALL if not each.startswith("--n_head")] + ["--n_head=4", "--dropout=0"]
     baseline, routing = "out-enwik8-routing-ablation", "out-enwik8-routing"
     for name in ("train_enwik8_routing", "train_enwik8_routing_ablation"):
-        train.main([f"config/{name}.py", f"--dataset={chars_data}", *small, "--device=cpu"])
+        train.main([f"config/{name}.py", f"--dataset={chars_data}", *SMALL, "--n_head=4", "--dropout=0",
+                    "--device=cpu"])
     config = json.loads((here / routing / "config.json").read_text())["model"]
     assert config["routing"] == "published" and config["routing_mask"] == "zero"
     capsys.readouterr()
@@ -72,7 +72,6 @@ def test_the_routing_pair_is_trained_evaluated_plotted_and_sampled(here, chars_d
     assert "--test_data data/enwik8/test.bin means --split test" in said.err
 
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **how: file.write(b"drawn"))
-    capsys.readouterr()
     plot_curves.main(["--log_file", f"{baseline}/training_log.json"])
     assert f"{baseline}/figures/curves.png" in capsys.readouterr().out
     plot_curves.main([])
