@@ -26,8 +26,8 @@ MASKS = {"causal": None, "window": CAUSAL.triu(-4)[None, None], "oneself": torch
          "of each row": torch.stack(BEGUN)[:, None]}
 
 
-def inputs(kv_heads=3, width=16, size=16):
-    q, k = normal(2, 3, T, size, seed=1, grad=True), normal(2, kv_heads, T, size, seed=2, grad=True)
+def inputs(kv_heads=3, width=16):
+    q, k = normal(2, 3, T, 16, seed=1, grad=True), normal(2, kv_heads, T, 16, seed=2, grad=True)
     return q, k, normal(2, kv_heads, T, width, seed=3, grad=True)
 
 
@@ -36,18 +36,22 @@ def bias_of(rate, c):
     return lambda score, b, h, t, s: 3 * torch.tanh(score / 3) - rate[h] * (t - s) + c[b, h, s]
 
 
-def stored(q, k, v, mask=None, rate=None, c=None, scale=0.3):
-    """[y, lse, entropy, log sum p^2, spread] from logits in memory, with the same bias where there is one."""
-    k, v = (x.repeat_interleave(3 // x.size(1), 1) for x in (k, v))
-    s, n = scale * q @ k.mT, q.size(2)
-    if rate is not None:
-        distance = torch.arange(n)[:, None] - torch.arange(n)
-        s = 3 * torch.tanh(s / 3) + c[:, :, None] - rate[:, None, None] * distance
-    seen = torch.ones(n, n).tril().bool() if mask is None else mask
+def outputs_of(s, v, seen):
+    """[y, lse, entropy, log sum p^2, spread] of logits s [..., T, S] of which each query sees some."""
     s = s.masked_fill(~seen, -math.inf)
     p = s.softmax(-1)
     entropy, p2 = oracle.row_statistics(p)
     return [p @ v, s.logsumexp(-1), entropy, p2.log(), oracle.spread_of_rows(p, seen)]
+
+
+def stored(q, k, v, mask, rate=None, c=None):
+    """outputs_of() logits in memory, with the same bias where there is one."""
+    k, v = (x.repeat_interleave(3 // x.size(1), 1) for x in (k, v))
+    s = 0.3 * q @ k.mT
+    if rate is not None:
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        s = 3 * torch.tanh(s / 3) + c[:, :, None] - rate[:, None, None] * distance
+    return outputs_of(s, v, CAUSAL if mask is None else mask)
 
 
 @pytest.mark.slow
@@ -125,6 +129,16 @@ def test_dropout_acts_behind_the_statistics():
     assert (mean - want).norm() < 0.15 * want.norm()
 
 
+def test_portions_are_computed_once_more_with_the_dropout_that_they_had(monkeypatch):
+    """An output is linear in the values, so that with their gradient it is found again."""
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 500)
+    q, k, v = inputs()
+    y, _ = attend(q, k, v, scale=0.3, score_mod=lambda score, b, h, t, s: score + h, dropout=0.5)
+    total = (y * normal(*y.shape, seed=9)).sum()
+    gradient, = torch.autograd.grad(total, v)
+    close((v * gradient).sum(), total, 1e-9)
+
+
 # ---- rounding ----
 
 def deviation(spread, n):
@@ -163,8 +177,8 @@ def test_rounding_never_takes_the_entropy_out_of_its_range(dtype):
 
 
 def gated_on_itself(gate, dtype, strength, T=9):
-    """([y, lse, entropy, log sum p^2, spread] of rows with the logarithm of a gate on the diagonal, the same
-    from logits in float64, inputs of each). strength: what each token's logit with itself is raised by.
+    """What attend() gives of rows with the logarithm of a gate on the diagonal; outputs_of() the same logits
+    in float64; the inputs of each. strength: what each token's logit with itself is raised by.
     """
     q, k, v = (normal(2, 3, T, 16, seed=seed) for seed in (1, 2, 3))
     k = k + 4 * strength * q / q.square().sum(-1, keepdim=True)
@@ -176,10 +190,8 @@ def gated_on_itself(gate, dtype, strength, T=9):
     y, rows = attend(*fast[:3], scale=0.25, stats="shape", spread=True, n_keys=torch.arange(1.0, T + 1),
                      score_mod=lambda score, b, h, t, s: score + (t == s) * log_gate[b, h, t])
     seen = torch.ones(T, T).tril().bool()
-    s = oracle.on_itself(0.25 * slow[0] @ slow[1].mT, slow[3]).masked_fill(~seen, -math.inf)
-    entropy, p2 = oracle.row_statistics(s.softmax(-1))
-    spread = oracle.spread_of_rows(s.softmax(-1), seen)
-    return [y, *rows], [s.softmax(-1) @ slow[2], s.logsumexp(-1), entropy, p2.log(), spread], fast, slow
+    s = oracle.on_itself(0.25 * slow[0] @ slow[1].mT, slow[3])
+    return [y, *rows], outputs_of(s, slow[2], seen), fast, slow
 
 
 @pytest.mark.parametrize("gate, strength", [(1.0, 9.0), (1e-2, 4.0), (1e-8, 9.0), (1e-8, 20.0)])
@@ -455,13 +467,3 @@ def test_buckets_of_distances_are_t5s():
     assert buckets[:17] == [*range(17)]
     assert [buckets[d] for d in (20, 32, 64, 100, 127, 128, 399)] == [17, 21, 26, 30, 31, 31, 31]
     assert buckets == sorted(buckets)
-
-
-def test_portions_are_computed_once_more_with_the_dropout_that_they_had(monkeypatch):
-    """An output is linear in the values, so that with their gradient it is found again."""
-    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 500)
-    q, k, v = inputs()
-    y, _ = attend(q, k, v, scale=0.3, score_mod=lambda score, b, h, t, s: score + h, dropout=0.5)
-    total = (y * normal(*y.shape, seed=9)).sum()
-    gradient, = torch.autograd.grad(total, v)
-    close((v * gradient).sum(), total, 1e-9)
