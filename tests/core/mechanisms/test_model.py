@@ -135,6 +135,14 @@ def test_repetition_penalty_pushes_down_what_was_said():
     assert len(set(pushed[0].tolist())) > len(set(plain[0].tolist()))
 
 
+def test_the_repetition_penalty_reads_no_padding():
+    model, idx = tiny(), tokens(2, 9)
+    other = torch.cat(((idx[:, :5] + 1) % model.config.vocab_size, idx[:, 5:]), 1)
+    got, want = (model.generate(prompts, 12, temperature=0, repetition_penalty=1.8, lengths=[4, 4])[:, 9:]
+                 for prompts in (idx, other))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0),
                                  dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)], ids=str)
 def test_impossible_sampling_is_refused_by_name(bad):
@@ -236,6 +244,19 @@ def test_dropout_is_off_in_eval_mode_and_on_in_training():
     assert torch.equal(model.eval()(idx).logits, model(idx).logits)
 
 
+@torch.no_grad()
+def test_dropout_acts_on_the_embedding_on_attention_weights_and_on_both_projections():
+    """Of nearly 1 it leaves nothing of what it acts on."""
+    model, idx = tiny(dict(bias=True, dropout=1 - 1e-12)).train(), tokens(2, 16)
+    nothing = model.head(model.transformer.ln_f.bias)
+    assert torch.allclose(model(idx).logits, nothing.expand(2, 16, -1))
+    model = tiny(dict(attn_dropout=1 - 1e-12))
+    got = model.train()(idx).logits
+    for layer, head in itertools.product(range(model.config.n_layer), range(model.config.n_head)):
+        model.set_gate(layer, head, 0.0)
+    assert torch.equal(got, model.eval()(idx).logits)
+
+
 # ---- initial values ----
 
 @pytest.mark.parametrize("one, other", [
@@ -312,24 +333,3 @@ def test_a_recipe_sets_only_the_flags_left_open():
     assert GPTConfig(recipe="modern", tied=True).tied and not GPTConfig(recipe="modern").tied
     for recipe, flags in RECIPES.items():
         assert all(getattr(GPTConfig(recipe=recipe), flag) is not None for flag in flags)
-
-
-@torch.no_grad()
-def test_dropout_acts_on_the_embedding_on_attention_weights_and_on_both_projections():
-    """Of nearly 1 it leaves nothing of what it acts on."""
-    model, idx = tiny(dict(bias=True, dropout=1 - 1e-12)).train(), tokens(2, 16)
-    nothing = model.head(model.transformer.ln_f.bias)
-    assert torch.allclose(model(idx).logits, nothing.expand(2, 16, -1))
-    model = tiny(dict(attn_dropout=1 - 1e-12))
-    got = model.train()(idx).logits
-    for layer, head in itertools.product(range(model.config.n_layer), range(model.config.n_head)):
-        model.set_gate(layer, head, 0.0)
-    assert torch.equal(got, model.eval()(idx).logits)
-
-
-def test_the_repetition_penalty_reads_no_padding():
-    model, idx = tiny(), tokens(2, 9)
-    other = torch.cat(((idx[:, :5] + 1) % model.config.vocab_size, idx[:, 5:]), 1)
-    got, want = (model.generate(prompts, 12, temperature=0, repetition_penalty=1.8, lengths=[4, 4])[:, 9:]
-                 for prompts in (idx, other))
-    assert torch.equal(got, want)
