@@ -166,6 +166,16 @@ def test_a_run_goes_on_with_its_copy_by_its_folder_alone(mine, args, tmp_path):
             (tmp_path / "run" / checkpoint).unlink()
 
 
+@pytest.mark.slow
+def test_a_run_that_starts_over_keeps_the_text_of_now(mine, args, tmp_path):
+    """Not the one of the run before, with which nothing of it could be read."""
+    for text in ("", "# edited\n"):
+        path = mine()
+        path.write_text(path.read_text() + text)
+        anew(train, *args(max_iters=1), f"--mechanism={path}", "--overwrite")
+    assert (tmp_path / "run/mine.py").read_text() == path.read_text()
+
+
 def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
     """A file that is edited during a run, or deleted: the copy and the digest are those of what was read."""
     path = mine()
@@ -311,6 +321,7 @@ def test_a_run_has_one_mode_of_a_file(mine, args):
 # ---- mistakes, each one line ----
 
 HOOK = "    def score_mod(self, attn, heads):"
+AHEAD = "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"
 MODES = 'modes = {"forget": dict(forget=True)}'
 BOOL = 'forget: bool = flag(False, "scores fall with distance, at a learned rate for each head")'
 LAYER = "self.slope = nn.Parameter(torch.full((attn.n_head,), config.forget_init))"
@@ -488,7 +499,7 @@ def test_every_parameter_of_the_repositorys_mechanisms_has_an_initial_value():
 # ---- before training ----
 
 def test_a_look_ahead_is_refused_before_training(mine, args, tmp_path):
-    path = mine(HOOK, f"{HOOK}\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
+    path = mine(HOOK, HOOK + AHEAD)
     assert "before training it looks ahead: position " in line_of(train, *args(), f"--mechanism={path}")
     assert not (tmp_path / "run" / "best.pt").exists()
 
@@ -505,16 +516,6 @@ def test_a_difference_with_a_cache_is_said_before_training(mine, args, capsys):
 
 
 def test_a_class_that_is_called_as_one_of_the_repositorys_is_tried_all_the_same(mine, args):
-    path = mine(HOOK, f"{HOOK}\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
+    path = mine(HOOK, HOOK + AHEAD)
     path.write_text(path.read_text().replace("Forgetting", "FoX"))
     assert "before training it looks ahead: position " in line_of(train, *args(), f"--mechanism={path}")
-
-
-@pytest.mark.slow
-def test_a_run_that_starts_over_keeps_the_text_of_now(mine, args, tmp_path):
-    """Not the one of the run before, with which nothing of it could be read."""
-    for text in ("", "# edited\n"):
-        path = mine()
-        path.write_text(path.read_text() + text)
-        anew(train, *args(max_iters=1), f"--mechanism={path}", "--overwrite")
-    assert (tmp_path / "run/mine.py").read_text() == path.read_text()
