@@ -18,8 +18,7 @@ class Leak(Mechanism):
     """Each value is moved towards what the token must not know, in some way of `leak`."""
 
     class Options:
-        leak: Optional[Literal["block", "rows", "late", "training", "evaluation", "float32", "bfloat16",
-                               "little", "grown", "drawn"]] = None  # what it takes, and when
+        leak: Optional[Literal[KINDS]] = None  # what it takes, and when
 
     name = "leaking"
     flag = "leak"
