@@ -51,9 +51,9 @@ def study_of(found):
         failures.update({run.name: Failure("failed") for run in missing if count_of_failed(found, variant)})
     pairs = [Pair(row["variant"], row["baseline"], (row["task"],) if "task" in row else tuple(found["texts"]),
                   "".join(row.get("equal", ()))) for row in found["comparisons"]]
-    return Study("golden", found["measure"], tuple(variant_of(*each) for each in found["costs"].items()),
-                 tuple(pairs), tuple(found["texts"]), tuple(runs), results, failures, found["alpha"],
-                 found["margin"], found.get("target"))
+    variants = tuple(variant_of(*each) for each in found["costs"].items())
+    return Study(name_of(found), found["measure"], variants, tuple(pairs), tuple(found["texts"]), tuple(runs),
+                 results, failures, found["alpha"], found["margin"], found.get("target"))
 
 
 def count_of_failed(found, variant):
@@ -97,7 +97,7 @@ def test_every_figure_follows_from_the_scores_as_it_did():
         now = comparisons_of(study_of(found))
         # where interactions stood in the family of Holm's correction, corrected figures need those too
         but = OF_CORRECTION if found.get("corrected_beside") else ()
-        assert len(now) == len(found["comparisons"]) > 0
+        assert len(now) == len(found["comparisons"]) > 0, name_of(found)
         for comparison, row in zip(now, found["comparisons"]):
             assert differing(comparison, row, but) == [], (name_of(found), row["variant"], row["baseline"])
 
@@ -107,8 +107,9 @@ def test_every_mean_is_beside_its_target_as_it_was():
     assert with_targets
     for found in with_targets:
         now = {each.variant: each for each in compare_with_target(study_of(found))}
+        assert now.keys() == {row["variant"] for row in found["targets"]}, name_of(found)
         for row in found["targets"]:
-            each = now[row["variant"]]
+            each, where = now[row["variant"]], (name_of(found), row["variant"])
             assert all(same(getattr(each, key), row[key])
-                       for key in ("n", "mean", "low", "high", "p", "p_corrected")), name_of(found)
-            assert each.beyond == (row["verdict"] in ("below", "above"))
+                       for key in ("n", "mean", "low", "high", "p", "p_corrected")), where
+            assert each.beyond == (row["verdict"] in ("below", "above")), where
