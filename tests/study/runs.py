@@ -4,9 +4,11 @@ import io
 import subprocess
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import train
+from helpers import in_nanogpts_words
 from model import GPTConfig
 from nanoheads import files
 from nanoheads.config import TrainConfig
@@ -17,12 +19,6 @@ from study.records import Run
 
 TINY_MODEL = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, recipe="modern")
 TINY_TRAINING = dict(batch_size=4, max_iters=6, eval_interval=3, eval_tokens=64, log_interval=1)
-BASE = """
-dataset = {data!r}
-recipe = "modern"
-n_layer, n_head, n_embd, block_size, batch_size = 1, 2, 16, 16, 4
-max_iters, eval_interval, eval_tokens, log_interval = 6, 3, 64, 1
-"""
 STUDY = """
 question = "Does any of it help?"
 base = "base.py"
@@ -38,7 +34,7 @@ POPEN = subprocess.Popen
 def write_study(folder, data):
     """The config files of a tiny study in a folder: tiny_study.py, which is compared with base.py."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "base.py").write_text(BASE.format(data=str(data)))
+    in_nanogpts_words(folder / "base.py", dict(dataset=str(data), **TINY_MODEL, **TINY_TRAINING))
     (folder / "tiny_study.py").write_text(STUDY)
 
 
@@ -67,7 +63,7 @@ def run_of(data, seed=1, flags={}, variant="plain", **training):
 
 def changed(run, **changes):
     """A Run whose spec says something else in some places."""
-    return Run(run.stage, run.variant, run.text, run.seed, {**run.spec, **changes})
+    return replace(run, spec={**run.spec, **changes})
 
 
 def figures(result):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from helpers import check_refusal, under
+from runs import write_study
 
 from study import records
 from study.config import StudyConfig
@@ -35,9 +36,7 @@ NO_SCORES = [
 def home(tmp_path_factory, bytes_data):
     """The files that the rows below name."""
     home = tmp_path_factory.mktemp("home")
-    (home / "plain.py").write_text("".join(f"{key} = {value!r}\n" for key, value in dict(
-        n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=6, eval_interval=3,
-        eval_tokens=64, dataset=str(bytes_data)).items()))
+    write_study(home, bytes_data)
     for name, (content, _) in NO_RESULTS.items():
         (home / f"{name}.json.gz").write_bytes(content)
     for i, (head, line, _) in enumerate(LINES):
@@ -48,13 +47,12 @@ def home(tmp_path_factory, bytes_data):
         (home / f"no_scores{i}.csv").write_text(text)
     (home / "utf16.csv").write_bytes(b"\xff\xfe")
     (home / "two.csv").write_text("variant,seed,score\nplain,1,2\nplain,2,3\na,1,1\na,2,2\n")
-    (home / "file").write_text("")
     return home
 
 
 COMMANDS = [
     # ---- the command line, mechanisms, places ----
-    *under("compare.py --base=plain.py --device=cpu",
+    *under("compare.py --base=base.py --device=cpu",
         ("", "mechanisms and variants are empty: name at least one variant to compare"),
         ("--mechanisms=output_gat", "unknown 'output_gat'; did you mean output_gate?"),
         ("--mechanism=nowhere.py", "no mechanism file nowhere.py"),
