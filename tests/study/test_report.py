@@ -36,8 +36,6 @@ TWO = around({PLAIN: {"prose": 2.0, "code": 3.0}, "good": {"prose": 1.9, "code":
 TASKS = around({name: {"recall": mean, "copy": mean} for name, mean in
                 ((PLAIN, 0.4), ("good", 0.95), ("bad", 0.2))}, measure="right answers", margin=0.05,
                guesses={"recall": {"1": 0.25}, "copy": {"1": 0.5}})
-CSV = ["variant,seed,score,tokens,cost", "base,1,3.28,1e9,1", "base,2,3.281,1e9,1", "base,3,3.279,1e9,1",
-       "mine,1,3.25,2e9,1.5", "mine,2,3.251,2e9,1.5", "mine,3,3.249,2e9,1.5"]
 
 
 def failed(study, variant, count=1, why="loss is not a finite number"):
@@ -149,7 +147,9 @@ def test_what_a_reader_must_know_stands_on_top(change, facts):
     study = replace(ONE, **change)
     (line,) = {*program(study)["notices"]} - {*program(ONE)["notices"]}
     assert all(fact in line for fact in facts)
-    assert all(plain_words(line) in text for text in everything(study).values())
+    for where, text in everything(study).items():
+        assert all(text.index(plain_words(line)) < text.index(plain_words(words.interval(c)))
+                   for c in comparisons_of(study)), where
 
 
 @pytest.mark.parametrize("split, digests, stages, said", [
@@ -164,6 +164,7 @@ def test_a_score_on_validation_is_called_that_first(split, digests, stages, said
                     results={**results, **{run.name: Result(2.0) for run in runs[32:]}})
     told = program(study)
     assert told["scored_on_validation"] == (["prose"] if said else [])
+    assert told["headline"].startswith("Scored on") == said
     for text in (told["headline"], *everything(study).values()):
         assert ("Scored on" in text) == said
 
@@ -281,9 +282,11 @@ def test_longer_runs_come_before_seeds_where_the_plain_gpt_still_falls(last, mor
 
 def test_scores_of_another_program_keep_its_names(tmp_path):
     """One run failed; of what is undecided there is no command, since compare.py cannot train it."""
-    more = ["near,1,3.279,1e9,1", "near,2,3.2805,1e9,1", "near,3,3.278,1e9,1", "lost,1,3.25,1e9,1",
-            "lost,2,3.251,1e9,1", "lost,3,failed,1e9,1"]
-    (tmp_path / "scores.csv").write_text("\n".join([*CSV, *more]) + "\n")
+    rows = dict(base=("1e9,1", 3.28, 3.281, 3.279), mine=("2e9,1.5", 3.25, 3.251, 3.249),
+                near=("1e9,1", 3.279, 3.2805, 3.278), lost=("1e9,1", 3.25, 3.251, "failed"))
+    (tmp_path / "scores.csv").write_text("variant,seed,score,tokens,cost\n" + "".join(
+        f"{name},{seed},{score},{costs}\n" for name, (costs, *scores) in rows.items()
+        for seed, score in enumerate(scores, 1)))
     study = from_csv(tmp_path / "scores.csv", target=3.26, margin=0.001)
     told = program(replace(study, command="python compare.py scores scores.csv"))
     assert (told["baseline"], told["target"], {*told["scores"]}) == ("base", 3.26,
