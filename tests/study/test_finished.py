@@ -1,10 +1,9 @@
 """Finished runs of before: those of other code are found by all else, and --fresh compares with them."""
 
-
 from runs import changed, run_of
 
-from study import finished, records, trial
-from study.records import Result
+from study import finished, trial
+from study.records import Result, Run
 
 
 def done(run, score):
@@ -40,7 +39,8 @@ def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):
     done(runs[0], 1.0)
     finished.set_aside(runs)  # the study was stopped and started again: what is trained anew stays
     assert trial.outcome(runs[0]) == Result(1.0)
-    done(runs[1], 2.25), done(runs[2], 3.0)
+    done(runs[1], 2.25)
+    done(runs[2], 3.0)
     said = finished.agreement_in_words(runs)
     assert "1 of 2 scores" in said and "by up to 0.2500" in said
     assert "Nothing was there before" in finished.agreement_in_words(runs)
@@ -49,7 +49,7 @@ def test_runs_that_are_trained_anew_are_compared_with_before(bytes_data):
 
 def test_runs_left_out_are_of_the_variant_whose_seeds_they_have(bytes_data):
     plain, again = run_of(bytes_data), run_of(bytes_data, 101)
-    judged = [plain, records.Run("judge", "again", again.text, 1, again.spec)]
+    judged = [plain, Run("judge", "again", again.text, 1, again.spec)]
     for seed in (1, 2, 3, 101, 104):
         done(run_of(bytes_data, seed), 1.0)
     assert finished.seeds_left_out(judged) == {"plain": [2, 3], "again": [4]}

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,8 +153,9 @@ def test_a_failed_run_withholds_the_verdict_that_it_might_change():
 
 
 def test_right_answers_are_judged_by_permutation_and_never_identical():
-    study = study_of({PLAIN: [0.1] * 10, "learns": [1.0] * 8, "guesses": [0.1] * 8}, margin=0.05)
-    found = {c.variant: c.verdict for c in comparisons_of(replace(study, measure="right answers"))}
+    study = study_of({PLAIN: [0.1] * 10, "learns": [1.0] * 8, "guesses": [0.1] * 8}, "right answers",
+                     margin=0.05)
+    found = {c.variant: c.verdict for c in comparisons_of(study)}
     assert found == {"learns": "better", "guesses": "same"}
 
 
