@@ -1,27 +1,18 @@
 """Which heads act without consent, or do not act although they consent."""
 
-import functools
 import math
 
 import pytest
 import torch
 
-import helpers
-from helpers import TINY_GPT
-from model import (GPT, GPTConfig)
+from helpers import tiny
 from lab.heads.states import find_violations
-from oracle import (tokens)
-
-
-TINY = {**TINY_GPT, "n_embd": 96}
-
-
-tiny = functools.partial(helpers.tiny, n_embd=96, std=0.08)
+from oracle import tokens
 
 
 def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     flags = dict(agency=True, sentinel="sigmoid")
-    model = GPT(GPTConfig(**TINY, **flags))
+    model = tiny(flags, live=False)
     assert find_violations(model) == []
     for head in (1, 2, 3):
         model.set_state(0, head, state="withdrawn", step=7 + head)
@@ -38,7 +29,7 @@ def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     traces = model(tokens(1, 4), traces=True).traces
     assert traces["blocks.0.agency_utilisation"].tolist() == [0, 0.25, 0, 0, 0, 0]
     assert traces["blocks.0.agency_last_signal"].tolist() == [0, 8, 9, 10, 0, 0]
-    free = GPT(GPTConfig(**TINY, **flags, agency_enforce=False))
+    free = tiny(flags, live=False, agency_enforce=False)
     free.set_state(1, 4, consent=False)
     assert find_violations(free) == [
         dict(layer=1, head=4, type="forced", gate=pytest.approx(gate), state="active", utilisation=0.0,
