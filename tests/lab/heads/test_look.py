@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import sample
 from helpers import make_checkpoint, small_models, tiny
+from lab_helpers import make_labelled_checkpoint
 from model import MECHANISMS
 from nanoheads import checkpoint, own_mechanism
 from nanoheads.pruning import prune_heads
@@ -34,12 +35,8 @@ PNG = b"\x89PNG"
 def make(tmp_path):
     """make(encoding="byte", **flags) -> path of a checkpoint with constraint heads that labels have moved."""
     def call(encoding="byte", name="a.pt", trained=True, **flags):
-        path = make_checkpoint(tmp_path / name, encoding, **{**FLAGS["one head"], **flags})
-        state = torch.load(path)
-        for key in [key for key in state["model"] if key.endswith("constraint.b2") and trained]:
-            state["model"][key] += 0.01
-        torch.save(state, path)
-        return path
+        make = make_labelled_checkpoint if trained else make_checkpoint
+        return make(tmp_path / name, encoding, **{**FLAGS["one head"], **flags})
     return call
 
 
@@ -350,7 +347,7 @@ def test_what_a_reader_should_know_is_noted(make, tmp_path, capsys, monkeypatch)
     assert "blocks.0.first_token" not in line["series"] and "blocks.0.entropy" in line["series"]
 
 
-def test_one_token_has_no_mean_of_what_no_token_has(make, tmp_path, capsys):
+def test_one_token_has_no_mean_of_what_no_token_has(make, tmp_path):
     found = tmp_path / "found.json"
     look.main(["--ckpt", make(), "--start", "a", "--out", str(tmp_path / "o.jsonl"), "--json", str(found)])
     found = json.loads(found.read_text(), parse_constant=lambda word: pytest.fail(word))

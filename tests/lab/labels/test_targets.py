@@ -7,21 +7,17 @@ import pytest
 from nanoheads.common import UserError
 from nanoheads.batches import Batches
 from nanoheads.dataset import Dataset
-from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
+from lab.labels.targets import UNKNOWN, Targets, decode, encode, label_file
+from lab_helpers import is_digit, put_labels
 
 
 @pytest.fixture
 def labelled(bytes_data, tmp_path):
     """(Dataset, folder of labels): "digit" is 1 on a digit, "soft" is byte / 255 on every other token."""
-    dataset, folder = Dataset(bytes_data), tmp_path / "weak"
-    folder.mkdir()
-    for split in ("train", "val"):
-        tokens = np.asarray(dataset.tokens(split))
-        soft = np.where(np.arange(len(tokens)) % 2, tokens / 255, np.nan)
-        encode((tokens >= 48) & (tokens < 58)).tofile(label_file(folder, "digit", split))
-        encode(soft).tofile(label_file(folder, "soft", split))
-    write_meta(folder, dataset, ["digit", "soft"], ["train", "val"], weak=True, note="made up")
-    return dataset, folder
+    dataset = Dataset(bytes_data)
+    return dataset, put_labels(
+        tmp_path / "weak", dataset, digit=is_digit,
+        soft=lambda tokens: np.where(np.arange(len(tokens)) % 2, tokens / 255, np.nan))
 
 
 def test_a_byte_holds_a_value_or_nothing():
@@ -43,8 +39,8 @@ def test_targets_stand_beside_the_tokens_that_are_read(labelled):
         ids = batches(step)
         found = targets.rows("train", batches.starts(step), 16)
         x, y = ids[:, :-1], ids[:, 1:]
-        assert (found["digit"] == ((x >= 48) & (x < 58))).all()
-        assert (found["digit"] != ((y >= 48) & (y < 58))).any()
+        assert (found["digit"] == is_digit(x)).all()
+        assert (found["digit"] != is_digit(y)).any()
         known = found["soft"] >= 0
         assert 0.4 < known.float().mean() < 0.6
         assert (found["soft"][known] - x[known] / 255).abs().max() < 0.002
@@ -56,7 +52,7 @@ def test_labels_say_what_they_are(labelled):
     row, tokens = meta["splits"]["train"], np.asarray(dataset.tokens("train"))
     assert meta["weak"] and meta["names"] == ["digit", "soft"] and row["tokens"] == len(tokens)
     assert row["names"]["digit"]["labelled"] == len(tokens)
-    assert row["names"]["digit"]["mean"] == pytest.approx(np.mean((tokens >= 48) & (tokens < 58)))
+    assert row["names"]["digit"]["mean"] == pytest.approx(np.mean(is_digit(tokens)))
     assert row["names"]["soft"]["labelled"] == len(tokens) / 2
     assert Targets(dataset, folder, ["soft"]).unread == ["digit"]
 

@@ -1,8 +1,8 @@
 """Constraint heads that are trained on labels, or by a teacher."""
 
 import functools
-import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +11,17 @@ import torch
 
 import helpers
 from model import GPTConfig
-from nanoheads import checkpoint
 from nanoheads.config import TrainConfig
 from nanoheads.dataset import Dataset
-from lab.labels.targets import encode, label_file, sha256, write_meta
+from lab.labels.targets import sha256
 from study.digest import digests_of
 from oracle import tokens
 from helpers import TINY, same, untimed, weights
+from lab_helpers import is_digit, model_of, put_labels
 from train import main
-
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
              constraint_layers=[0, 1])
-
-
 tiny = functools.partial(helpers.tiny, std=0.3, **SMALL)
 
 
@@ -43,32 +40,26 @@ def test_stopped_heads_send_no_gradient_into_the_trunk():
 
 
 @pytest.fixture(scope="module")
-def labelled(bytes_data):
-    """Labels of the sums: "digit" is 1 on a digit; "even" knows digits alone, 1 on an even one."""
-    dataset = Dataset(bytes_data)
-    folder = dataset.dir / "labels" / "truth"
-    folder.mkdir(parents=True)
-    for split in ("train", "val"):
-        ids = np.asarray(dataset.tokens(split))
-        digit = (ids >= 48) & (ids < 58)
-        encode(digit).tofile(label_file(folder, "digit", split))
-        encode(np.where(digit, ids % 2 == 0, np.nan)).tofile(label_file(folder, "even", split))
-        for name in ("nothing", "unread"):
-            encode(np.full(len(ids), np.nan)).tofile(label_file(folder, name, split))
-    write_meta(folder, dataset, ["digit", "even", "nothing", "unread"], ["train", "val"], weak=True,
-               note="made up")
-    return dataset.dir
+def labelled(bytes_data, tmp_path_factory):
+    """A copy of the sums with labels: "digit" is 1 on a digit; "even" is known of digits, 1 on an even one."""
+    data = Dataset(shutil.copytree(bytes_data, tmp_path_factory.mktemp("labelled") / "sums"))
+
+    def nothing(tokens):
+        return np.full(len(tokens), np.nan)
+
+    put_labels(data.dir / "labels/truth", data, digit=is_digit, nothing=nothing, unread=nothing,
+               even=lambda tokens: np.where(is_digit(tokens), tokens % 2 == 0, np.nan))
+    return data.dir
 
 
 @pytest.fixture
-def run(labelled, tmp_path):
+def run(labelled, rows, tmp_path):
     """run(name, key=value, ...) -> the rows of a training run's log that have a loss."""
     def call(name, *flags, **keys):
         keys = {**TINY, "dataset": labelled, "labels": "truth", "constraint_names": ["digit", "even"],
                 "constraint_layers": [0], "recipe": "modern", "out_dir": tmp_path / name, **keys}
         main([f"--{key}={value}" for key, value in keys.items()] + list(flags))
-        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        return [row for row in rows if "loss" in row]
+        return rows(tmp_path / name)[0]
     return call
 
 
@@ -83,10 +74,10 @@ def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
     assert all(row["aux/constraint.nothing"] == 0 and math.isfinite(row["loss"]) for row in rows)
     assert "weak labels" in (said := capsys.readouterr().out) and "not read: unread" in said
     data = Dataset(labelled)
-    model = checkpoint.build(checkpoint.read(tmp_path / "a"), tmp_path / "a", "cpu")
+    model = model_of(tmp_path / "a")
     ids = torch.from_numpy(np.asarray(data.tokens("val"))[:1600].astype(np.int64)).view(100, 16)
     scores = model(ids, traces=True).traces["blocks.0.constraint.digit"] > 0
-    digit = (ids >= 48) & (ids < 58)
+    digit = is_digit(ids)
     assert (scores == digit).float().mean() > 0.95
     later = (scores[:, :-1] == digit[:, 1:]).float().mean()
     assert later < 0.9, "a control: it is about the token itself, not the next one"

@@ -11,7 +11,7 @@ from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, ro
 
 import helpers
 from helpers import save_model, write_dataset
-from lab_helpers import write_labels
+from lab_helpers import is_digit, write_labels
 from nanoheads import checkpoint, timing
 from nanoheads.common import UserError
 from nanoheads.dataset import Dataset
@@ -226,7 +226,7 @@ def test_the_mlp_probe_has_as_many_parameters_as_the_heads():
 def known_digits(data, split, n):
     """(which of the first n tokens have a label that is not 1/2, whether each is a digit)."""
     tokens, at = np.asarray(data.tokens(split))[:n], np.arange(n)
-    return (at % 7 > 0) & (at % 11 > 0), (tokens >= 48) & (tokens < 58)
+    return (at % 7 > 0) & (at % 11 > 0), is_digit(tokens)
 
 
 def heads_said(model, data, split):
@@ -260,8 +260,8 @@ def test_score_tells_what_is_there_from_what_is_not(models, labels, data, tmp_pa
     assert digit["figures"][HEADS]["f1"][0] == pytest.approx(f1_score(y, p >= threshold), abs=2e-3)
     precision, recall, _ = precision_recall_curve(y, p)
     assert f1_score(y, p >= threshold) < (2 * precision * recall / np.maximum(precision + recall, 1e-9)).max()
-    known, is_digit = known_digits(data, "train", 4000)
-    share, prior = is_digit[known].mean(), digit["figures"][PRIOR]
+    known, digits = known_digits(data, "train", 4000)
+    share, prior = digits[known].mean(), digit["figures"][PRIOR]
     assert digit["prior"] == pytest.approx(share) and prior["auroc"] == [0.5, 0.5, 0.5]
     assert prior["ece"][0] == pytest.approx(abs(share - y.mean()))
     assert "weak: unchecked" in text and text.count("heads less") == 10
@@ -315,18 +315,18 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch)
 
 # ---- adjudicate ----
 
-def articles(n, first, words=60):
-    """n WikiText articles; the words of article i are all "w<first + i>", and of two sections each."""
+def numbered_articles(n, first):
+    """n WikiText articles of two sections, from one whose words are all "w<first>", the next number, ..."""
     text = b""
     for i in range(first, first + n):
-        body = b"w%03d " % i * words
+        body = b"w%03d " % i * 60
         text += b" \n = Title %d = \n \n %s\n \n = = Section = = \n \n %s\n" % (i, body, body)
     return text
 
 
 def test_passages_of_two_parts_never_share_a_document(tmp_path):
     """An article goes on from train into val, another from the first half of val into the second."""
-    text = articles(30, 100)
+    text = numbered_articles(30, 100)
     a, c = len(text) // 3, 2 * len(text) // 3
     folder = write_dataset(tmp_path / "wiki", {"train": text[:a], "val": text[a:c], "test": text[c:]})
     data, length = Dataset(folder), 64
@@ -348,7 +348,7 @@ def test_passages_of_two_parts_never_share_a_document(tmp_path):
 
 
 def test_titles_are_found_whatever_the_tokens_are(tmp_path):
-    text, splits, found = "é ".encode() + articles(3, 0), ("train", "val", "test"), {}
+    text, splits, found = "é ".encode() + numbered_articles(3, 0), ("train", "val", "test"), {}
     for folder in (write_dataset(tmp_path / "chars", dict.fromkeys(splits, text.decode()), "char",
                                  sorted(set(text.decode()))),
                    write_dataset(tmp_path / "bytes", dict.fromkeys(splits, text))):
@@ -418,7 +418,6 @@ def test_adjudicate_on_held_out_documents(models, tmp_path, say):
     folder = tmp_path / "mixed"
     mixed = Dataset(write_dataset(folder, {s: text(n) for s, n in (("train", 200), ("val", 120),
                                                                   ("test", 200))}))
-    (folder / "labels").mkdir()
     write_labels(folder / "labels" / "weak", mixed)
     found, printed = say("adjudicate", *models, "--labels=weak", f"--dataset={folder}", "--passage=64",
                          "--fit=2000")

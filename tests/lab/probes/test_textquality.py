@@ -257,7 +257,7 @@ def test_greedy_text_of_a_random_model_loops(save, written):
     assert greedy["figures"]["judge"][0] > 0 and lines[1].endswith("of those it judges")
 
 
-def test_stop_ends_samples_and_text_before_the_separator(save, written, tmp_path, bytes_data):
+def test_stop_ends_samples_and_text_before_the_separator(save, written):
     size = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "4", "--tokens", "300"]
     (run, real), lines = written("--ckpt", save("a"), "--stop", "--temperature", "3", "--split", "val",
                                  short=size)

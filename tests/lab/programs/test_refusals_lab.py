@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import train
-from helpers import TINY, write_dataset
-from helpers import check_refusal, make_checkpoint, make_model, save_model, under
-from lab_helpers import write_labels
+from helpers import TINY, check_refusal, make_model, save_model, under, write_dataset
+from lab_helpers import make_labelled_checkpoint, put_labels, write_labels
 from model import GPT, GPTConfig, MECHANISMS
 from nanoheads.dataset import Dataset
-from lab.labels.targets import encode, label_file, write_meta
 
 # ---- the folder in which the commands are typed ----
 
@@ -45,17 +43,6 @@ def filled(model, name, value):
     return model
 
 
-def label_truth(data):
-    """Labels `truth` of a byte dataset: digit, even, nothing."""
-    folder = data.dir / "labels" / "truth"
-    folder.mkdir(parents=True)
-    for split in ("train", "val"):
-        ids = np.asarray(data.tokens(split))
-        for name in ("digit", "even", "nothing"):
-            encode(np.zeros(len(ids))).tofile(label_file(folder, name, split))
-    write_meta(folder, data, ["digit", "even", "nothing"], ["train", "val"], weak=True, note="made up")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, bytes_data, task_run):
     """Data sets, labels, checkpoints, runs and files: what the rows below name."""
@@ -68,14 +55,14 @@ def home(tmp_path_factory, bytes_data, task_run):
 
 
 def furnish(home, bytes_data):
-    shutil.copytree(bytes_data, "sums", ignore=shutil.ignore_patterns("labels"))
+    shutil.copytree(bytes_data, "sums")
     sums = Dataset("sums")
     text = {split: bytes(sums.tokens(split)) for split in ("train", "val", "test")}
     turned, decoded = ({split: change(part) for split, part in text.items()}
                        for change in (lambda part: part[::-1], bytes.decode))
     backwards = Dataset(write_dataset(home / "backwards", turned))
     chars = Dataset(write_dataset(home / "chars", decoded, "char", sorted(set("0123456789 plusi.\n"))))
-    label_truth(sums)
+    put_labels(home / "sums/labels/truth", sums, digit=np.zeros_like, even=np.zeros_like)
     write_labels(home / "weak", sums)
     write_labels(home / "foreign", backwards)
     write_labels(home / "half", sums, splits=("train", "val"))
@@ -111,10 +98,7 @@ def furnish(home, bytes_data):
     torch.save(state, "untold.pt")
     # for a look at constraint heads
     for name, encoding in (("fair.pt", "char"), ("fair_bytes.pt", "byte")):
-        make_checkpoint(name, encoding, constraint_names=["fair", "clear"])
-        state = torch.load(name)
-        state["model"]["transformer.h.0.attn.constraint.b2"] += 0.01  # as labels have moved it
-        torch.save(state, name)
+        make_labelled_checkpoint(name, encoding, constraint_names=["fair", "clear"])
     (home / "with/best.pt").mkdir(parents=True)
     (home / "with/best.pt/best.pt").write_text("here")
 
