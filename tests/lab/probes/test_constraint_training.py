@@ -41,7 +41,7 @@ def test_stopped_heads_send_no_gradient_into_the_trunk():
 
 @pytest.fixture(scope="module")
 def labelled(bytes_data, tmp_path_factory):
-    """A copy of the sums with labels: "digit" is 1 on a digit; "even" is known of digits, 1 on an even one."""
+    """A copy of the sums with labels: "digit" is 1 on a digit; "even" is known of digits alone."""
     data = Dataset(shutil.copytree(bytes_data, tmp_path_factory.mktemp("labelled") / "sums"))
 
     def nothing(tokens):
