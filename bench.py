@@ -6,7 +6,7 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
     python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
     python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
-    python bench.py --mechanisms=mine.py              # one in a file of your own (docs/add-a-mechanism.md)
+    python bench.py --mechanisms=mine.py              # one in a file of your own (docs/your-own-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --task recall                     # a step on a task beside one on text
     python bench.py --race --nanogpt ../nanoGPT       # how soon its loss is reached: --race --help

@@ -19,8 +19,9 @@ or tokens in a step are unequal, a line says so, since the difference includes t
 different texts are not compared, and a line says what differs. A router's load is measured on a part of the
 split.
 
-Checkpoints of a task (docs/tasks.md) are scored on rows that no run was trained on: what share of the answers
-is right, by level, and below it what guessing gives. Levels that need longer rows than were trained get them.
+Checkpoints of a task (docs/compare.md) are scored on rows that no run was trained on: what share of the
+answers is right, by level, and below it what guessing gives. Levels that need longer rows than were trained
+get them.
 
     python evaluate.py --ckpt out/recall [--ckpt out/b ...] [--levels 12,24] [--rows 256] [--split val]
 

@@ -32,8 +32,8 @@ mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs
 hooks read and rewrite. What is the same in all layers is in `heads.forward_pass`, a ForwardPass: the tokens
 and their positions, the mask, the cache, and what the caller wants beside the logits.
 
-docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
-a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
+docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/your-own-mechanism.md
+has a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
 nanoheads/attention.py, and other kernels are in nanoheads/kernels.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,

@@ -10,10 +10,10 @@ A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed
 checkpoint and one sample the text appears as it is made. More samples do not change the first. With several
 checkpoints the defaults are three samples of 200 tokens and --top_k 200, as in the routing write-up. Without
 --ckpt it is the newest run; where that is one of the write-up's pair, both. --audit writes what mechanisms do
-to each text to a file, and a picture of attention maps (docs/look.md); under a text it lists which tokens
+to each text to a file, and a picture of attention maps (docs/heads.md); under a text it lists which tokens
 constraint heads score highest.
 
-Of checkpoints that were trained on a task (docs/tasks.md) it shows rows with their answers, and marks wrong
+Of checkpoints that were trained on a task (docs/compare.md) it shows rows with their answers, and marks wrong
 ones:
 
     python sample.py --ckpt out/recall [--ckpt out/b ...] [--levels 4,12] [--num_samples 2] [--seed 1]

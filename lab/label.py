@@ -6,7 +6,7 @@ python -m lab.label --dataset=wikitext2_byte --by=synthetic --noise=0.1     a kn
 python -m lab.label --dataset=mine --by=spans --file=labels.jsonl --split=val                   your own
 
 Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. lab/labels/targets.py describes
-it, docs/labels.md what the labels mean. Given once more, the command verifies what is there. You should
+it, docs/constraints.md what the labels mean. Given once more, the command verifies what is there. You should
 see, at the end, a table and texts with the labels in them.
 """
 import argparse

@@ -234,7 +234,7 @@ def describe_crossing(model, mode):
     ids = torch.where(column < T // 2, perturbation.other_ids, perturbation.ids)
     if perturbation.changes(ids, (column >= T // 2).expand_as(ids)).any():
         return (f"a document changes with the one before it in its row ({mode}; leave documents_packed out, "
-                "or see begins in docs/add-a-mechanism.md)")
+                "or see begins in docs/your-own-mechanism.md)")
 
 
 # ---- a model ----

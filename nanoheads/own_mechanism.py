@@ -1,6 +1,6 @@
 """
 Mechanisms in files of one's own: run, checked, added to the flags, kept with what they made.
-docs/add-a-mechanism.md
+docs/your-own-mechanism.md
 
     python train.py --scale=tiny --mechanism=mine.py    python compare.py --mechanisms=mine.py,other.py:mode
     python sample.py --ckpt out/a --mechanism=out/a/mine.py
@@ -74,7 +74,7 @@ def read_own_file(path, helpers=()):
         return OwnFile(path, path.read_bytes(), texts)
     except OSError as e:
         raise UserError(f"no mechanism file {path} ({e.strerror}); it holds a class for each mechanism, see "
-                        "docs/add-a-mechanism.md") from None
+                        "docs/your-own-mechanism.md") from None
 
 
 def run(path):

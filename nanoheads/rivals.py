@@ -1,6 +1,6 @@
 """
 The rivals: published changes to a GPT that report gains, which a new mechanism has to beat. Each is a class,
-as in model.py, which imports them from here. Hooks and shapes: docs/add-a-mechanism.md.
+as in model.py, which imports them from here. Hooks and shapes: docs/your-own-mechanism.md.
 """
 
 import math

@@ -32,7 +32,7 @@ TEXT_KEYS = {"dataset", "block_size", *TaskConfig.__dataclass_fields__}
 SCORES_KEYS = ("baseline", "higher_is_better", "target")  # keys for the scores of another program alone
 
 # seeds of each side: in half an hour on two cores they detect 0.015 bits/byte four times in five, even if a
-# mechanism's scores spread half as much again as usual (docs/add-a-mechanism.md)
+# mechanism's scores spread half as much again as usual (docs/your-own-mechanism.md)
 CHALLENGE_SEEDS = 15
 MAX_SEED = 10**9
 
@@ -154,7 +154,8 @@ class StudyConfig:
         for pattern in self.mechanisms:
             if not names_matching(pattern):
                 suggestion, hint = configurator.likely_key(pattern, [*MECHANISMS, "all_on"])
-                hint = hint if suggestion else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
+                hint = hint if suggestion else ("model.MECHANISMS lists them, "
+                                                "docs/your-own-mechanism.md adds one")
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
         if self.mechanism and self.mechanisms != self.mechanism.split(","):
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")

@@ -329,10 +329,10 @@ def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
     return own.to_str()
 
 
-# ---- a mechanism of one's own: the file of docs/add-a-mechanism.md ----
+# ---- a mechanism of one's own: the file of docs/your-own-mechanism.md ----
 
 
-PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "your-own-mechanism.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 CODE, = (text for text in EXAMPLES if "class Forgetting" in text)  # the one with a parameter
 

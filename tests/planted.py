@@ -417,9 +417,9 @@ FAULTS = (
           "len(shared) == min(len(scores), len(other_scores)) > 0",
           ("test_stats.py::test_one_seed_that_both_sides_share_shows_nothing",)),
     # ---- pages and layout ----
-    Fault("a command of a page has a flag that its program lacks", "docs/tasks.md",
+    Fault("a command of a page has a flag that its program lacks", "docs/compare.md",
           "recall-key_offset --levels 8,12,24", "recall-key_offset --lvls 8,12,24",
-          ("test_docs.py::test_every_command_of_a_page_is_read[docs/tasks.md]",)),
+          ("test_docs.py::test_every_command_of_a_page_is_read[docs/compare.md]",)),
     Fault("a figure of a page is changed by hand", "docs/results/scale.md", "| 2.3995 |", "| 2.4995 |",
           ("test_figures.py::test_the_command_finds_every_table_as_it_is",)),
     Fault("the study imports the lab", "study/digest.py",

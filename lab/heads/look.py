@@ -8,7 +8,7 @@ What a checkpoint's mechanisms do to a text, token by token: JSON lines, a table
 
 A line is a window of block_size tokens (of two checkpoints the shorter), a row of a task, or a sample (its
 last block_size tokens); of two checkpoints one line each, in turn. The table, on the terminal, and the
-picture, which has the name of the lines with .png, are of the first window; docs/look.md. A line holds
+picture, which has the name of the lines with .png, are of the first window; docs/heads.md. A line holds
 
     checkpoint, set    where it comes from: the weights, and what --set changed in them
     text               a file, "prompt", "recall, 2 pairs", or "sample 2"

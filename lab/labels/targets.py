@@ -67,7 +67,7 @@ def command_for(dataset, labels):
     data_folder = dataset.dir.resolve()
     folders = [folder.resolve() for folder in folders_of(data_folder.name)]
     name = data_folder.name if data_folder in folders else dataset.dir
-    by = f" --by={labels}" if labels in ("weak", "synthetic") else ", see docs/labels.md,"
+    by = f" --by={labels}" if labels in ("weak", "synthetic") else ", see docs/constraints.md,"
     return f"python -m lab.label --dataset={name}{by}"
 
 

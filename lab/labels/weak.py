@@ -2,8 +2,8 @@
 Weak labels: what rules make of a text, for encyclopaedias (WikiText, plain Wikipedia) and plays.
 
 Each labeller takes a text and gives [(start, end, value)], character spans in order that do not overlap; what
-no span holds is not labelled. No person has checked these labels. docs/labels.md describes what each rule
-matches, where it fails, and how often it was right on texts that were read.
+no span holds is not labelled. No person has checked these labels. docs/constraints.md describes what each
+rule matches, where it fails, and how often it was right on texts that were read.
 
 A score at a token may use only what came before and the token itself. A sentence is known to hold a number
 when the number has been read, not at its first word; so labels begin at what they follow from, the trigger:

@@ -1,4 +1,4 @@
-"""The example of docs/agents.md: its mechanism keeps the promises, its loop keeps what is better."""
+"""The example of docs/compare.md: its mechanism keeps the promises, its loop keeps what is better."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from helpers import ROOT
 
 import train
 
-PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 CODE, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 
 

@@ -22,9 +22,9 @@ from study.config import StudyConfig
 
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
-OF_TODAY = [page for page in PAGES if page.parent.name != "log"]  # the log names what there was on its day
-README, MECHANISMS_PAGE, PROGRAMS_PAGE = ((ROOT / name).read_text(encoding="utf-8") for name in (
-    "README.md", "docs/mechanisms.md", "docs/programs.md"))
+OF_TODAY = [page for page in PAGES if page.name != "log.md"]  # the log names what there was on its day
+README, MECHANISMS_PAGE, RIVALS_PAGE = ((ROOT / name).read_text(encoding="utf-8") for name in (
+    "README.md", "docs/mechanisms.md", "docs/rivals.md"))
 SOURCES = [path for place in ("*.py", "nanoheads/*.py", "study/*.py", "lab/**/*.py", "data/**/*.py")
            for path in ROOT.glob(place)]
 # a reader's own file, placeholders, and a write-up's programs in the table of what they are called here
@@ -90,7 +90,7 @@ def test_files_named_in_the_docs_exist(page):
     known |= {f"{path.parent.name}/{path.name}" for path in SOURCES}
     missing = {name for name in re.findall(files, without_commits(text_of(page))) if name not in known
                and not name.endswith("/mine.py") and not (ROOT / name).exists()
-               and not (page.parent / name).exists()}
+               and not (page.parent / name).exists() and not (page.parent.parent / name).exists()}
     assert not missing
 
 
@@ -104,7 +104,7 @@ def test_pages_named_in_the_code_and_tests_named_in_the_docs_exist():
     assert len(named) > 20 and named - there == set()
 
 
-@pytest.mark.parametrize("page", ["mechanisms.md", "claims.md"])
+@pytest.mark.parametrize("page", ["mechanisms.md", "rivals.md", "claims.md"])
 def test_every_name_of_code_is_in_the_code(page):
     """Flags, entries, classes, functions, tests, keys of traces: what stands alone between backticks."""
     text = re.sub(r"^```.*?^```$", "", text_of(ROOT / "docs" / page), flags=re.M | re.S)
@@ -114,10 +114,9 @@ def test_every_name_of_code_is_in_the_code(page):
     assert len(named) > 20 and named - words == set()
 
 
-@pytest.mark.parametrize("page", [README, PROGRAMS_PAGE], ids=["README.md", "docs/programs.md"])
-def test_every_flag_named_beside_the_programs_is_a_key_or_an_argument(page):
+def test_every_flag_that_the_readme_names_is_a_key_or_an_argument():
     sources = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    text = re.sub(r"^```python.*?^```$", "", page, flags=re.M | re.S)  # the flags of an example are its own
+    text = re.sub(r"^```python.*?^```$", "", README, flags=re.M | re.S)  # the flags of an example are its own
     named = set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", text)) - {"dropot", *other_names.NAMES}
     assert len(named) > 10
     for flag in named:
@@ -208,14 +207,10 @@ def test_the_tests_of_a_claim_are_there():
 
 # ---- what is there is described ----
 
-def test_the_readme_has_every_program_and_dataset_and_the_page_of_programs_a_section():
-    """What makes or measures something for one program alone, such as lab/label.py, has the section alone."""
+def test_the_readme_has_every_program_and_dataset():
     at_root = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-    of_lab = {path.stem for path in ROOT.glob("lab/*.py")} - {"__init__"}
     for program in (*(f"{name}.py" for name in at_root), *(f"-m lab.{name}" for name in OF_LAB)):
         assert f"\npython {program} " in README, program
-    for program in (*(f"{name}.py" for name in at_root), *(f"lab/{name}.py" for name in of_lab)):
-        assert f"\n## {program}\n" in PROGRAMS_PAGE, program
     table = re.findall(r"^\| (`.*?) \|", section(README, "Data"), re.M)
     named = {name for row in table for name in re.findall(r"`(\w+)`", row)}
     assert named == {path.parent.name for path in ROOT.glob("data/*/prepare.py")}
@@ -230,9 +225,10 @@ def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
 
 
 def test_every_flag_of_a_mechanism_is_described():
-    """A row of a table in docs/mechanisms.md: what may be chosen, the default, what it means."""
+    """A row of a table in mechanisms.md or rivals.md: what may be chosen, the default, what it means."""
     names = {name for cls in MECHANISM_CLASSES for name in flags_of(cls)} | {"head_ids"}
-    described = rows(MECHANISMS_PAGE)
+    described = {name: cells for page in (MECHANISMS_PAGE, RIVALS_PAGE) for name, cells in rows(page).items()
+                 if len(cells) == 3}
     for flag in (f for f in fields(GPTConfig) if f.name in names):
         values, default, meaning = described[flag.name]
         assert all(word in values for word in choices(flag.type)), flag.name
@@ -241,7 +237,7 @@ def test_every_flag_of_a_mechanism_is_described():
 
 def test_every_entry_of_mechanisms_is_described():
     """Its flags as they are, and its neutral setting, or that there is none; on the front page its name."""
-    entries = rows(section(MECHANISMS_PAGE, "The entries"))
+    entries = {**rows(section(MECHANISMS_PAGE, "The entries")), **rows(section(RIVALS_PAGE, "The entries"))}
     for name, flags in MECHANISMS.items():
         described, neutral = entries[name]
         assert dict(re.findall(r"(\w+)=([^\s`]+)", described)) == {
@@ -254,7 +250,7 @@ def test_every_entry_of_mechanisms_is_described():
 
 
 def test_the_page_of_tasks_has_each_with_its_levels():
-    page = text_of(ROOT / "docs/tasks.md")
+    page = text_of(ROOT / "docs/compare.md")
     found = {name: cells[1:4] for name, cells in rows(page).items()}
     assert found == {name: [task.unit, *(", ".join(map(str, levels)) for levels in (
         task.levels, task.test_levels))] for name, task in TASKS.items()}

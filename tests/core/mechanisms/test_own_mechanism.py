@@ -1,6 +1,6 @@
 """A mechanism in a file of one's own: where it runs, what is kept with a run, what is refused in one line.
 
-The examples of docs/add-a-mechanism.md, and what --check says of them, are tried in
+The examples of docs/your-own-mechanism.md, and what --check says of them, are tried in
 tests/docs/test_add_a_mechanism.py.
 """
 

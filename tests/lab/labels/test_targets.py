@@ -65,7 +65,7 @@ def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_d
             Targets(data, labels, names).rows(split, [0], 4)
         assert "\n" not in str(e.value)
 
-    refused("'none'.*python -m lab.label --dataset=.*, see docs/labels.md, makes them", "none")
+    refused("'none'.*python -m lab.label --dataset=.*, see docs/constraints.md, makes them", "none")
     refused(f"'weak'.*: python -m lab.label --dataset={dataset.dir} --by=weak makes them", "weak")
     refused("'test'", split="test")
     refused("truth.*digit, soft", names=["digit", "truth"])
