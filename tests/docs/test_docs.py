@@ -227,8 +227,9 @@ def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
 def test_every_flag_of_a_mechanism_is_described():
     """A row of a table in mechanisms.md or rivals.md: what may be chosen, the default, what it means."""
     names = {name for cls in MECHANISM_CLASSES for name in flags_of(cls)} | {"head_ids"}
-    described = {name: cells for page in (MECHANISMS_PAGE, RIVALS_PAGE) for name, cells in rows(page).items()
-                 if len(cells) == 3}
+    tables = [page.split("\n## The entries\n")[0] for page in (MECHANISMS_PAGE, RIVALS_PAGE)]
+    tables.append(MECHANISMS_PAGE.split("\n## What `published` changes\n")[1])
+    described = {name: cells for text in tables for name, cells in rows(text).items()}
     for flag in (f for f in fields(GPTConfig) if f.name in names):
         values, default, meaning = described[flag.name]
         assert all(word in values for word in choices(flag.type)), flag.name
