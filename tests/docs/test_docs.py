@@ -63,6 +63,12 @@ def rows(text):
     return {name: [cell.strip() for cell in cells.replace(r"\|", "/").split("|")] for name, cells in lines}
 
 
+def tables(name):
+    """The rows of the tables of both pages of mechanisms whose first column has this name."""
+    found = re.findall(rf"^\| {name} \|.*\n(?:\|.*\n)+", MECHANISMS_PAGE + RIVALS_PAGE, re.M)
+    return rows("".join(found))
+
+
 def anchors(text):
     """What GitHub calls the headings of a Markdown text."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
@@ -227,9 +233,7 @@ def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
 def test_every_flag_of_a_mechanism_is_described():
     """A row of a table in mechanisms.md or rivals.md: what may be chosen, the default, what it means."""
     names = {name for cls in MECHANISM_CLASSES for name in flags_of(cls)} | {"head_ids"}
-    tables = [page.split("\n## The entries\n")[0] for page in (MECHANISMS_PAGE, RIVALS_PAGE)]
-    tables.append(MECHANISMS_PAGE.split("\n## What `published` changes\n")[1])
-    described = {name: cells for text in tables for name, cells in rows(text).items()}
+    described = tables("flag")
     for flag in (f for f in fields(GPTConfig) if f.name in names):
         values, default, meaning = described[flag.name]
         assert all(word in values for word in choices(flag.type)), flag.name
@@ -238,7 +242,7 @@ def test_every_flag_of_a_mechanism_is_described():
 
 def test_every_entry_of_mechanisms_is_described():
     """Its flags as they are, and its neutral setting, or that there is none; on the front page its name."""
-    entries = {**rows(section(MECHANISMS_PAGE, "The entries")), **rows(section(RIVALS_PAGE, "The entries"))}
+    entries = tables("entry")
     for name, flags in MECHANISMS.items():
         described, neutral = entries[name]
         assert dict(re.findall(r"(\w+)=([^\s`]+)", described)) == {
