@@ -17,9 +17,9 @@ from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.tasks import LEARNED_SHARE
 from study import pictures, records
 from study.records import PLAIN
-from study.tables import (Table, cost_cell, costs_table, drop_columns, drop_unmeasured, escape_markdown,
-                          in_markdown, mean_cell, others_table, score_cell, screened_table, sizes_table,
-                          tasks_table, texts_table, verdicts_on_texts, verdicts_table)
+from study.tables import (Table, cost_cell, drop_columns, drop_unmeasured, escape_markdown, in_markdown,
+                          mean_cell, others_table, score_cell, screened_table, sizes_table, tasks_table,
+                          texts_table, verdicts_on_texts, verdicts_table)
 from study.verdicts import comparisons_by_text, comparisons_of, same_size
 from study.words import against_plain, confidence_level, interval, label_of, verdict_of, worth_in_words
 
@@ -29,15 +29,22 @@ PICTURE_FILES = {"docs/forest.png": ["all-tiny.json.gz"],
 # what a variant of the tables "explained" and "front" does, in words
 DESCRIPTIONS = {
     "plain": "the same model without any mechanism",
+    "short_conv_kv": "each key and value is mixed with those of the two tokens before",
     "short_conv": "each query, key and value is mixed with those of the two tokens before",
+    "short_conv_x": "the input of the attention layer is mixed with that of the two tokens before",
     "constraint_a": "constraint heads: three more attention heads in one block, used without labels here",
     "key_offset": "half of each key's dimensions come from the token before",
     "diff": "differential attention: each head subtracts a second attention map from its first",
+    "constraint_published": "constraint heads by the literal formula of their write-up",
+    "mudd": "a block reads weighted sums of the outputs of all blocks before it",
     "output_gate": "each head's output is multiplied by a gate between 0 and 1, which depends on the token",
     "unet_scalar": "a later block's output also gets an earlier block's, times a learned number",
+    "stream_scalars": "each block reads a learned mix of the residual stream and the embedding",
     "xsa": "exclusive attention: the part of a head's output along the token's own value is taken out",
     "routing_inf": "a router lets each token use two of the four heads",
+    "routing_train_only": "a router lets each token use two of the four heads, in training only",
     "routing_published": "the router as its write-up prints it, whose gates act in training only",
+    "routing, no entropy": "the router as printed, without the entropy term of its loss",
 }
 
 # gpu-compile.json has tables of its own: tests/lab/gpu/report.py
@@ -63,19 +70,12 @@ def verdicts_markdown(study, comparisons, only):
                        for table in tables if table.rows)
 
 
-def timed_table(study, comparisons, only):
-    """The table of verdicts against the plain GPT, without intervals of the differences at equal cost."""
-    return drop_columns(verdicts_table(study, comparisons, only, mean_cell), "params", "seeds", "corrected p")
-
-
 def short_markdown(study, comparisons, only):
-    """timed_table() without equal time: a page that shows it must say how it was measured."""
-    return measured_markdown(drop_columns(timed_table(study, comparisons, only), "at equal time"))
-
-
-def short_timed_markdown(study, comparisons, only):
-    """timed_table() in Markdown."""
-    return measured_markdown(timed_table(study, comparisons, only))
+    """The table of verdicts against the plain GPT, without equal time: a page that shows it must say how it was
+    measured.
+    """
+    table = verdicts_table(study, comparisons, only, mean_cell)
+    return measured_markdown(drop_columns(table, "params", "seeds", "corrected p", "at equal time"))
 
 
 def equal_parameters_cell(study, comparisons, c):
@@ -117,13 +117,6 @@ def front_markdown(study, comparisons, only):
                                     "worth × compute", "at equal time"))
 
 
-def counted_markdown(study, comparisons, only):
-    """What each variant costs in counts, without times, which depend on other work on the machine."""
-    table = costs_table(study, only)
-    times = [title for title in table.head if title.startswith(("seconds", "time"))]
-    return in_markdown(drop_columns(table, *times))
-
-
 def each_text_markdown(study, comparisons, only):
     """Differences over all texts, and on each."""
     table = texts_table(study, comparisons, only)
@@ -139,13 +132,11 @@ def learned_markdown(study, comparisons, only):
 TABLES = {
     "verdicts": verdicts_markdown,
     "short": short_markdown,
-    "short_timed": short_timed_markdown,
     "explained": explained_markdown,
     "front": front_markdown,
     "each_text": each_text_markdown,
     "others": lambda study, comparisons, only: in_markdown(others_table(study, comparisons, only)),
     "screened": lambda study, comparisons, only: in_markdown(screened_table(study, only)),
-    "counted": counted_markdown,
     "learned": learned_markdown,
 }
 

@@ -364,7 +364,7 @@ def test_tables_of_the_docs_come_from_results(tmp_path):
     for name, study in (("one", ONE), ("two", TWO), ("tasks", TASKS)):
         records.write(tmp_path / f"results/{name}.json.gz", study, comparisons_of(study))
     marks = ["short one.json.gz good", "verdicts one.json.gz", "ladder one.json.gz two.json.gz",
-             "each_text two.json.gz", "learned tasks.json.gz", "counted one.json.gz"]
+             "each_text two.json.gz", "learned tasks.json.gz"]
     page = "# A page\n" + "".join(f"<!-- table: {mark} -->\nold\n<!-- end -->\n\n" for mark in marks)
     (tmp_path / "README.md").write_text(page)
     assert len(docs_tables.write(tmp_path, drawn)) == 3
