@@ -6,7 +6,7 @@
 # WikiText-2, which is why the ladder reads enwiki15
 # The rates are the defaults: muon_lr 0.02, adamw_lr 0.004, embed_lr 0.02. At 0.33 M, half and double of
 # each were tried with two seeds on enwiki15, and none was better by a standard error of the difference
-# (2026-11-25, docs/results/rates.md)
+# (2026-11-25, docs/results/recipe.md)
 
 dataset = "wikitext2_byte"
 

@@ -13,7 +13,7 @@ block_size = 128
 
 batch_size = 16
 max_iters = 960
-muon_momentum = 0.9   # the rates: docs/results/rates.md
+muon_momentum = 0.9   # the rates: docs/results/recipe.md
 adamw_lr = 0.016
 embed_lr = 0.02
 

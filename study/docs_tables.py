@@ -71,9 +71,7 @@ def verdicts_markdown(study, comparisons, only):
 
 
 def short_markdown(study, comparisons, only):
-    """The table of verdicts against the plain GPT, without equal time: a page that shows it must say how it was
-    measured.
-    """
+    """The table of verdicts against the plain GPT, without its column at equal time."""
     table = verdicts_table(study, comparisons, only, mean_cell)
     return measured_markdown(drop_columns(table, "params", "seeds", "corrected p", "at equal time"))
 

@@ -1,5 +1,5 @@
 # The three recipes at equal FLOPs, each at its own best rates. The plain GPT is the modern recipe; what each
-# of its ingredients is worth by itself: docs/results/controls.md
+# of its ingredients is worth by itself: docs/results/recipe.md
 # gpt2 starts from 8e-3: from 2e-3 eight times as much was best, the end of what is tried. embed_lr is as
 # high as adamw_lr, as AdamW has it by default; the scale's own was tuned for Muon
 
