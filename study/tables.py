@@ -232,7 +232,7 @@ def rates_table(study):
 
 # ---- costs, runs, settings ----
 
-def costs_table(study, only=None):
+def costs_table(study):
     """What each variant costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
     seconds = {}
     for run in study.runs:
@@ -247,8 +247,6 @@ def costs_table(study, only=None):
                "MiB added": (lambda variant: variant.memory, lambda mib: show(mib) if mib else NOT_MEASURED)}
     plain, rows = study.variant(PLAIN), []
     for variant in study.variants:
-        if only is not None and variant.name not in (PLAIN, *only):
-            continue
         cells = []
         for title, (value_of, format_value) in columns.items():
             value = value_of(variant)
