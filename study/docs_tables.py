@@ -26,7 +26,7 @@ from study.words import against_plain, confidence_level, interval, label_of, ver
 PICTURE_FILES = {"docs/forest.png": ["all-tiny.json.gz"],
                  "docs/ladder.png": [f"ladder-nano/{size}.json.gz" for size in ("0.1M", "0.33M", "1M")]}
 
-# what a variant of the tables "explained" and "front" does, in words
+# what a variant of the table "explained" does, in words
 DESCRIPTIONS = {
     "plain": "the same model without any mechanism",
     "short_conv_kv": "each key and value is mixed with those of the two tokens before",
@@ -85,7 +85,7 @@ def equal_parameters_cell(study, comparisons, c):
     return f"{mean_cell(at_equal)}, {verdict_of(study, at_equal)}" if at_equal else "–"
 
 
-def explained_table(study, comparisons, only):
+def explained_markdown(study, comparisons, only):
     """The variants with DESCRIPTIONS, or `only`, against the plain GPT: for readers who know none."""
     head = ("variant: what it does", "verdict", "on each text alone", "bits/byte",
             f"difference [{confidence_level(study)}]", "worth × compute", "at equal parameters",
@@ -101,18 +101,7 @@ def explained_table(study, comparisons, only):
                      equal_parameters_cell(study, comparisons, c),
                      cost_cell(c, "equal_flops", mean_cell), cost_cell(c, "equal_time", mean_cell)))
     table = Table(head, rows, (0, 1, 2))
-    return table if by_text else drop_columns(table, "on each text alone")
-
-
-def explained_markdown(study, comparisons, only):
-    """explained_table() in Markdown."""
-    return in_markdown(explained_table(study, comparisons, only))
-
-
-def front_markdown(study, comparisons, only):
-    """explained_table() with few enough columns for a front page."""
-    return in_markdown(drop_columns(explained_table(study, comparisons, only), "on each text alone",
-                                    "worth × compute", "at equal time"))
+    return in_markdown(table if by_text else drop_columns(table, "on each text alone"))
 
 
 def each_text_markdown(study, comparisons, only):
@@ -131,7 +120,6 @@ TABLES = {
     "verdicts": verdicts_markdown,
     "short": short_markdown,
     "explained": explained_markdown,
-    "front": front_markdown,
     "each_text": each_text_markdown,
     "others": lambda study, comparisons, only: in_markdown(others_table(study, comparisons, only)),
     "screened": lambda study, comparisons, only: in_markdown(screened_table(study, only)),

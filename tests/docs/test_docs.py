@@ -185,7 +185,8 @@ def read_arguments(words, monkeypatch):
             configurator.validate(configs)
 
 
-MISSING = "is not prepared|no dataset data/mine|no labels 'weak'|--ckpt"  # here, and made by a command before
+# what is missing here, and made by a command before
+MISSING = "is not prepared|no dataset data/mine|no labels 'weak'|--ckpt|holds no run to go on with"
 
 
 @pytest.mark.parametrize("page", [page for page in OF_TODAY if commands(page)], ids=name_of)
@@ -224,10 +225,10 @@ def test_the_readme_has_every_program_and_dataset():
     assert {"demo", "test"} <= set(re.findall(r"\bmake ([\w-]+)", README)) <= targets
 
 
-def test_the_mechanism_of_the_readme_is_the_first_of_its_page():
-    """Which tests/docs/test_add_a_mechanism.py holds to every promise."""
-    on_readme = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
-    assert len(on_readme) == 2 and set(on_readme) < set(EXAMPLES)
+def test_the_mechanism_of_the_readme_is_one_of_its_page():
+    """Whose examples are held to every promise."""
+    on_readme, = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    assert on_readme in EXAMPLES
 
 
 def test_every_flag_of_a_mechanism_is_described():
