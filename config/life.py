@@ -1,6 +1,6 @@
-# One life of heads, a minute on a CPU core: L0 closes gates, with a nudge by the rules, what stays closed is
-# dropped for good, where the held-out loss no longer falls new heads join, and states follow the policy
-# (docs/heads.md). Kill it, even with -9, and --resume: it goes on exactly
+# Dynamic heads of every kind in one run, a minute on a CPU core: L0 closes gates, with a nudge by the rules,
+# what stays closed is dropped for good, where the held-out loss no longer falls new heads join, and states
+# follow the policy (docs/heads.md). Kill it, even with -9, and --resume: it goes on exactly
 
 scale = "tiny"
 

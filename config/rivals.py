@@ -1,4 +1,4 @@
-# What others report gains with, one at a time: --mechanism names another one
+# Mechanisms from the literature, one at a time: --mechanism names another one
 # output_gate, output_gate_narrow, output_gate_elementwise: a gate on each head's output; xsa: without what a
 # head's own value says; sink: a logit to attend to nothing by; key_offset: half of each key from the token
 # before; short_conv, short_conv_kv, short_conv_x: short convolutions of queries, keys and values, or of the

@@ -1,5 +1,5 @@
-# torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 # GPT-2 (124M) on OpenWebText: about 4 days on 8 x A100 40GB, to a validation loss of 2.85 (nanoGPT's figures)
+# torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 # 12 sequences x 1,024 tokens x 5 micro-steps x 8 ranks = 491,520 tokens a step
 
 dataset = "openwebtext"

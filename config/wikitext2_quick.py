@@ -1,4 +1,5 @@
-# WikiText-2 in GPT-2's tokens, a few hundred steps: the same check with a vocabulary of 50,257
+# WikiText-2 in GPT-2's tokens, a few hundred steps: a check that everything works,
+# with a vocabulary of 50,257
 # 8 sequences x 128 tokens = 1,024 tokens a step
 
 dataset = "wikitext2"

@@ -1,5 +1,6 @@
 """
-A folder that nanoGPT's prepare.py wrote (train.bin, val.bin, perhaps meta.pkl), made a dataset for train.py.
+Makes a dataset for train.py of a folder that nanoGPT's prepare.py wrote (train.bin, val.bin, perhaps
+meta.pkl).
 
 python data/from_nanogpt.py ../nanoGPT/data/shakespeare_char
 

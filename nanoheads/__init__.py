@@ -1,5 +1,5 @@
 """
-Ctrl-C while a program still imports: a line and nothing else, as later on.
+Makes Ctrl-C end a program in one line while it is still importing torch.
 
 Importing torch takes a second or more, in which no main() runs yet. The first import of this package by one
 of the repository's programs has Ctrl-C end it in that line, until the program itself knows what to do about

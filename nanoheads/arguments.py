@@ -1,4 +1,7 @@
-"""The arguments of programs that read checkpoints, and the runs that are meant where no --ckpt is given."""
+"""
+The command-line arguments of programs that read checkpoints, such as --ckpt and --set, and the runs that are
+meant where no --ckpt is given.
+"""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
 """
-Attention: one function, attend(), for every model and mechanism. It gives the heads' outputs and, on request,
-statistics of the attention rows. Which path it takes:
+The attention function of every model and mechanism, attend(), which chooses the kernel. It gives the heads'
+outputs and, on request, statistics of the attention rows. Which path it takes:
 
     what is asked for            without a score function            with one
     outputs alone                PyTorch's fused kernels             FlexAttention on a GPU, else portions

@@ -1,4 +1,4 @@
-"""The order in which training reads a split: batches as functions of (seed, step) alone."""
+"""The batches that training reads: each follows from (seed, step) alone, so a resumed run reads the same."""
 
 import math
 from bisect import bisect

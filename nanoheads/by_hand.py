@@ -1,4 +1,4 @@
-"""What a caller can set of a GPT's heads by hand: a gate beside those of mechanisms, a state, consent."""
+"""What a caller can set of a model's heads by hand: a gate, a state, consent (--set gate.0.3=0)."""
 
 import torch
 

@@ -1,5 +1,5 @@
 """
-Does what is computed of a token change with later tokens, or with other rows of the batch?
+Checks that what is computed of a token does not depend on later tokens or on other rows of the batch.
 
 The first half asks any function from token ids: the function is asked again with other tokens in some places,
 and what should have stayed is compared. The second half asks a GPT so, at the size at which it is trained and

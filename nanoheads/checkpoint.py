@@ -1,5 +1,5 @@
 """
-Checkpoints: what is in one, how it is written and read, and the model that it becomes.
+Checkpoints: what is in one, how it is written and read, and how a model is built from it.
 
 A checkpoint is a dict that torch.save() wrote. Every one holds
     model, config, meta       the weights by name, the flags of its GPTConfig, its dataset's meta.json or None

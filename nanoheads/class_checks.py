@@ -1,6 +1,5 @@
 """
-What is wrong with the class of a mechanism: in its declarations, in small models of its modes, and in what
-its hooks give to a layer.
+Checks of a mechanism's class: its declarations, small models of its modes, what its hooks give to a layer.
 
 The first two are checked of a class in a file of one's own when it is added (own_mechanism.py). Of a new
 class in model.py, small models are checked before it is trained (start.py). Hooks are tried before a run, and

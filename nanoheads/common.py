@@ -1,4 +1,4 @@
-"""What every program needs once: errors in one line, whole files or none, a device, tables, numbers."""
+"""What every program needs: errors in one line, files written whole or not at all, the device, tables."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""What a run is configured with, and what does not go together."""
+"""The settings of training (TrainConfig), and which settings do not go together."""
 
 import os
 from dataclasses import dataclass, fields, replace

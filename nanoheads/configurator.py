@@ -1,5 +1,5 @@
 """
-Config files and --key=value arguments -> typed dataclasses.
+Reads config files and --key=value arguments into typed dataclasses.
 
     python train.py config/x.py [config/y.py ...] [--key=value] [--key value] [--flag]
     python train.py --scale=tiny --mechanism=moh,unet_add [--key=value ...]

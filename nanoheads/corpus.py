@@ -1,5 +1,5 @@
 """
-The files that a corpus comes in: where they lie, how they are downloaded, checked and read.
+Finds the files of a text such as WikiText, downloads and checks them, for the prepare scripts of data/.
 
 A corpus has a folder of its own, such as wikitext-2, in the folder of sources: the one that NANOHEADS_DATA
 names, or else data/ of this repository. A file that is not there is downloaded to it. With --source a

@@ -1,6 +1,6 @@
 """
-What is known of this machine's CPU, and by which library it multiplies: oneDNN where that is the faster one,
-with a gradient of its own.
+Chooses the library that multiplies matrices on this machine's CPU: oneDNN where it is the faster one, with a
+gradient of its own.
 
 Who reads for a GPU need not read this file: nanoheads/kernels.py chooses, in one place.
 """

@@ -1,6 +1,6 @@
 """
-The curves of runs, log.jsonl as arrays and as figures: losses, bits per byte, the schedule, the gap; of one
-run, or of several. Of runs on a task: losses, the share of answers that are right, the schedule.
+The curves of runs, read from log.jsonl and drawn: losses, bits per byte, the learning rate, the gap between
+training and validation. Of runs on a task: losses, the share of answers that are right, the schedule.
 """
 import json
 import sys

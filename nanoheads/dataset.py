@@ -1,5 +1,5 @@
 """
-A prepared data folder (data/<name>/), read and written: meta.json, and a file of tokens for each split.
+Reads and writes a prepared text, the folder data/<name>/: meta.json, and a file of tokens for each split.
 
     train.bin, val.bin, test.bin   token ids, nothing else, of meta.json's dtype; a split may also be the
                                    shards that meta.json names, see shards.py

@@ -1,4 +1,4 @@
-"""What pictures share: colours, a canvas with panels, labels, and how pictures are written."""
+"""What all pictures share: colours, a canvas with panels, labels, and how a picture is written to a file."""
 
 import io
 from pathlib import Path

@@ -1,5 +1,5 @@
 """
-What a folder beside the core adds to training: keys of its own, and what acts on the model between steps.
+How a folder beside the core adds settings to training, and actions between its steps.
 
 There is one such folder, lab/heads, which measures and changes the heads of a model. It adds an Extension to
 EXTENSIONS when it is imported, at the end of this file. Without the folder TrainConfig has none of its keys,

@@ -1,6 +1,6 @@
 """
-Folders and files of runs and texts: what a folder is called, who may write into it, and whether a large file
-is what its checksum says. Whole files or none is write_atomic() of common.py.
+The names of run folders, who may write into one, and whether a large file is what its checksum says. Whole
+files or none is write_atomic() of common.py.
 
 Default folders are out/<name>: a run is called after its scale and mechanisms, and its config.json says all
 the rest. A name that is taken gets a number behind it: out/tiny-forget, then out/tiny-forget-2. It is taken

@@ -1,6 +1,4 @@
-"""
-95 % intervals: of the mean of independent values, and of the difference of two models on one text.
-"""
+"""95 % intervals of a mean over independent values, and of the difference of two models on one text."""
 
 import math
 

@@ -1,6 +1,6 @@
 """
-What a model computes beside attention, where PyTorch has nothing as good: norms, rotated heads, short
-convolutions, a linear map in true float32, and the loss of a large vocabulary in portions. Attention is in
+What a model computes beside attention, where PyTorch has nothing as good: norms, RoPE, short convolutions, a
+linear map in true float32, and the loss of a large vocabulary in portions. Attention is in
 nanoheads/attention.py, and by which library a CPU multiplies in nanoheads/cpu.py.
 
 Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: queries, S: keys, D: head size.

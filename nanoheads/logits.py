@@ -1,4 +1,7 @@
-"""What is done with logits and scores: losses, returns, sampling. Tensors in, tensors out; no model here."""
+"""
+Functions of a model's logits: losses, the returns that A2C's critic learns, sampling the next token. Tensors
+in, tensors out; no model here.
+"""
 
 import math
 

@@ -1,6 +1,7 @@
 """
-What a mechanism is: a class with its flags, formula and checks. model.py has those that come with the
-repository; a file of one's own is read by --mechanism=mine.py (docs/your-own-mechanism.md).
+What a mechanism is: class Mechanism, with the flags, hooks and checks that each mechanism has. model.py has
+those that come with the repository; a file of one's own is read by --mechanism=mine.py
+(docs/your-own-mechanism.md).
 """
 
 import copy

@@ -1,5 +1,5 @@
 """
-How much memory a training step takes, by calculation, before the run starts.
+Calculates how much memory a training step takes, before the run starts.
 
 Counted are the weights, their gradients, what the optimizers keep, and what the forward pass of one portion
 of the batch stores for the backward pass: activations, logits and weights cast to another dtype. The last of

@@ -1,5 +1,5 @@
 """
-Mechanisms turned on over the weights of a checkpoint that was trained without them (--init_from).
+Turns mechanisms on over the weights of a checkpoint that was trained without them (--init_from).
 
 Each starts at its neutral setting, where the model computes what the checkpoint does: `neutral` in its class
 says which values its flags and parameters have there. A run that turns nothing on does not load this file.

@@ -1,5 +1,5 @@
 """
-Keys and arguments under the names of other programs: nanoGPT's, and those of the head-routing write-up.
+Translates the names that nanoGPT and the head-routing write-up have for keys and arguments into ours.
 
 A config file or a command line that somebody brings along works here as it is: each key that is called
 otherwise here is translated, and a line says what it sets. That is done once all is known, since some mean

@@ -1,5 +1,5 @@
 """
-Mechanisms in files of one's own: run, checked, added to the flags, kept with what they made.
+Mechanisms in files of one's own (--mechanism=mine.py): run, checked, added to the flags, kept with each run.
 docs/your-own-mechanism.md
 
     python train.py --scale=tiny --mechanism=mine.py    python compare.py --mechanisms=mine.py,other.py:mode

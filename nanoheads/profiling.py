@@ -1,4 +1,4 @@
-"""Training steps profiled by torch.profiler: the trace in a file, and ten rows of where the time went."""
+"""Profiles training steps (--profile): a trace in a file, and a table of where the time went."""
 
 import os
 from collections import Counter

@@ -1,5 +1,6 @@
 """
-What every mechanism promises, tried on a small model in float64. It takes a minute.
+Tries on a small model what every mechanism promises, such as not to look ahead (train.py --check). It takes a
+minute.
 
     python train.py --mechanism=mine.py --check       # a mechanism in a file of one's own, or any by its name
 

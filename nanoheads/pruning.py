@@ -1,4 +1,5 @@
-"""Heads removed for good: their rows leave parameters, buffers and the moments of optimizers.
+"""
+Removes heads for good: their rows leave parameters, buffers and the moments of optimizers.
 
 Nothing here imports the model: a layer of another library that has `per_head` is pruned in the same way.
 """

@@ -1,4 +1,4 @@
-"""This process among those of a run: torchrun's ranks, or alone; and how it is asked to stop."""
+"""Training on several GPUs: which of torchrun's processes this one is, and how a run is asked to stop."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""
-Sampling: a prompt from the command line, the tokens that a checkpoint makes of it, texts side by side.
-"""
+"""Makes text with a checkpoint: the prompt from the command line, the tokens, several texts side by side."""
 
 import codecs
 import math

@@ -1,5 +1,5 @@
 """
-Scoring: the nats of every token of a split, each once.
+Scores a model on a text: the nats of every token of a split, each once.
 
 A split is cut into windows; what a token sees before it is part of the number (see windows()).
 """

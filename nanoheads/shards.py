@@ -1,5 +1,5 @@
 """
-A split whose text is in many files, its shards, which are read where they lie.
+Reads a split whose text is in many files, its shards, as if it were one file.
 
 meta.json lists them for the split, in the order in which they make up the text, each with
     file     its name in the data folder, or its whole path

@@ -1,5 +1,5 @@
 """
-What a run starts from.
+What a run starts from: a new model, its own last save (--resume), or another checkpoint (--init_from).
 
 train.py asks, in this order:
     configure()   how the run is configured: by its command, and where that goes on with a run by config.json

@@ -1,5 +1,5 @@
 """
-Checkpoints that were trained on a task: opened side by side, scored on fresh rows, their answers.
+Scores checkpoints that were trained on a task on fresh rows, and reads their answers.
 
 evaluate.py and sample.py print what is found here. A checkpoint of a text has none of it.
 """

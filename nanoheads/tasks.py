@@ -1,5 +1,6 @@
 """
-Tasks: rows drawn anew at each step, whose answers follow from the row alone, to see what a model can learn.
+Tasks such as recall or copy, to see what a model can learn: rows drawn anew at each step, whose answers
+follow from the row alone.
 
     python train.py --task=recall          # and see TASKS for the others
 

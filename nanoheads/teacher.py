@@ -1,5 +1,6 @@
 """
-What constraint_match compares a model with, its teacher: another checkpoint, or a function in a file.
+The teacher that constraint heads may be compared with in place of labels (--teacher): another checkpoint, or
+a function in a file.
 
 The losses themselves are ConstraintHeads' in model.py. A run without a teacher does not load this file.
 """

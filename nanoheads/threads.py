@@ -1,5 +1,6 @@
 """
-How the threads of a CPU wait for each other, and what this machine's processor is called.
+How the threads of a CPU wait for each other, so that training stays fast beside other work; and the
+processor's name.
 
 A program imports this module before torch. PyTorch's Linux wheels compute with GNU's OpenMP, whose threads
 spin while they wait for each other: for the next operation to begin, or for the slowest of them to end. Where

@@ -1,4 +1,4 @@
-"""Measuring: actions that take turns, the ratios of their times, peak memory, a bar of how far it is."""
+"""Measures times, as ratios of actions that take turns, and peak memory; and shows how far a program is."""
 
 import math
 import re

@@ -1,5 +1,5 @@
 """
-Text <-> token ids, for the encodings that the data scripts write.
+Turns text into token ids and back, for each encoding that the data scripts write.
 
 byte   one token a byte, 256 of them: any input at all
 char   one token a character, out of the vocabulary in meta.json

@@ -1,4 +1,7 @@
-"""What is in a model's traces: their axes, constraint scores in words, numbers of routers and of A2C."""
+"""
+Reads what a forward pass records of its heads (traces): axes, constraint scores in words, figures of routers
+and of A2C.
+"""
 
 # ---- axes ----
 

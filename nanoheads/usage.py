@@ -1,5 +1,5 @@
 """
-What --help prints.
+Makes the text that --help prints, from the flags.
 
     python train.py --help          what one sets every day, then all other keys of the model and of training,
                                     and a line for each mechanism

@@ -1,4 +1,4 @@
-"""The keys of a study, StudyConfig, and the checks of their values."""
+"""What a study is asked (StudyConfig): its keys, and the checks of their values."""
 
 import fnmatch
 import math

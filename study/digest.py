@@ -1,6 +1,6 @@
 """
-What the numbers of a run depend on beside its flags: the sources that train.py can reach, the data, files of
-one's own, PyTorch.
+Hashes what the numbers of a run depend on beside its flags: the sources that train.py can reach, the data,
+files of one's own, PyTorch.
 
 Sources count as their syntax, without comments, docstrings and what --help says of flags: a word about the
 code retrains nothing.

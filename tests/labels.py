@@ -1,4 +1,4 @@
-"""Whether what a picture says can be read."""
+"""Checks that the labels of a picture can be read."""
 
 import matplotlib as mpl
 from matplotlib.text import Text

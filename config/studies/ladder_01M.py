@@ -1,7 +1,7 @@
-# How effects go with size, at 0.1 M parameters in the blocks; ladder_033M.py and ladder_1M.py go on. 20 bytes
-# a parameter each, on enwiki15, of which no byte is read twice. The variants are short convolutions, key
-# offset and constraint heads, which were better than the plain GPT at this size in config/studies/all.py, and
-# head routing as its write-up describes it, which was worse
+# How the effects of mechanisms change with size: here 0.1 M parameters in the blocks; ladder_033M.py and
+# ladder_1M.py go on. 20 bytes a parameter each, on enwiki15, of which no byte is read twice. The variants are
+# short convolutions, key offset and constraint heads, which were better than the plain GPT at this size in
+# config/studies/all.py, and head routing as its write-up describes it, which was worse
 # One core a run, of a minute: an hour of one core in all
 
 question = "Do the effects of head mechanisms grow or shrink with size? Here 0.1 M parameters"

@@ -1,4 +1,4 @@
-# How effects go with size, at 0.33 M parameters in the blocks: config/studies/ladder_01M.py says what for
+# How the effects of mechanisms change with size: here 0.33 M parameters (ladder_01M.py says more)
 # One core a run, of eight minutes: four hours of one core in all
 
 question = "Do the effects of head mechanisms grow or shrink with size? Here 0.33 M parameters"

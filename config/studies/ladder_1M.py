@@ -1,4 +1,4 @@
-# How effects go with size, at 1 M parameters in the blocks: config/studies/ladder_01M.py says what for
+# How the effects of mechanisms change with size: here 1 M parameters (ladder_01M.py says more)
 # One core a run, of an hour: nine hours of one core in all. Few seeds, two variants and no other budgets for
 # that reason
 

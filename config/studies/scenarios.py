@@ -1,5 +1,5 @@
-# The write-up's five scenarios of agency, on one corpus, five seeds each; plot_curves.py --heads shows what
-# becomes of the heads of runs
+# The five scenarios of the Adaptive Transformer write-up, on one corpus, five seeds each; what becomes of the
+# heads of runs is what plot_curves.py --heads shows
 # Tiny scale: runs of half a minute to two minutes on a core; compare.py plan counts them
 
 import runpy as _runpy

@@ -1,5 +1,5 @@
 """
-nanoGPT's model beside ours: loaded from a checkout, with the training step of its train.py.
+nanoGPT's model and training step, loaded from a checkout, to be timed beside ours.
 
 On CUDA it computes in the dtype that ours does, and is compiled where ours is. Elsewhere it computes in
 float32 and is not compiled: its programs use autocast on CUDA alone, and its README says --compile=False for

@@ -1,4 +1,7 @@
-"""Dynamic heads, as what they add to training: see nanoheads/extensions.py."""
+"""
+Adds dynamic heads to training: heads that are measured, gated, pruned and grown between its steps. See
+nanoheads/extensions.py.
+"""
 
 from nanoheads.extensions import EXTENSIONS, Extension
 from lab.heads import config

@@ -1,4 +1,7 @@
-"""The keys of training for dynamic heads, and their checks. What the keys turn on is in controller.py."""
+"""
+The settings of dynamic heads, which are measured, gated, pruned and grown while a model trains, and the
+checks of these settings. What the keys turn on is in controller.py.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Optional

@@ -1,5 +1,5 @@
 """
-Who moves the sentinel gates of a run between steps: nothing, two rules, a network, or a policy by reward.
+Moves the sentinel gates of a run between steps: by one of two rules, a network, or a policy by reward.
 
 Each gives the change of every head's logit from what was measured (Measurements); move_gates() applies it.
 Source: the Adaptive Transformer write-up, sections 3.2 and 4.2.

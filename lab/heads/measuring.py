@@ -1,6 +1,6 @@
 """
-The heads of a model, measured from outside: what each does on given text, once or all through a run; and a
-model with some of them closed. Nothing here touches the training step.
+Measures what each head of a model does on a given text, once or all through a run, and what the model does
+with some of them closed. Nothing here touches the training step.
 """
 
 import math

@@ -1,6 +1,6 @@
 """
-The states and consent of agency's heads between steps: a policy by what was measured, learned states, and the
-log of violations. A head is named by its layer and its original number there.
+Moves the states and consent of agency's heads between steps, by a policy or as learned from what was
+measured, and logs violations. A head is named by its layer and its original number there.
 
 violations.jsonl   a row each time that consent begins to be disregarded, or a rule refuses a change
 

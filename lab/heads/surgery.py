@@ -1,6 +1,5 @@
 """
-Heads that come and go: gates folded into weights, heads inserted; and the Surgery of a run, which drops and
-grows them between steps.
+Removes and adds heads between the steps of a run (Surgery): gates are folded into weights, heads inserted.
 
 Nothing here touches the training step. Source: the Adaptive Transformer write-up, sections 2.2 and 7.
 """

@@ -1,5 +1,6 @@
 """
-The mechanisms in a model of transformers; as layers of one's own they are in lab/hub/layers.py.
+Puts mechanisms into a loaded Hugging Face model: gates, head states, constraint heads, head masks. As layers
+of one's own they are in lab/hub/layers.py.
 
     insert(model, "acag,sentinel")        gates into a loaded Hugging Face model, neutral as they start
     aux_losses(model, targets)            their own losses; predictions(model): scores of constraint heads

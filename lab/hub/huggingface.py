@@ -1,5 +1,6 @@
 """
-Others' models, in and out. docs/hugging-face.md is for users.
+Reads Hugging Face models into our GPT, and writes our checkpoints as such models. docs/hugging-face.md is for
+users.
 
 In:   every program that takes a checkpoint takes a folder of transformers, or the name of one on the hub:
           python train.py config/tiny.py --init_from=gpt2 ...      python sample.py --ckpt DIR

@@ -1,5 +1,5 @@
 """
-What lab/hub/dropin.py inserts into a transformers model, and how it runs there.
+The modules that lab/hub/dropin.py puts into a Hugging Face model, and how they run there.
 
     InsertedAttention   in every layer: the mechanisms of heads, constraint heads with their projections
 

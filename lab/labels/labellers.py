@@ -1,5 +1,5 @@
 """
-What labels a dataset for lab/label.py: rules, a known truth, a user's file.
+Makes the labels that lab/label.py writes: by rules, from a known truth, or from a user's file.
 
 A labeller has names, weak (True: no person has checked its labels), note (what its labels depend on:
 with the same note they are the same) and size (tokens of a piece); labeller(piece) gives {name: codes of the

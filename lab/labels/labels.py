@@ -1,5 +1,5 @@
 """
-A folder of labels: written by a labeller of labellers.py, verified, and shown as a table with texts.
+Writes a folder of labels, verifies it, and shows it as a table with texts.
 
 targets.py says what such a folder holds. Each file gets its name when its split is done, labels.json is last:
 a run that was stopped starts over.

@@ -1,5 +1,6 @@
 """
-What constraint heads are trained on: for each name a value in [0, 1] for each token of a dataset's splits.
+The labels that constraint heads are trained on: for each name a value in [0, 1] for each token of a dataset's
+splits.
 
 A set of labels is a folder, <dataset>/labels/<set>: labels.json, and <name>.<split>.u8, one byte a token. 0
 to 254 stand for the values 0 to 1 in steps of 1/254 (0 and 254 are the hard ones), 255 for "not labelled",

@@ -1,5 +1,5 @@
 """
-The verdicts on file, once more from their scores.
+The verdicts in results/ are computed once more from their scores, and none differs.
 
 tests/golden.json holds the scores, the costs and every figure of all comparisons that were ever published
 here, as the code of 86da9e9 computed them. It outlives the results files that it was made from: whatever

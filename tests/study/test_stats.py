@@ -1,4 +1,4 @@
-"""The tests beside scipy's, beside slow references of their own, and by simulated studies."""
+"""The statistical tests of a study, compared with scipy's and slow references, and on simulated studies."""
 
 import itertools
 import math

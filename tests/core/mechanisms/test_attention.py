@@ -1,4 +1,7 @@
-"""attend() and its kernels against attention whose logits are stored: values, statistics and gradients."""
+"""
+Attention and its kernels, compared with a slow attention that stores its logits: values, statistics,
+gradients.
+"""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Every mechanism and mixtures of them against the oracle; what no formula says; mistakes once made."""
+"""Every mechanism, and mixtures of them, compared with its formula in tests/oracle.py; mistakes once made."""
 
 import math
 

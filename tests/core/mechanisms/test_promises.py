@@ -1,4 +1,5 @@
-"""What every mechanism promises, alone and in drawn pairs and mixtures.
+"""
+What every mechanism promises (causal, the same with a cache, neutral), alone and in drawn mixtures.
 
 All lists come from model.py, where a new mechanism is one line. Equalities are in float64. Mistakes that
 these tests must find stand in tests/planted.py.

@@ -1,4 +1,7 @@
-"""The rivals against other people's classes, and in float16; the oracle is tests/oracle.py."""
+"""
+Mechanisms from the literature, compared with other people's code for them, and in float16. The oracle is
+tests/oracle.py.
+"""
 
 import functools
 import os

@@ -1,5 +1,6 @@
 """
-What needs a CUDA GPU, in eight minutes; `./gpu_check.sh` is the same as `python -m tests.lab.gpu.on_card`.
+Checks numbers and speed on a CUDA GPU in eight minutes: `./gpu_check.sh`, which is the same as
+`python -m tests.lab.gpu.on_card`.
 
     ./gpu_check.sh --nanogpt ../nanoGPT       # agree, plain16, plain32, mechanisms, in this order
     ./gpu_check.sh decode long                # these parts, as long as they should take

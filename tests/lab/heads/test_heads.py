@@ -1,4 +1,4 @@
-"""Heads: metrics against a head at a time, gates, closing, inserting; for every mechanism."""
+"""Heads measured, gated, closed and inserted, with every mechanism, compared with one head at a time."""
 import copy
 import functools
 import math
