@@ -1,5 +1,5 @@
 """
-Scores a model on a text: the nats of every token of a split, each once.
+Scores a model on a text: the loss of every token of a split, in nats, each token once.
 
 A split is cut into windows; what a token sees before it is part of the number (see windows()).
 """

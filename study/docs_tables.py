@@ -1,12 +1,15 @@
 """
-The tables and the pictures of README.md and docs/ that come from results/. `compare.py report --tables` makes
-them.
+Writes the tables and pictures of README.md and docs/ that come from results/, and the lists of files in
+docs/code.md (compare.py report --tables).
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`, and is written anew each time.
 PICTURE_FILES names each picture and its results files. One file: the picture shows a study's differences;
-several: it shows what studies of several sizes find.
+several: it shows what studies of several sizes find. A list of files stands between `<!-- files -->` and
+`<!-- end -->`: each file keeps its place there, and gets the first sentence of its docstring.
 """
 
+import ast
+import html
 import json
 import re
 import statistics
@@ -168,6 +171,37 @@ def ladder_markdown(folder, file, names):
 TABLES_OF_FILES = {"ladder": ladder_markdown, "pruned": pruned_markdown}
 
 
+# ---- lists of files ----
+
+LIST = re.compile(r"(<!-- files -->\n)(.*?)(<!-- end -->)", re.S)
+
+
+def files_in(text):
+    """The files that the lists of a page name, in their order."""
+    return [name for _, rows, _ in LIST.findall(text) for name in re.findall(r"^\| `(\S+)` \|", rows, re.M)]
+
+
+def first_sentence(path):
+    """What a file of Python is for: the first sentence of its docstring, without the full stop."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].removesuffix(".")
+
+
+def fill_lists(text, where):
+    """A page's text with the first sentence of each file in its lists. UserError: a file is not there."""
+    def fill(match):
+        rows = []
+        for name in files_in(match[0]):
+            if not (ROOT / name).is_file():
+                raise UserError(f"{where}: there is no file {name}")
+            rows.append((f"`{name}`", html.escape(first_sentence(ROOT / name), quote=False)))
+        lines = [f"| {name} | {sentence} |\n" for name, sentence in [("file", "what it is for"), *rows]]
+        return "".join([match[1], lines[0], "|---|---|\n", *lines[1:], match[3]])
+
+    return LIST.sub(fill, text)
+
+
 # ---- the pages ----
 
 def pages(root):
@@ -209,17 +243,18 @@ def size_of_blocks(study):
 
 
 def write(root=ROOT, picture_files=None):
-    """Write every table of README.md and docs/ and draw the pictures; a line for each file that changed.
+    """Write every table and list of README.md and docs/ and draw the pictures; a line for each changed file.
 
     picture_files: {picture: its results files}; None: PICTURE_FILES.
     """
     folder, changed = Path(root, "results"), []
     before = {page: page.read_text(encoding="utf-8") for page in pages(Path(root))}
-    after = {page: fill_tables(text, page.name, folder) for page, text in before.items()}
+    after = {page: fill_tables(fill_lists(text, page.name), page.name, folder)
+             for page, text in before.items()}
     for page in before:
         if after[page] != before[page]:
             write_atomic(page, lambda file, text=after[page]: file.write(text.encode()))
-            changed.append(f"{page.relative_to(root)}: tables written from results/")
+            changed.append(f"{page.relative_to(root)}: tables written")
     for name, files in (PICTURE_FILES if picture_files is None else picture_files).items():
         path, data = Path(root, name), draw_picture(folder, files)
         if not path.is_file() or path.read_bytes() != data:

@@ -1,6 +1,6 @@
 """
-Finished runs that are in out/trials already: those of other code, which --accept_code takes, and those that
---fresh trains once more to compare the scores.
+Finds finished runs that are in out/trials already: those of other code, which --accept_code takes, and those
+that --fresh trains once more to compare the scores.
 """
 
 import json

@@ -1,6 +1,6 @@
 """
-The models of a study, from flags on top of its plain GPT: the plain GPT itself, variants of it, the plain GPT
-at other budgets, and plain GPTs with a variant's parameters.
+The models of a study: the plain GPT, its variants, which are flags on top of it, the plain GPT at other
+budgets, and plain GPTs with a variant's parameters.
 """
 
 from dataclasses import asdict, dataclass, replace

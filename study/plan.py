@@ -1,5 +1,5 @@
 """
-The plan of a study: from its keys, and the outcomes of runs so far, to the runs that it needs.
+Says which runs a study needs, from its keys and the outcomes of its runs so far.
 
 plan() is called again whenever the runs that it named have ended. It then names the runs that follow from
 scores: of the variants that are judged, at their rates, and of wider plain GPTs. A study is finished when its

@@ -1,6 +1,6 @@
 """
-The tests, from scores to p values: Welch's for bits per byte, permutations for right answers, Holm's
-correction.
+The statistical tests of a study, from scores to p values: Welch's for bits per byte, permutations for right
+answers, Holm's correction.
 
 A difference is variant minus baseline, over seeds: would it come out so again if both were trained again?
 Nothing here knows of runs, files or verdicts. Two things differ from a plain Welch test with Holm's

@@ -1,6 +1,6 @@
 """
-One run of a study, in its folder: train, or go on where it stopped, make sure that it does not look ahead,
-and score.
+One run of a study, in its folder: it is trained, or goes on where it stopped, is tried for a look ahead, and
+scored.
 
     python train.py --trial out/trials/0123456789abcdef [--mechanism=mine.py]    # queue.py starts these
 

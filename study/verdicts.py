@@ -1,5 +1,5 @@
 """
-From scores to verdicts: every comparison of a study, judged together, and what is left of it at equal cost.
+Judges all comparisons of a study together, from scores to verdicts, also at equal parameters, FLOPs or time.
 
 The plain GPT is also trained at several multiples of its budget. Between two of them its score is a
 straight line over the logarithm of the multiple. So a variant of any cost is compared with a weighted mean

@@ -1,5 +1,5 @@
 """
-Dynamic heads: between two steps of training the heads are measured, and gates, heads and states change by it.
+Runs dynamic heads: between two steps of training it measures the heads, and changes gates, heads and states.
 
 It measures a small fixed text (measuring.py), so that the training step is the one that it would be without;
 gates.py moves the gates, surgery.py drops and grows heads, states.py moves agency's states. Source: the

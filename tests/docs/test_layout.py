@@ -2,12 +2,13 @@
 
 import ast
 import functools
-import re
 import subprocess
 import sys
 
 import pytest
 from helpers import CODE, ROOT
+
+from study import docs_tables
 
 CORE = ("model.py", "train.py", "sample.py", "evaluate.py", "plot_curves.py", "bench.py", "nanoheads/*.py")
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
@@ -42,35 +43,38 @@ def test_the_core_imports_no_room_beside_it_and_no_room_another_or_a_program(pat
 
 # ---- docs/code.md ----
 
+PAGE = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+ROOMS = {"The core": CORE, "The study": ("study/*.py", "compare.py"), "The lab": ("lab/**/*.py",)}
+
+
 def on_the_page(heading):
-    """The files and folders in the lists of a section of docs/code.md, in order."""
-    text = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
-    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```\n(.*?)^```$", section, re.M | re.S)
-    return [row.split()[0] for block in blocks for row in block.splitlines()]
+    """The files in the lists of a section of docs/code.md, in order."""
+    return docs_tables.files_in(PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0])
 
 
-def test_the_page_names_every_file_of_the_core_and_of_the_study_and_every_room_of_the_lab():
-    files = {str(path.relative_to(ROOT)) for pattern in CORE for path in ROOT.glob(pattern)}
-    assert sorted(on_the_page("The core")) == sorted(files - {"nanoheads/__init__.py"})
-    of_study = {f"study/{path.name}" for path in ROOT.glob("study/*.py")} - {"study/__init__.py"}
-    assert sorted(on_the_page("The study")) == sorted({*of_study, "compare.py"})
-    rooms = {f"lab/{path.parent.name}/" for path in ROOT.glob("lab/*/__init__.py")}
-    programs = {f"lab/{path.name}" for path in ROOT.glob("lab/*.py")} - {"lab/__init__.py"}
-    assert sorted(on_the_page("The lab")) == sorted({*rooms, *programs})
+@pytest.mark.parametrize("heading", ROOMS)
+def test_the_page_has_a_line_for_each_file(heading):
+    files = [path for pattern in ROOMS[heading] for path in ROOT.glob(pattern) if path.stat().st_size]
+    assert sorted(on_the_page(heading)) == sorted(str(path.relative_to(ROOT)) for path in files)
 
 
-@pytest.mark.parametrize("heading", ["The core", "The study", "The lab"])
+def test_the_line_of_a_file_is_the_first_sentence_of_its_docstring():
+    assert docs_tables.fill_lists(PAGE, "code.md") == PAGE, "run python compare.py report --tables"
+
+
+@pytest.mark.parametrize("folder", ["", "nanoheads/**/", "study/**/", "lab/**/", "data/**/", "tests/**/"])
+def test_each_file_says_what_it_is_for(folder):
+    files = [path for path in ROOT.glob(f"{folder}*.py") if path.stat().st_size]
+    assert files and [path for path in files if not docs_tables.first_sentence(path)] == []
+
+
+@pytest.mark.parametrize("heading", ROOMS)
 def test_each_file_imports_from_those_above_it(heading):
-    """A file or a room of the lab, as the page has them in order."""
-    order, wrong = on_the_page(heading), []
-    place = {name.removesuffix("/").removesuffix(".py").replace("/", "."): i for i, name in enumerate(order)}
+    """As the page has them in order. A package's own __init__.py acts when the package is imported."""
+    order, wrong = [name for name in on_the_page(heading) if not name.endswith("__init__.py")], []
+    place = {name.removesuffix(".py").replace("/", "."): i for i, name in enumerate(order)}
     for i, entry in enumerate(order):
-        for path in [ROOT / entry] if entry.endswith(".py") else (ROOT / entry).glob("**/*.py"):
-            for name in imported(path):
-                parts = name.split(".")
-                known = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-                wrong += [f"{entry} -> {each}" for each in known if place.get(each, i) > i]
+        wrong += [f"{entry} -> {name}" for name in imported(ROOT / entry) if place.get(name, i) > i]
     assert len(order) > 5 and wrong == []
 
 

@@ -1,6 +1,6 @@
 """
-What `probe.py constraints` reads: checkpoints with constraint heads, plain GPTs, labels, and the parts of the
-text to fit on, to choose on and to measure on; and what the models give for tokens of it.
+What the probes of constraint heads read: checkpoints, plain GPTs, labels, and the parts of the text to fit
+on, to choose on and to measure on; and what the models give for tokens of it.
 """
 
 from os.path import relpath
