@@ -9,7 +9,6 @@ several: it shows what studies of several sizes find. A list of files stands bet
 """
 
 import ast
-import html
 import json
 import re
 import statistics
@@ -195,7 +194,7 @@ def fill_lists(text, where):
         for name in files_in(match[0]):
             if not (ROOT / name).is_file():
                 raise UserError(f"{where}: there is no file {name}")
-            rows.append((f"`{name}`", html.escape(first_sentence(ROOT / name), quote=False)))
+            rows.append((f"`{name}`", first_sentence(ROOT / name).replace("<", "&lt;")))
         lines = [f"| {name} | {sentence} |\n" for name, sentence in [("file", "what it is for"), *rows]]
         return "".join([match[1], lines[0], "|---|---|\n", *lines[1:], match[3]])
 

@@ -110,6 +110,13 @@ def test_pages_named_in_the_code_and_tests_named_in_the_docs_exist():
     assert len(named) > 20 and named - there == set()
 
 
+def test_only_the_readme_and_contributing_speak_of_history():
+    """Pages and code say what holds today."""
+    texts = {name_of(path): text_of(path) for path in (*PAGES, *SOURCES, *ROOT.glob("config/**/*.py"))}
+    assert {name for name, text in texts.items() if re.search(r"history/(log|decisions)\b", text)} <= {
+        "README.md", "CONTRIBUTING.md"}
+
+
 @pytest.mark.parametrize("page", ["mechanisms.md", "rivals.md", "claims.md"])
 def test_every_name_of_code_is_in_the_code(page):
     """Flags, entries, classes, functions, tests, keys of traces: what stands alone between backticks."""
