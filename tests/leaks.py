@@ -1,5 +1,5 @@
 """
-Mechanisms that look ahead or mix rows where a check of a small new model sees nothing: test_lookahead.py.
+Mechanisms that look ahead or mix rows where a check of a small new model sees nothing, for test_lookahead.py.
 
     python train.py --mechanism=tests/leaks.py --check      # what each does wrong, but for leak_grown
 """

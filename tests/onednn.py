@@ -1,5 +1,5 @@
 """
-What oneDNN's products (nanoheads/cpu.py) give: a training step with them against one with PyTorch's own.
+How long a training step takes with oneDNN's products (nanoheads/cpu.py), and how long with PyTorch's own.
 
     python tests/onednn.py --scale tiny      # one thread, 25 rounds
     python tests/onednn.py --scale 124M --steps 1 --rounds 3

@@ -1,4 +1,4 @@
-"""What README.md and docs/ name exists, their commands are read, and what exists is described."""
+"""The pages: what they name exists, programs take their commands, and what exists is described."""
 
 import argparse
 import importlib

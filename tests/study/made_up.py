@@ -1,4 +1,4 @@
-"""Studies whose scores are made up."""
+"""Makes studies whose scores are made up, for the tests of this folder."""
 
 from study.records import PLAIN, Failure, Pair, Result, Run, Study, Variant
 

@@ -1,4 +1,6 @@
-"""What a variant costs: FLOPs by hand, and the time of a step over the plain GPT's."""
+"""
+What a variant costs: its FLOPs, compared with a count by hand, and the time of its step over the plain GPT's.
+"""
 
 from types import SimpleNamespace
 

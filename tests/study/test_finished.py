@@ -1,4 +1,4 @@
-"""Finished runs of before: those of other code are found by all else, and --fresh compares with them."""
+"""Finished runs that are there already: those of other code are found, and --fresh compares with them."""
 
 from runs import changed, run_of
 

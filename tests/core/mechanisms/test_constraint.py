@@ -1,4 +1,6 @@
-"""Constraint heads beside the oracle's formulas: their sizes, noisy gates, losses, hints, old checkpoints."""
+"""
+Constraint heads, compared with the oracle's formulas: sizes, noisy gates, losses, hints, old checkpoints.
+"""
 
 from dataclasses import asdict
 

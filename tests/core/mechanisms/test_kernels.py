@@ -1,4 +1,6 @@
-"""Kernels beside attention, at sizes where they once went wrong: linear maps, RoPE, the loss in portions."""
+"""
+The kernels beside attention, at sizes where they once went wrong: linear maps, RoPE, the loss in portions.
+"""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""A look ahead and rows that are mixed are found at the size at which a model is trained and scored."""
+"""A mechanism that looks ahead or mixes rows is found at the size at which a model is trained and scored."""
 
 import copy
 import json

@@ -1,4 +1,6 @@
-"""The plain GPT: equal to independent references; how it generates; its losses, initial values and sizes."""
+"""
+The plain GPT, compared with independent references; how it generates; its losses, initial values, sizes.
+"""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The benchmark: its interval is what it says, what is measured is printed and written, failures are rows."""
+"""bench.py: its intervals, what is printed and written, and that what fails is a row too."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Config files and arguments: what they mean, and that whatever is wrong is said in plain lines."""
+"""Config files and arguments: what they mean, and that each mistake is answered in plain lines."""
 
 import json
 import re

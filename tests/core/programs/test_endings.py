@@ -1,4 +1,4 @@
-"""How programs end, and what they print: a line where they cannot go on, quietly where the reader goes."""
+"""How programs end: with one line where they cannot go on, and quietly where their reader is gone."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Scores: every token once, in the context that the policy grants, against an oracle of single positions."""
+"""evaluate.py: every token is scored once, in the context that the policy grants it."""
 import functools
 import json
 import math

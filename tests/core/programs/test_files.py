@@ -1,4 +1,4 @@
-"""Whole files or none, one writer for a folder, names of folders, checksums of data."""
+"""Files are whole or not there, a folder has one writer; names of folders, checksums of data."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Devices, and Macs, Windows and other processors, where no test runs: what is decided for them by name."""
+"""What is decided by name for devices, Macs, Windows and other processors, on which no test runs."""
 
 import ctypes
 import platform

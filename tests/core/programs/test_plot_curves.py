@@ -1,4 +1,4 @@
-"""Curves: a figure's lines are the numbers of the log, whatever is wrong with it; every label can be read."""
+"""plot_curves.py: a figure's lines are the numbers of the log, also of a damaged one; labels can be read."""
 import json
 import math
 import re

@@ -1,6 +1,7 @@
 """
-What the core refuses: a row is a command line, or a config's flags, and words of its answer, one line. There
-is a row for each kind of fault, not for each key that may have it: test_configurator.py draws those.
+What the core refuses, as a table: a row is a command line, or a config's flags, and words of the line that
+answers it. There is a row for each kind of fault, not for each key that may have it: test_configurator.py
+draws those.
 
 A refusal that takes more than files to come about, such as a killed process, is tested where it belongs.
 """

@@ -1,4 +1,4 @@
-"""Generation from the command line: same seed, same text; whole characters; a line for what goes wrong."""
+"""sample.py: the same seed gives the same text, characters are whole, and what goes wrong is one line."""
 import io
 import json
 import re

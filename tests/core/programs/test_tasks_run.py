@@ -1,4 +1,4 @@
-"""What programs do with runs on a task: go on bit for bit, score on fresh rows, show."""
+"""Runs on a task: they go on bit for bit, and are scored on fresh rows and shown."""
 
 import json
 import re

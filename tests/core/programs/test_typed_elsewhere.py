@@ -1,4 +1,6 @@
-"""The command lines of nanoGPT's README and of the head-routing write-up, as printed, but for a few steps."""
+"""
+The command lines of nanoGPT's README and of the head-routing write-up run as printed, but for a few steps.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""What training reads: every piece once a pass, the same at each resume, shared by ranks, documents apart.
+"""
+The batches of training: every piece once a pass, the same at each resume, shared by ranks, documents apart.
 
 Tokens of a text here are all different, so that each says where it stands.
 """

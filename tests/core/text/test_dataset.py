@@ -1,4 +1,4 @@
-"""A prepared folder: what is read of it, and what is said of one that is not whole."""
+"""A prepared text: what is read of its folder, and what is said of one that is not whole."""
 import json
 import os
 import re

@@ -1,4 +1,4 @@
-"""Fine-tuning: late skips, a frozen trunk, documents as rows."""
+"""Fine-tuning a trained model: skips that come late, a frozen trunk, documents as rows."""
 import os
 import signal
 from functools import partial

@@ -1,4 +1,4 @@
-"""From a plain checkpoint to a model with heads: with a mechanism turned on the logits start the same."""
+"""--init_from: a mechanism that is turned on over a plain checkpoint starts with the same logits."""
 
 from dataclasses import asdict
 

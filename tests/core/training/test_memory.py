@@ -1,4 +1,4 @@
-"""The memory of a training step by calculation, against what a CPU allocates; what to lower, in words."""
+"""The calculated memory of a training step, compared with what a CPU allocates; what to lower, in words."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""AdamW, Muon and NorMuon against written-out references, which parameters go where, the learning rates."""
+"""AdamW, Muon and NorMuon, compared with written-out references; which parameters each takes; the rates."""
 
 import importlib
 import math

@@ -1,4 +1,6 @@
-"""agree.py, on the CPU: float32 agrees with float64, and a device that computes something else does not."""
+"""
+The check agree.py, on a CPU: float32 agrees with float64, a device that computes something else does not.
+"""
 
 import json
 import sys

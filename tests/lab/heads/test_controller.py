@@ -1,4 +1,4 @@
-"""What moves, prunes and grows heads between steps; exact resumes; nothing where it is off."""
+"""Dynamic heads: what moves, prunes and grows them between steps; exact resumes; nothing where it is off."""
 import copy
 import json
 import math

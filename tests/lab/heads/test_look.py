@@ -1,4 +1,4 @@
-"""What the lines, the table and the picture say of a text is what the model did, token for token."""
+"""lab.probe look: lines, table and picture say of a text what the model did, token for token."""
 import json
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which heads act without consent, or do not act although they consent."""
+"""Violations: which heads act without consent, or do not act although they consent."""
 
 import math
 

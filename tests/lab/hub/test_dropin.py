@@ -1,4 +1,6 @@
-"""Mechanisms in models of transformers: against our own GPT over the same weights, and in a model's use."""
+"""
+Mechanisms in Hugging Face models, compared with our own GPT over the same weights, and in a model's use.
+"""
 
 import copy
 import inspect

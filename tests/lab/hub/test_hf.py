@@ -1,4 +1,4 @@
-"""Hugging Face folders: read, they say what the original says; written, transformers says what we say."""
+"""Hugging Face folders: one that is read gives the original's logits, one that is written gives ours."""
 
 import json
 import re

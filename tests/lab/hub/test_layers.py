@@ -1,4 +1,4 @@
-"""The layers of the write-ups: against the oracle, beside nn.MultiheadAttention, and in blocks of torch."""
+"""The layers of the write-ups, compared with the oracle and nn.MultiheadAttention, and in blocks of torch."""
 
 import copy
 import math

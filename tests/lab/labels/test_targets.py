@@ -1,4 +1,4 @@
-"""targets.py: labels on disk, aligned with the tokens, and refused where they are not."""
+"""Labels on disk: aligned with the tokens, and refused where they are not."""
 import json
 
 import numpy as np

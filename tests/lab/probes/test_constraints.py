@@ -1,4 +1,4 @@
-"""probe.py constraints against slow counts and planted truths: figures, passages, removals."""
+"""lab.probe constraints, compared with slow counts and planted truths: figures, passages, removals."""
 import functools
 import json
 import time

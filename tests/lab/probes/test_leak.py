@@ -1,4 +1,4 @@
-"""The leak probe: functions that leak at a known place are found there, a causal one passes."""
+"""lab.probe leak: functions that look ahead at a known place are found there, a causal one passes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Probes against slow references and hand-made models: what removing a key or a head means."""
+"""Probes, compared with slow references and hand-made models: what removing a key or a head means."""
 import functools
 import json
 import math

@@ -1,4 +1,4 @@
-"""Text quality: each measure against a slow obvious one; what probe.py text says of tiny models."""
+"""The measures of text quality, each compared with a slow obvious one; what lab.probe text says of models."""
 import functools
 import json
 import math

@@ -1,4 +1,4 @@
-"""What probes, pruning, labels and controllers refuse: rows as in test_refusals.py."""
+"""What the lab refuses (probes, pruning, labels, controllers), in tables as in test_refusals.py."""
 
 import shutil
 
