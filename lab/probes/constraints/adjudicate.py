@@ -1,6 +1,6 @@
 """
-Do the scores of constraint heads tell passages of held-out documents apart? Against the mean hidden state of
-the plain GPT and against its probes' scores.
+Do the heads' scores tell passages of held-out documents apart? Against the mean hidden state of the plain GPT
+and against its probes' scores.
 """
 
 import numpy as np

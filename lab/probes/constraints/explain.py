@@ -1,6 +1,6 @@
 """
-Do the tokens that a constraint head scores highest explain a passage's score? They are hidden from all later
-tokens. So are, for comparison, those with the lowest scores, random ones, and neighbours of the highest.
+Do the tokens with the highest scores explain a passage's score? They are hidden from all later tokens, and so
+are, for comparison, those with the lowest, random ones, and neighbours of the highest.
 
 A token that is hidden still sees itself, and positions stay. The running mean that the router reads still
 holds it.
