@@ -1,6 +1,5 @@
 """
-Makes a dataset for train.py of a folder that nanoGPT's prepare.py wrote (train.bin, val.bin, perhaps
-meta.pkl).
+A folder that nanoGPT's prepare.py wrote (train.bin, val.bin, perhaps meta.pkl), made a dataset for train.py.
 
 python data/from_nanogpt.py ../nanoGPT/data/shakespeare_char
 

@@ -1,5 +1,5 @@
 """
-Prepares any text of your own: as bytes, as characters or in byte pairs, GPT-2's or another model's.
+Any text of your own, byte by byte, character by character or in byte pairs, GPT-2's or another model's.
 
 python data/prepare_text.py --source=my.txt                    # its bytes, into data/my
 python data/prepare_text.py --source=folder_of_txt --encoding=gpt2 --out=data/mine --val=0.05 --test=0.05
