@@ -187,11 +187,16 @@ def print_power(sims, sd=0.006):
 
 TABLES = dict(power=print_power, stages=print_stages, errors=print_errors)
 
-if __name__ == "__main__":
+
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--sims", type=int, default=1000, help="simulated studies a cell")
     p.add_argument("--only", choices=TABLES)
-    a = p.parse_args()
+    a = p.parse_args(argv)
     for name, print_table in TABLES.items():
         if a.only in (None, name):
             print_table(a.sims)
+
+
+if __name__ == "__main__":
+    main()

@@ -264,7 +264,7 @@ def test_every_entry_of_mechanisms_is_described():
 
 def test_the_page_of_tasks_has_each_with_its_levels():
     page = text_of(ROOT / "docs/compare.md")
-    found = {name: cells[1:4] for name, cells in rows(page).items()}
+    found = {name: cells[1:4] for name, cells in rows(section(page, "Tasks")).items()}
     assert found == {name: [task.unit, *(", ".join(map(str, levels)) for levels in (
         task.levels, task.test_levels))] for name, task in TASKS.items()}
-    assert re.findall(r"^==== (\w+), \d+ ", page, re.M) == list(TASKS)
+    assert {*re.findall(r"^==== (\w+), \d+ ", page, re.M)} < {*TASKS}
