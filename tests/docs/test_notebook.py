@@ -1,4 +1,4 @@
-"""docs/heads.ipynb runs from a fresh clone, and what it prints is what the programs say."""
+"""The notebooks of docs/ run from a fresh clone, and show what the stored outputs show, but for numbers."""
 
 import base64
 import json
@@ -21,7 +21,11 @@ NOTEBOOK = ROOT / "docs" / "heads.ipynb"
 COMPARISON = ROOT / "docs" / "compare.ipynb"
 COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/*.py", "lab/**/*.py",
           "study/*", "docs/*.ipynb")
-SHORTER = {"STEPS = 120 ": "STEPS = 6 ", "TOKENS = 4096 ": "TOKENS = 512 "}  # of what a test executes
+# of what a test executes
+SHORTER = {NOTEBOOK: {"STEPS = 120 ": "STEPS = 6 ", "TOKENS = 4096 ": "TOKENS = 512 "},
+           COMPARISON: {"seeds=[1, 2, 3]": "seeds=[1, 2], plain_seeds=2",
+                        "test_tokens=131072": "test_tokens=2048",
+                        "max_iters=160": "max_iters=6, block_size=32, batch_size=4, eval_tokens=1024"}}
 
 
 def execute(notebook, folder, own):
@@ -100,27 +104,40 @@ def test_a_notebook_can_be_read_without_running(path):
     assert problems_of(notebook) == [] and any(cell.get("outputs") for cell in notebook["cells"])
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
-    """(folder, {id: cell}): the notebook in a fresh clone, after fewer steps and scored on fewer tokens."""
-    folder, notebook = tmp_path_factory.mktemp("clone"), nbformat.read(NOTEBOOK, 4)
+def execute_shorter(path, folder):
+    """Run a notebook in a fresh clone, with fewer steps and scored on fewer tokens.
+
+    Returns ({id: cell}, {id: cell as it is stored}), the latter of cells of code alone.
+    """
+    notebook, stored = nbformat.read(path, 4), nbformat.read(path, 4)
     copy_into(folder)
-    settings, = (cell for cell in notebook.cells if cell["id"] == "settings")
-    for line, shorter in SHORTER.items():
-        assert settings["source"].count(line) == 1
-        settings["source"] = settings["source"].replace(line, shorter)
-    return folder, execute(notebook, folder / "docs", folder)
+    for line, shorter in SHORTER[path].items():
+        cell, = (cell for cell in notebook.cells if line in cell["source"])
+        assert cell["source"].count(line) == 1
+        cell["source"] = cell["source"].replace(line, shorter)
+    return (execute(notebook, folder / "docs", folder),
+            {cell["id"]: cell for cell in stored.cells if cell["cell_type"] == "code"})
 
 
 @pytest.mark.slow
-def test_a_fresh_clone_prepares_trains_measures_and_draws(fresh):
-    """And shows what the stored outputs show, but for the numbers."""
-    folder, cells = fresh
-    assert (folder / "data/pystdlib/meta.json").is_file() and (folder / "out/heads/ckpt.pt").is_file()
-    stored = {cell["id"]: cell for cell in nbformat.read(NOTEBOOK, 4).cells if cell["cell_type"] == "code"}
+def test_heads_prepares_trains_measures_and_draws(tmp_path):
+    cells, stored = execute_shorter(NOTEBOOK, tmp_path)
+    assert (tmp_path / "data/pystdlib/meta.json").is_file() and (tmp_path / "out/heads/ckpt.pt").is_file()
     for name, cell in stored.items():
         assert words_of(cells[name]) == words_of(cell), f"{name}: make notebook"
     assert not printed(cells["draw"], "stderr")
+
+
+@pytest.mark.slow
+def test_a_comparison_trains_judges_and_draws(tmp_path):
+    """With fewer seeds and steps a verdict may be another, so that only the rows' names are as stored."""
+    cells, stored = execute_shorter(COMPARISON, tmp_path)
+    for name, cell in stored.items():
+        first_words = [[line.split()[0] for line in printed(of).splitlines()] for of in (cells[name], cell)]
+        assert first_words[0] == first_words[1] and pictures(cells[name]) == pictures(cell), "make notebook"
+        assert not printed(cells[name], "stderr")
+    assert {word for line in printed(cells["verdicts"]).splitlines()[1:] for word in line.split()[1:2]} <= {
+        "better", "worse", "same", "undecided"}
 
 
 # ---- in a hosted notebook ----
