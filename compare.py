@@ -63,14 +63,16 @@ class Command(NamedTuple):
 FILE_KEYS = ("json", "out_dir")
 COMMANDS = {
     "run": Command("[config.py] [--key=value ...]", "train what is not done, judge, write the report"),
-    "plan": Command("[config.py] [--key=value ...]", "print what would run, and for how long"),
+    "plan": Command("[config.py] [--key=value ...]",
+                    "print what would run, for how long, and what must be made first; nothing is trained"),
     "report": Command("FILE.json.gz | config.py [--key=value ...] | --tables",
                       "write the report of a results file once more, without its runs; or that of a study "
                       "from the runs that are done; with --tables the tables of README.md and docs/"),
     "recheck": Command("FILE.json.gz", "compute every figure of a results file once more, and compare", ()),
     "scores": Command("FILE.csv [--key=value ...]",
-                      "judge the runs of another program; its columns: variant, seed, score, and where they "
-                      "are known tokens, bytes, cost", (*SCORES_KEYS, "alpha", "margin", *FILE_KEYS)),
+                      "judge the runs of another program; its columns, in any order: variant, seed (any "
+                      "name), score (a number, or failed), and where they are known tokens, bytes, cost",
+                      (*SCORES_KEYS, "alpha", "margin", *FILE_KEYS)),
 }
 
 
