@@ -1,7 +1,7 @@
 """A mechanism in a file of one's own: where it runs, what is kept with a run, what is refused in one line.
 
 The examples of docs/your-own-mechanism.md, and what --check says of them, are tried in
-tests/docs/test_add_a_mechanism.py.
+tests/docs/test_your_own_mechanism.py.
 """
 
 import hashlib
