@@ -4,6 +4,7 @@ import importlib
 import io
 import itertools
 import re
+import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,8 @@ def gpt_of(flag, **more):
 # ---- the page's files ----
 
 OTHERS = [code for code in EXAMPLES if code != CODE]
+# methods: what not to write, what to write instead, for a sum too, and a score function that reads the keys
+TRAP, SHIFT, SUM, SCORES = map(textwrap.dedent, re.findall(r"^ *```py\n(.*?)^ *```$", PAGE, re.M | re.S))
 
 
 @pytest.mark.slow
@@ -69,9 +72,44 @@ def test_each_file_of_the_page_keeps_every_promise(code, mine):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method, found", [
+    (TRAP, {"cache", "padding", "documents", "grouped"}), (SHIFT, set()), (SUM, set())],
+    ids=["trap", "shift", "sum"])
+def test_the_first_trap_of_the_page_is_found_and_its_remedy_is_right(method, found, mine):
+    """In the class of the first example, which it makes another model than the plain GPT at any setting."""
+    path = mine(HOOK, f"{textwrap.indent(method, '    ')}\n{HOOK}")
+    code = path.read_text().replace("    neutral = ", "    needs_positions = True  # ")
+    path.write_text(code.replace("\n\n", "\nfrom nanoheads.kernels import sum_so_far\n\n", 1))
+    wrong, page = broken(path, ["gpt2"]), re.sub("  +", "  ", PAGE)
+    assert wrong.keys() == found
+    assert all(f"{promise}  {wrong[promise][:30]}" in page for promise in found - {"grouped"})
+
+
+def test_the_second_trap_of_the_page_is_refused_in_its_words(mine):
+    code, = (text for text in EXAMPLES if "class TokenGate" in text)
+    path = mine()
+    path.write_text(re.sub(r"start_at\((.*), (.*)\)", r"nn.init.constant_(\1, \2)", code))
+    with pytest.raises(UserError) as e:
+        own.add(path)
+    assert str(e.value).removeprefix(f"{path.parent}/") in " ".join(PAGE.split())
+
+
+@pytest.mark.slow
+def test_a_score_function_that_reads_the_keys_is_right(mine):
+    path = mine()
+    made, _ = CODE.split(HOOK)
+    made = made.replace("self.slope = nn.Parameter(torch.full((attn.n_head,), config.forget_init))",
+                        "self.proj = nn.Linear(config.n_embd, attn.n_head)")
+    made = made.replace('("slope",)', '("proj.weight", "proj.bias")').replace(
+        '{"forget": {"forgetting.slope": -60.0}}', '{"forget": {"forgetting.proj.*": 0.0}}')
+    path.write_text(made + textwrap.indent(SCORES, "    "))
+    assert broken(path, ["gpt2"]) == {}
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_page(mine, tmp_path, monkeypatch):
     """--check as it stands there; compare.py's is taken apart as the program takes it."""
-    block = PAGE.split("```sh\n")[1].split("```")[0]
+    block = PAGE.split("\n## Check")[1].split("```sh\n")[1].split("```")[0]
     commands = [line.split("#")[0].split()[1:] for line in block.strip().splitlines()]
     assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
     path = mine()
