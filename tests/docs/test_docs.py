@@ -21,7 +21,8 @@ from nanoheads.tasks import TASKS
 from study.config import StudyConfig
 
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/README.md")), *DOCS,
+         *sorted((ROOT / "docs").glob("*.ipynb"))]
 OF_TODAY = [page for page in PAGES if page.name != "log.md"]  # the log names what there was on its day
 README, MECHANISMS_PAGE, RIVALS_PAGE = ((ROOT / name).read_text(encoding="utf-8") for name in (
     "README.md", "docs/mechanisms.md", "docs/rivals.md"))
