@@ -88,49 +88,63 @@ class PlainConfig:
     of_recipe = ("qk_max",)  # the keys that a scale sets for its own recipe alone
 
     block_size: int = flag(1024, "context length, in tokens", at_least=1, section="size")
-    vocab_size: Optional[int] = flag(None, "number of tokens; None: the dataset's, when training", at_least=1)
+    vocab_size: Optional[int] = flag(
+        None, "number of tokens in the vocabulary; None: the dataset's", at_least=1)
     n_layer: int = flag(12, "number of blocks", at_least=1, at_most=10_000)
     n_head: int = flag(12, "attention heads per block", at_least=1, at_most=10_000)
-    n_kv_head: Optional[int] = flag(None, "key and value heads, shared by groups; None: n_head", at_least=1)
+    n_kv_head: Optional[int] = flag(
+        None, "number of key and value heads, each shared by a group of heads; None: n_head", at_least=1)
     head_dim: Optional[int] = flag(None, "width of a head; None: n_embd / n_head", at_least=1)
     n_embd: int = flag(768, "width of the residual stream", at_least=1)
-    n_inner: Optional[int] = flag(None, "width inside the MLP; None: 4 * n_embd, swiglu: 8/3", at_least=1)
-    dropout: float = flag(0.0, "on the embedding, attention weights, both projections", at_least=0, below=1)
-    attn_dropout: Optional[float] = flag(None, "on attention weights; None: dropout", at_least=0, below=1)
-    seed: int = flag(1337, "initial values and data order", at_least=0)
+    n_inner: Optional[int] = flag(
+        None, "width inside the MLP; None: 4 * n_embd, with swiglu 8/3 * n_embd", at_least=1)
+    dropout: float = flag(
+        0.0, "dropout on the embedding, the attention weights, and the outputs of attention and MLP",
+        at_least=0, below=1)
+    attn_dropout: Optional[float] = flag(
+        None, "dropout on the attention weights; None: dropout", at_least=0, below=1)
+    seed: int = flag(1337, "seed of the initial values and of the order of the data", at_least=0)
 
     recipe: Literal["gpt2", "modern", "llama"] = flag(
-        "gpt2", "nanoGPT's | QK-norm, ReLU^2 | SwiGLU, RMSNorm",
+        "gpt2", "gpt2: nanoGPT's model and optimizer; modern: a stronger baseline, with RoPE, QK-norm, "
+                "ReLU^2 and Muon; llama: RoPE, RMSNorm and SwiGLU",
         section="recipe: a preset for the flags below; a flag that is set wins")
-    pos: Optional[Literal["learned", "rope", "none"]] = flag(None, "positions")
-    norm: Optional[Literal["layernorm", "rmsnorm"]] = flag(None, "before attention and MLP, and at the end")
-    norm_scale: Optional[bool] = flag(None, "rmsnorm: with a learned scale")
-    norm_eps: Optional[float] = flag(None, "None: 1e-5, rmsnorm 1e-6", above=0)
+    pos: Optional[Literal["learned", "rope", "none"]] = flag(
+        None, "positions: learned embeddings, RoPE, or none")
+    norm: Optional[Literal["layernorm", "rmsnorm"]] = flag(
+        None, "the norm before attention and MLP, and at the end")
+    norm_scale: Optional[bool] = flag(None, "with rmsnorm: a learned scale")
+    norm_eps: Optional[float] = flag(None, "the norms' epsilon; None: 1e-5, with rmsnorm 1e-6", above=0)
     act: Optional[Literal["gelu", "gelu_tanh", "relu2", "swiglu"]] = flag(
-        None, "gelu_tanh: OpenAI's own weights")
+        None, "activation in the MLP; gelu_tanh is what OpenAI's GPT-2 weights were trained with")
     bias: Optional[bool] = flag(None, "biases in the linear layers and LayerNorms")
-    qkv_bias: bool = flag(False, "biases of queries, keys and values alone, as in Qwen2")
+    qkv_bias: bool = flag(False, "biases of queries, keys and values only, as in Qwen2")
     qk_norm: Optional[bool] = flag(None, "RMS-normalise every query and key")
-    qk_scale: bool = flag(False, "qk_norm: with a learned scale of each dimension, as in Qwen3")
-    qk_max: Optional[float] = flag(None, "largest logit that qk_norm allows; None: sqrt(head size)", above=0)
+    qk_scale: bool = flag(False, "with qk_norm: a learned scale of each dimension, as in Qwen3")
+    qk_max: Optional[float] = flag(
+        None, "with qk_norm: the largest possible attention logit; None: sqrt(head size)", above=0)
     embed_norm: Optional[bool] = flag(None, "RMS-normalise the embedding before the first block")
-    tied: Optional[bool] = flag(None, "output head shares the embedding's weights")
-    zero_init: Optional[bool] = flag(None, "projections into the residual stream and the head start at zero")
-    softcap: Optional[float] = flag(None, "output logits = cap * tanh(logits / cap); 0: off", at_least=0)
-    rope_base: float = flag(10000.0, "wavelength base of the rotary positions", above=0)
-    rope_share: float = flag(1.0, "share of each head's dimensions that they turn", above=0, at_most=1)
-    rope_scaling: Optional[list[float]] = flag(
-        None, "Llama 3's: factor, low, high, context; see rope_tables()")
-    parallel: bool = flag(False, "attention and MLP read the same input and add to it together")
+    tied: Optional[bool] = flag(None, "the output head shares the embedding's weights")
+    zero_init: Optional[bool] = flag(
+        None, "the output head, and all that writes into the residual stream, starts at zero")
+    softcap: Optional[float] = flag(
+        None, "soft cap on the output logits, cap * tanh(logits / cap); 0: off", at_least=0)
+    rope_base: float = flag(10000.0, "RoPE: base of the wavelengths", above=0)
+    rope_share: float = flag(1.0, "RoPE: share of each head's dimensions that are turned", above=0, at_most=1)
+    rope_scaling: Optional[list[float]] = flag(None, "RoPE: Llama 3's scaling, as factor, low, high, context")
+    parallel: bool = flag(
+        False, "attention and MLP read the same input, and both outputs are added to the stream together")
 
     checkpoint_activations: bool = flag(
-        False, "recompute each block in the backward pass: less memory, slower", section="memory")
+        False, "compute each block again in the backward pass: less memory, but slower",
+        section="memory")
     loss_chunks: Optional[int] = flag(
-        None, "portions in which a training step computes its logits; 1: all at once; None: so many that "
-              "none is over 1 GB", at_least=1)
+        None, "compute the logits of a training step in this many portions; None: as many as keep each below "
+              "1 GB", at_least=1)
 
     head_ids: Optional[list[list[int]]] = flag(
-        None, "the heads that are left in each layer; None: all", section="pruning")
+        None, "the numbers of the heads that are left in each layer; None: all",
+        section="pruning")
 
     @property
     def head_size(self):
@@ -1041,8 +1055,9 @@ class HeadNorm(Mechanism):
 
 
 class Routing(Mechanism):
-    """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H]; 0 where not selected.
+    """A router chooses which heads each token uses, and how much of each.
 
+    It computes weights [B, T, H] from x [B, T, C]; where a head is not selected its weight is 0.
     published: a softmax over an MLP's logits, which sums to 1 (Learnable Attention Head Routing). The
         write-up's printed code multiplies the logits of heads beyond the top k by 0, which leaves them some
         weight, and it gates in training only. routing_mask=inf undoes the one, routing_eval_gate the other.
@@ -1052,16 +1067,26 @@ class Routing(Mechanism):
     """
 
     class Options:
-        routing: Optional[Literal["published", "moh", "sigmoid"]] = flag(None, "sum 1 | mean 1 | each alone")
+        routing: Optional[Literal["published", "moh", "sigmoid"]] = flag(
+            None, "how a token's weights for its heads are computed. published: a softmax, they sum to 1; "
+                  "moh: a softmax over the top k, their mean is 1; sigmoid: each head by itself")
         routing_top_k: Optional[int] = flag(
-            None, "heads a token uses, shared ones too; None: half, shared + 2")
-        routing_shared: int = flag(0, "moh: heads that every token uses", at_least=0)
-        routing_hidden: Optional[int] = flag(None, "router's width; 0: linear; None: n_embd // 2", at_least=0)
-        routing_coef: float = flag(0.01, "published: of token entropy; else of load balance", at_least=0)
-        routing_mask: Optional[Literal["inf", "zero"]] = flag(None, "unselected logits; None: published zero")
+            None, "number of heads that a token uses, shared ones included; None: half of them, but at least "
+                  "two more than are shared")
+        routing_shared: int = flag(0, "moh: number of heads that every token uses", at_least=0)
+        routing_hidden: Optional[int] = flag(
+            None, "width of the router's hidden layer; 0: a linear router; None: n_embd // 2 with published, "
+                  "else 0", at_least=0)
+        routing_coef: float = flag(
+            0.01, "weight of the router's own loss: with published the entropy of a token's weights, else "
+                  "the heads' load balance", at_least=0)
+        routing_mask: Optional[Literal["inf", "zero"]] = flag(
+            None, "what becomes of the logits of heads that are not selected: inf removes them, zero "
+                  "multiplies them by 0, as the write-up's code does; None: zero with published, else inf")
         routing_eval_gate: Optional[bool] = flag(
-            None, "False: gates in training only; None: False if published")
-        routing_skip: bool = flag(True, "decoding reads the selected heads alone, where that pays")
+            None, "use the weights in evaluation too; False: in training only, as the write-up's code does; "
+                  "None: False with published, else True")
+        routing_skip: bool = flag(True, "when decoding, read only the selected heads where that saves time")
 
     name, flag = "router", "routing"  # router: its parameters, and so checkpoints, go by that name
     modes = {
@@ -1182,7 +1207,7 @@ class Routing(Mechanism):
 
 
 class Sentinel(Mechanism):
-    """One learned gate per head, [H] (Adaptive Transformer, section 2.1).
+    """Each head's output is multiplied by a learned gate, one number a head (Adaptive Transformer, 2.1).
 
     sigmoid: g = sigmoid(logit). hard_concrete: a stretched and clamped sigmoid, which reaches 0 exactly and
     is noisy in training (arXiv 1712.01312, eqs. 10-13).
@@ -1190,9 +1215,11 @@ class Sentinel(Mechanism):
 
     class Options:
         sentinel: Optional[Literal["sigmoid", "hard_concrete"]] = flag(
-            None, "hard_concrete (L0) has real zeros")
-        sentinel_init: float = flag(3.0, "initial logit: gates start near 1")
-        sentinel_coef: float = flag(1e-4, "of the sum of gates, hard_concrete: of P(gate != 0)", at_least=0)
+            None, "the form of the gates; hard_concrete (L0) can close a gate entirely")
+        sentinel_init: float = flag(3.0, "initial logit of the gates, which start near 1")
+        sentinel_coef: float = flag(
+            1e-4, "weight of the loss that closes gates: their sum, with hard_concrete the probability that "
+                  "they are open", at_least=0)
 
     name = flag = "sentinel"
     modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
@@ -1245,9 +1272,9 @@ class Sentinel(Mechanism):
 
 
 class Agency(Mechanism):
-    """States and consent of the heads (Adaptive Transformer, section 2.2).
+    """Each head has a state, which scales its output, and consents to being used (Adaptive Transformer, 2.2).
 
-    They are buffers and change between two steps, so that no change compiles the model anew; the controller
+    Both are buffers and change between two steps, so that no change compiles the model anew. The controller
     (lab/heads/controller.py) changes them, or a caller by set(). agency_learned: the heads of a layer
     share a linear map from what was measured of a head to the logits of its states. Between two steps a head
     takes the likeliest state; the gradient is that of the expected factor (straight-through, arXiv
@@ -1255,10 +1282,15 @@ class Agency(Mechanism):
     """
 
     class Options:
-        agency: bool = flag(False, "states: active 1, overloaded 0.5, misaligned 0.7, withdrawn 0")
-        agency_enforce: bool = flag(True, "False: heads without consent run all the same (forced)")
-        agency_threshold: float = flag(0.05, "a gate above it counts as in use", at_least=0)
-        agency_learned: bool = flag(False, "states predicted from the heads' metrics; needs controller_log")
+        agency: bool = flag(
+            False, "give heads states, each with a factor: active 1, overloaded 0.5, misaligned 0.7, "
+                   "withdrawn 0")
+        agency_enforce: bool = flag(
+            True, "a head without consent is withdrawn; False: it runs all the same, and is recorded as "
+                  "forced")
+        agency_threshold: float = flag(0.05, "a gate above this counts as in use", at_least=0)
+        agency_learned: bool = flag(
+            False, "the states are predicted from what is measured of the heads; needs controller_log")
 
     name = flag = "agency"
     modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True)}
@@ -1338,10 +1370,13 @@ class A2C(Mechanism):
 
     class Options:
         a2c: Optional[Literal["published", "temperature", "key_bias"]] = flag(
-            None, "a q, q, x | exp(a) q | + w a")
+            None, "what the critic's scalar a does. published: multiplies the query's logits by a; "
+                  "temperature: by exp(a); key_bias: adds a learned multiple of a to the logits of a key")
         a2c_gamma: float = flag(0.9, "discount of the return, per token", at_least=0, below=1)
-        a2c_value_coef: float = flag(0.1, "of the value head's squared error", at_least=0)
-        a2c_advantage_coef: float = flag(0.01, "of the squared error of the predicted advantages", at_least=0)
+        a2c_value_coef: float = flag(
+            0.1, "weight of the loss of the value head: its squared error", at_least=0)
+        a2c_advantage_coef: float = flag(
+            0.01, "weight of the loss of the predicted advantages: their squared error", at_least=0)
 
     name = flag = "a2c"
     modes = {"a2c_published": dict(a2c="published"), "a2c_temperature": dict(a2c="temperature"),
@@ -1440,7 +1475,7 @@ class A2CValue(nn.Linear):
 
 
 class Roles(Mechanism):
-    """A prior over distances for each base head, by its role: logits[t, s] += sign strength_h p(t - s).
+    """Each head starts with a preference for certain distances: logits[t, s] += sign strength_h p(t - s).
 
     Source: Adaptive Transformer, section 5.4, which names specialised heads and gives no formula. p(d) is the
     mean of cos(2 pi (d - offset) / wavelength) over growing wavelengths: 1 at d = offset, and less elsewhere.
@@ -1448,9 +1483,12 @@ class Roles(Mechanism):
 
     class Options:
         roles: Optional[list[str]] = flag(
-            None, "local, long, previous, free: head by head, repeated; None: off")
-        roles_strength: float = flag(4.0, "initial strength of a prior, in nats at its peak", at_least=0)
-        roles_waves: Optional[int] = flag(None, "cosines in a prior; None: by log2 of block_size")
+            None, "the heads' roles in order, repeated if there are more heads: local, long, previous or "
+                  "free; None: off")
+        roles_strength: float = flag(
+            4.0, "initial strength of the preference, in nats at its peak", at_least=0)
+        roles_waves: Optional[int] = flag(
+            None, "number of cosines that make up a preference; None: follows from block_size")
 
     name = flag = "roles"
     modes = {"roles": dict(roles=["local", "long", "previous", "free"])}
@@ -1496,7 +1534,7 @@ class Roles(Mechanism):
 
 
 class ConstraintHeads(AddedHeads):
-    """Added heads for named constraints, with projections of their own, a router and a score per token.
+    """Extra heads for named constraints, with projections of their own, a router and a score per token.
 
     Source: the constraint write-up. The router reads the running mean of x, or its first token, or a hint
     [B, C]; the write-up's mean over the whole sequence would leak. It gates the heads' outputs, or their
@@ -1505,34 +1543,53 @@ class ConstraintHeads(AddedHeads):
     """
 
     class Options:
-        constraint_names: Optional[list[str]] = flag(None, "what the extra heads are for; None: off")
-        constraint_heads: int = flag(1, "heads per name", at_least=1)
+        constraint_names: Optional[list[str]] = flag(
+            None, "turn the extra heads on: the constraints that they are for, by name; None: off")
+        constraint_heads: int = flag(1, "extra heads for each name", at_least=1)
         constraint_variant: Literal["A", "B"] = flag(
-            "A", "heads as wide as before | narrower, of all in the layer")
-        constraint_round: int = flag(1, "B: the head size is floored to a multiple of it", at_least=1)
-        constraint_layers: Optional[list[int]] = flag(None, "blocks that have them, from 0; None: one at 2/3")
-        constraint_mode: Literal["query", "published"] = flag("query", "scores before | after the gate")
-        constraint_gate: Optional[Literal["output", "value", "score"]] = flag(None, "None: by mode")
+            "A", "A: the extra heads are as wide as the others; B: all heads of the layer are narrower, so "
+                 "that together they are as wide as n_embd")
+        constraint_round: int = flag(
+            1, "variant B: the head size is rounded down to a multiple of this", at_least=1)
+        constraint_layers: Optional[list[int]] = flag(
+            None, "blocks that have the extra heads, counted from 0; None: one, at two thirds of the depth")
+        constraint_mode: Literal["query", "published"] = flag(
+            "query", "query: scores are read from the heads before their gate; published: values are gated, "
+                     "and scores are read after that")
+        constraint_gate: Optional[Literal["output", "value", "score"]] = flag(
+            None, "what the router's gate multiplies; None: output, with constraint_mode=published value")
         constraint_router: Literal["sigmoid", "hard_concrete"] = flag(
-            "sigmoid", "in (0, 1) | with real zeros")
-        constraint_router_input: Literal["mean", "first"] = flag("mean", "running mean | first token")
-        constraint_hidden: int = flag(128, "width inside the router", at_least=1)
-        constraint_skip: float = flag(0.0, "in evaluation, gates below it are 0 and skipped", at_least=0)
-        constraint_coef: float = flag(0.2, "of the constraint loss, when targets are given", at_least=0)
-        constraint_warmup: int = flag(0, "steps in which coef and match_coef rise from 0", at_least=0)
-        constraint_stop: int = flag(0, "training steps in which no gradient goes into the trunk", at_least=0)
-        constraint_loss_layers: Optional[list[int]] = flag(None, "blocks whose scores count in it; None: all")
-        constraint_name_coef: Optional[list[float]] = flag(None, "of each name in that loss; None: 1 each")
-        constraint_positive_coef: float = flag(1.0, "of positive targets in it", at_least=0)
-        constraint_focal: float = flag(0.0, "focal exponent of that loss; 0: plain cross-entropy", at_least=0)
-        constraint_sparsity_coef: float = flag(0.0, "of the mean gate, hard_concrete: P(open)", at_least=0)
-        constraint_entropy_coef: float = flag(0.0, "of the mean entropy of its gates", at_least=0)
+            "sigmoid", "the form of the router's gates; hard_concrete can close a gate entirely")
+        constraint_router_input: Literal["mean", "first"] = flag(
+            "mean", "what the router reads: the running mean of the tokens so far, or the first token")
+        constraint_hidden: int = flag(128, "width of the router's hidden layer", at_least=1)
+        constraint_skip: float = flag(
+            0.0, "in evaluation, gates below this are closed and their heads are not computed", at_least=0)
+        constraint_coef: float = flag(
+            0.2, "weight of the constraint loss, where there are labels", at_least=0)
+        constraint_warmup: int = flag(
+            0, "steps over which constraint_coef and constraint_match_coef rise from 0", at_least=0)
+        constraint_stop: int = flag(
+            0, "for this many steps these heads send no gradient into the rest of the model",
+            at_least=0)
+        constraint_loss_layers: Optional[list[int]] = flag(
+            None, "blocks whose scores count in the constraint loss; None: all that have these heads")
+        constraint_name_coef: Optional[list[float]] = flag(
+            None, "weight of each name in the constraint loss; None: 1 each")
+        constraint_positive_coef: float = flag(
+            1.0, "weight of positive labels in the constraint loss", at_least=0)
+        constraint_focal: float = flag(
+            0.0, "focal exponent of the constraint loss; 0: plain cross-entropy", at_least=0)
+        constraint_sparsity_coef: float = flag(
+            0.0, "weight of a loss that closes the gates: their mean, with hard_concrete the probability "
+                 "that they are open", at_least=0)
+        constraint_entropy_coef: float = flag(0.0, "weight of a loss of the gates' mean entropy", at_least=0)
         constraint_match: Optional[Literal["kl", "huber"]] = flag(
-            None, "match a teacher's scores | its outputs")
+            None, "match a teacher: its scores (kl) or its outputs (huber)")
         constraint_features: Optional[int] = flag(
-            None, "width of a teacher's features, which a map of these heads' outputs is to match; None: the "
-                  "teacher is a GPT with such heads", at_least=1)
-        constraint_match_coef: float = flag(1.0, "of the loss that matches the teacher", at_least=0)
+            None, "the teacher is a function with features of this width, which a linear map of these heads' "
+                  "outputs is to match; None: the teacher is a GPT with such heads", at_least=1)
+        constraint_match_coef: float = flag(1.0, "weight of the loss that matches the teacher", at_least=0)
 
     name, flag = "constraint", "constraint_names"
     modes = {"constraint_a": dict(constraint_names=CONSTRAINTS),
@@ -1805,7 +1862,7 @@ class ConstraintHeads(AddedHeads):
 
 
 class ACAG(Mechanism):
-    """ACAG: a gate per head from context length and the shape of the attention row (ACAG README).
+    """ACAG: a gate on each head, from the context's length and the shape of its attention row (its README).
 
     c is the length of the context so far, as a share of acag_length; n is the number of keys that the token
     sees, and p is the row of its n attention weights.
@@ -1817,11 +1874,13 @@ class ACAG(Mechanism):
 
     class Options:
         acag: Optional[Literal["headwise", "elementwise"]] = flag(
-            None, "a gate per head | per dimension of it")
+            None, "a gate for each head, or for each dimension of each head")
         acag_mode: Literal["normalised", "published"] = flag(
-            "normalised", "entropy, concentration | mean, std")
-        acag_detach: bool = flag(False, "no gradient into the row's statistics: cheaper")
-        acag_length: Optional[int] = flag(None, "length that counts as full; None: block_size", at_least=1)
+            "normalised", "what the gate reads of the attention row: normalised: its entropy and "
+                          "concentration; published: its mean and standard deviation")
+        acag_detach: bool = flag(False, "send no gradient into the attention rows: cheaper")
+        acag_length: Optional[int] = flag(
+            None, "context length that counts as full; None: block_size", at_least=1)
 
     name = flag = "acag"
     modes = {"acag": dict(acag="headwise"), "acag_elementwise": dict(acag="elementwise"),
@@ -1885,18 +1944,22 @@ def identity_of_x(shape):
 
 
 class UNet(BetweenBlocks, nn.ModuleList):
-    """U-Net: each decoder block's output is joined by that of its partner among the encoder blocks.
+    """U-Net: a later block's output also gets that of its partner among the earlier blocks.
 
     Source: Adaptive Transformer, section 2.3. It is a list of UNetSkips, one for each decoder block.
     """
 
     class Options:
         unet: Optional[Literal["concat", "add", "scalar", "published"]] = flag(
-            None, "W[s; x] | sigmoid(l) s | w s")
-        unet_init: Optional[float] = flag(None, "skip of the first decoder block; None: 0.5, 1", at_least=0)
-        unet_skips: bool = flag(True, "False: the skip half gives nothing (for trained models)")
-        unet_from: int = flag(0, "training steps in which the skip half gives nothing yet", at_least=0)
-        unet_ramp: int = flag(0, "training steps over which it then rises to all that it gives", at_least=0)
+            None, "how an earlier block's output s joins a later block's x. concat: W[s; x] is added; add: "
+                  "sigmoid(w) s is added; scalar: w s is added; published: W[s; x] takes x's place")
+        unet_init: Optional[float] = flag(
+            None, "initial weight of the skip into the first of the later blocks; None: 0.5, with scalar 1",
+            at_least=0)
+        unet_skips: bool = flag(
+            True, "False: skips add nothing, to see what a trained model does without them")
+        unet_from: int = flag(0, "skips add nothing before this step", at_least=0)
+        unet_ramp: int = flag(0, "steps over which they then rise to their full weight", at_least=0)
 
     name, flag = "fuse", "unet"  # fuse: its parameters, and so checkpoints, go by that name
     modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
@@ -1978,18 +2041,23 @@ class UNetSkip(Mechanism):
 
 
 class Window(CausalMask, Mechanism):
-    """A token sees only those near before it, and on request the first tokens and some blocks at random.
+    """A token sees only the tokens shortly before it, and on request the first tokens and random blocks.
 
     Source: Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062).
     """
 
     class Options:
         window: Optional[int] = flag(
-            None, "tokens seen, itself too; 0: block_size // 4", at_least=0, at_most=10**12)
-        window_global: int = flag(0, "the first tokens, seen by all", at_least=0)
-        window_random: int = flag(0, "earlier blocks at random that a block of tokens sees", at_least=0)
-        window_block: Optional[int] = flag(None, "tokens in such a block; None: block_size // 16", at_least=1)
-        window_layers: Optional[list[int]] = flag(None, "blocks that have the window, from 0; None: all")
+            None, "number of tokens that a token sees, itself included; 0: block_size // 4",
+            at_least=0, at_most=10**12)
+        window_global: int = flag(
+            0, "number of first tokens of the context that every token sees too", at_least=0)
+        window_random: int = flag(
+            0, "number of earlier blocks, drawn at random, that a block of tokens sees too", at_least=0)
+        window_block: Optional[int] = flag(
+            None, "number of tokens in such a block; None: block_size // 16", at_least=1)
+        window_layers: Optional[list[int]] = flag(
+            None, "transformer blocks that have the window, counted from 0; None: all")
 
     name = flag = "window"
     modes = {"window": dict(window=0),

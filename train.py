@@ -1,16 +1,20 @@
 """
-Train a GPT, with any mechanism that its flags turn on.
+Train a GPT. Its flags set size, recipe and training, and turn on attention-head mechanisms.
 
-    python train.py config/x.py [--key=value ...]         # one process: cuda, mps or cpu, whichever is there
-    python train.py --scale=tiny --mechanism=moh,agency   # the plain GPT of a scale, with mechanisms by name
-    python train.py --mechanism=mine.py [--check]         # one in a file of your own
-    python train.py config/x.py --resume                  # go on exactly where the last save was
-    python train.py --resume --out_dir=out/x              # the same; out/x/config.json says all the rest
-    python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
-    torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
+    python train.py --scale=tiny                          # the plain GPT, less than a minute on a core
+    python train.py --scale=tiny --mechanism=moh,agency   # with mechanisms, by name
+    python train.py --scale=tiny --mechanism=mine.py      # with one in a file of your own
+    python train.py --mechanism=mine.py --check           # try that one first, in seconds
+    python train.py config/x.py --max_iters=500           # keys from a file; the command line wins
+    python train.py --resume --out_dir=out/x              # go on exactly where the run in out/x stopped
+    python train.py --init_from=out/x --dataset=y         # fine-tune: the weights of a run, a fresh optimizer
+    torchrun --standalone --nproc_per_node=8 train.py config/x.py   # on eight GPUs, the same global batch
 
-A run is a folder (out_dir) with config.json, log.jsonl and two checkpoints. ckpt.pt is the last save and has
-the optimizers' states, so --resume goes on from it. best.pt has the weights with the lowest validation loss.
+A run is a folder with config.json, log.jsonl and two checkpoints. Its name is out/<scale>-<mechanisms>,
+unless --out_dir says otherwise. ckpt.pt is the last save and has the optimizers' states, so --resume goes on
+from it. best.pt has the weights with the lowest validation loss. Ctrl-C saves the run before it ends. Keys
+and values that are wrong are listed before anything runs.
+
 `--help` lists keys and mechanisms, and `--help=routing` says what a mechanism does and has all of its keys. A
 config file is Python code, and reading it runs it: name only files that you trust.
 """

@@ -26,97 +26,110 @@ class CoreTrainConfig(*dict.fromkeys(cls.Options for cls in OPTIMIZERS.values())
     of_recipe = (*TUNED,)  # the keys that a scale sets for its own recipe alone
 
     out_dir: Optional[str] = flag(
-        None, "the run's folder; None: out/<scale or file>-<mechanisms>, with -2, -3, ... behind where "
-              "another run has that name",
+        None, "the run's folder; None: out/<scale or file>-<mechanisms>, with a number behind it (-2, -3, "
+              "...) if another run has that name",
         section="run")
-    dataset: str = flag("shakespeare_char", "a folder under data/, or a path to one")
-    labels: Optional[str] = flag(None, "what constraint heads are trained on: a folder of <dataset>/labels")
-    own_mechanism: Optional[str] = flag(None, "files with mechanisms; --mechanism=mine.py sets it")
+    dataset: str = flag(
+        "shakespeare_char", "the text to train on: the name of a folder under data/, or a path to one")
+    labels: Optional[str] = flag(
+        None, "the labels that constraint heads are trained on: a folder of <dataset>/labels")
+    own_mechanism: Optional[str] = flag(
+        None, "files with mechanisms of your own; --mechanism=mine.py sets it")
     teacher: Optional[str] = flag(
-        None, "a checkpoint that constraint_match compares with; or mine.py, which has a function "
-              "features(ids [B, T]) -> [B, T, constraint_features]")
+        None, "what constraint_match compares with: a checkpoint, or mine.py with a function features(ids "
+              "[B, T]) -> [B, T, constraint_features]")
     resume: bool = flag(
-        False, "go on from out_dir/ckpt.pt, if there is one; what the command leaves open is as in "
-               "out_dir/config.json, where out_dir is given")
+        False, "go on from out_dir/ckpt.pt, if there is one; if out_dir is given, keys that the command "
+               "leaves out are read from out_dir/config.json")
     overwrite: bool = flag(False, "start over in a folder that already holds a run")
-    init_from: Optional[str] = flag(None, "a checkpoint (ours or nanoGPT's) whose weights to start from")
-    init_anyway: bool = flag(False, "also with mechanisms that have no neutral setting to start from")
-    freeze_trunk: bool = flag(False, "init_from: train what mechanisms add, and nothing else")
+    init_from: Optional[str] = flag(
+        None, "start from the weights of this checkpoint: a run's, nanoGPT's, or a model's on Hugging Face, "
+              "such as gpt2")
+    init_anyway: bool = flag(
+        False, "with init_from: also add mechanisms that change the model's outputs from the start")
+    freeze_trunk: bool = flag(False, "with init_from: train only what mechanisms add")
     thaw_from: Optional[int] = flag(
-        None, "freeze_trunk: the step from which all is trained; None: never", at_least=1)
-    eval_only: bool = flag(False, "evaluate once and stop")
-    device: str = flag("auto", "auto: cuda, mps or cpu, whichever is there first")
+        None, "with freeze_trunk: from this step on train all parameters; None: never", at_least=1)
+    eval_only: bool = flag(False, "evaluate once, and stop")
+    device: str = flag("auto", "auto: the first of cuda, mps and cpu that is there")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "auto: bfloat16 (or float16) on cuda, else float32")
-    compile: Optional[bool] = flag(None, "torch.compile; None: on cuda, but not on Windows")
+        "auto", "auto: on cuda bfloat16, or float16 if the card has no bfloat16; else float32")
+    compile: Optional[bool] = flag(None, "use torch.compile; None: on cuda, except on Windows")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = flag(
-        "default", "torch.compile's own; the latter two replay CUDA graphs, which pays where a GPU computes "
-                   "faster than kernels are launched")
+        "default", "the mode of torch.compile; the other two replay CUDA graphs, which saves time where "
+                   "launching kernels takes longer than running them")
 
     batch_size: int = flag(
         12, "sequences in one forward pass", at_least=1,
-        section="batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks")
+        section="batch: a step takes batch_size * grad_accum sequences of block_size tokens, over all ranks")
     grad_accum: int = flag(
-        1, "forward passes in one step; a multiple of the number of ranks, or 1. The mechanisms' own losses "
-           "(labels, a router's balance) are means of one forward pass, so they depend on how a batch is "
-           "divided", at_least=1)
-    max_iters: int = flag(2000, "steps", at_least=1)
+        1, "forward passes in one step: 1, or a multiple of the number of ranks. A mechanism's own losses "
+           "(labels, a router's balance) are means over one forward pass, so they depend on this", at_least=1)
+    max_iters: int = flag(2000, "training steps", at_least=1)
     documents: Optional[int] = flag(
-        None, "rows are documents, each by itself, of so many tokens at least, block_size at most; None: "
-              "block_size tokens from anywhere", at_least=1)
+        None, "each row is a document, not block_size tokens from anywhere; documents of fewer tokens than "
+              "this are left out (docs/data.md)", at_least=1)
     documents_packed: Optional[Literal["whole", "cut"]] = flag(
-        None, "documents: rows are full of them, and none sees another; whole: one that fits into a row is "
-              "not cut; cut: the last in a row goes on in another one; None: one in a row, and padding")
+        None, "with documents: fill each row with documents, none of which sees another. whole: a document "
+              "that fits into a row is not cut; cut: there is no padding, and a document that does not fit "
+              "goes on in another row; None: one document in a row, and padding")
 
     optimizer: Optional[Literal[tuple(OPTIMIZERS)]] = flag(
-        None, "muon: for the blocks' matrices, AdamW for the rest; None: muon for recipe=modern, else adamw",
+        None, "muon: Muon for the matrices of the blocks, AdamW for the rest; None: muon with recipe=modern, "
+              "else adamw",
         section="optimizer: keys left at None follow from the optimizer")
     adamw_lr: Optional[float] = flag(
-        None, "peak learning rate of AdamW, of all that no other rate is for", above=0)
+        None, "AdamW's peak learning rate, for all parameters that no other rate is for", above=0)
     min_lr: Optional[float] = flag(
-        None, "where adamw_lr ends; every other rate falls by the same factor", at_least=0)
+        None, "the rate at which adamw_lr ends; all other rates fall by the same factor", at_least=0)
     embed_lr: Optional[float] = flag(
-        None, "the embeddings' peak learning rate; None: adamw_lr, with muon 5 *", above=0)
+        None, "peak learning rate of the embeddings; None: adamw_lr, with muon 5 * adamw_lr", above=0)
     mechanism_lr: Optional[float] = flag(
-        None, "of what a mechanism adds, Muon's matrices aside; None: adamw_lr", above=0)
-    skip_lr: Optional[float] = flag(None, "of what U-Net skips add; None: mechanism_lr", above=0)
-    beta1: float = flag(0.9, "AdamW", at_least=0, below=1)
-    beta2: Optional[float] = flag(None, "AdamW", at_least=0, below=1)
-    weight_decay: Optional[float] = flag(None, "of matrices; never of biases, norms and gates", at_least=0)
-    grad_clip: Optional[float] = flag(None, "clip the gradient's norm; 0: off", at_least=0)
+        None, "peak learning rate of what mechanisms add, except matrices that Muon trains; None: adamw_lr",
+        above=0)
+    skip_lr: Optional[float] = flag(
+        None, "peak learning rate of what U-Net skips add; None: mechanism_lr", above=0)
+    beta1: float = flag(0.9, "AdamW's beta1", at_least=0, below=1)
+    beta2: Optional[float] = flag(None, "AdamW's beta2", at_least=0, below=1)
+    weight_decay: Optional[float] = flag(
+        None, "weight decay of matrices; biases, norms and gates have none", at_least=0)
+    grad_clip: Optional[float] = flag(None, "clip the norm of the gradient to this; 0: off", at_least=0)
 
     schedule: Optional[Literal["cosine", "trapezoid", "constant"]] = flag(
-        None, "trapezoid: stable, then a straight line down", section="schedule")
+        None, "how the learning rates fall; trapezoid: constant at first, then in a straight line",
+        section="schedule")
     warmup_iters: Optional[int] = flag(
-        None, "linear warm-up, in steps; a tenth of a schedule that is shorter", at_least=0)
+        None, "steps of linear warm-up; if the schedule has no more steps than that, a tenth of it",
+        at_least=0)
     decay_frac: float = flag(
-        0.5, "trapezoid: the last part of the steps, in which the rate falls", above=0, at_most=1)
+        0.5, "trapezoid: the share of the steps, at the end, in which the rates fall", above=0, at_most=1)
     lr_decay_iters: Optional[int] = flag(
-        None, "the step at which the rate is down; None: max_iters", at_least=1)
+        None, "the step at which the rates reach their end; None: max_iters", at_least=1)
 
     eval_interval: int = flag(250, "steps between evaluations", at_least=1, section="evaluation and saving")
     eval_tokens: int = flag(
-        131072, "tokens of train and of val to score each time, evenly spaced; 0: all of val, as many of "
-                "train", at_least=0)
+        131072, "tokens of train and of val that each evaluation scores, evenly spaced; 0: all of val, and "
+                "as many of train", at_least=0)
     patience: Optional[int] = flag(
-        None, "end after so many evaluations in a row without a lower validation loss; None: at max_iters "
-              "alone", at_least=1)
+        None, "stop after this many evaluations in a row without a lower validation loss; None: train to "
+              "max_iters", at_least=1)
     save_interval: Optional[int] = flag(
-        None, "steps between saves of ckpt.pt; None: at each evaluation", at_least=1)
+        None, "steps between saves of ckpt.pt; None: eval_interval", at_least=1)
 
     log_interval: int = flag(10, "steps between rows of log.jsonl", at_least=1, section="logging")
     profile: Optional[int] = flag(
-        None, "record so many steps, after three others: a trace in out_dir/trace.json, and ten rows of what "
-              "took their time; the run goes on as it would without", at_least=1)
-    json: Optional[str] = flag(None, "write the result to this file, for a program to read")
+        None, "record this many steps, after three others, with torch.profiler: out_dir/trace.json opens in "
+              "chrome://tracing or ui.perfetto.dev, and the ten operators that took most of the time are "
+              "printed. The run itself goes on as without it", at_least=1)
+    json: Optional[str] = flag(None, "write the result to this file too, for a program to read")
     tensorboard: bool = flag(False, "also write files for TensorBoard, into out_dir/tensorboard")
     wandb_log: bool = flag(False, "also log to Weights & Biases")
-    wandb_project: str = flag("nanoheads", "the project that the run is filed under")
-    wandb_run_name: Optional[str] = flag(None, "None: the name of out_dir")
+    wandb_project: str = flag("nanoheads", "the project in Weights & Biases")
+    wandb_run_name: Optional[str] = flag(None, "the run's name there; None: the name of out_dir")
     wandb_mode: Optional[Literal["online", "offline", "disabled"]] = flag(
-        None, "offline: kept here, for `wandb sync`; None: what the environment's WANDB_MODE says, else "
-              "online, or offline where there is no API key")
-    wandb_tags: Optional[list[str]] = flag(None, "words to find the run by")
+        None, "offline: keep the run on this machine, for `wandb sync`; None: what the environment variable "
+              "WANDB_MODE says, else online, or offline if there is no API key")
+    wandb_tags: Optional[list[str]] = flag(None, "the run's tags")
 
     def __post_init__(self):
         if self.out_dir is None:

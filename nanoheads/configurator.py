@@ -48,12 +48,14 @@ Scale = Literal["task", "tiny", "nano", "mid", "small", "paper"]
 class Presets:
     """Keys of train.py that are no part of a run's config: two set others, and one says what is done."""
     scale: Optional[Scale] = field(default=None, metadata=dict(
-        help="start from config/<scale>.py; with another --recipe its rates are left out",
+        help="the model's size and training: start from config/<scale>.py; with another --recipe its rates "
+             "are left out",
         section="presets: keys that set others, each of which may be set by itself as well and then wins"))
     mechanism: str | list[str] | None = field(default=None, metadata=dict(
-        help="turn these on: name,name for several, or a file of your own, mine.py"))
+        help="turn these on, by name (with commas between several), or one in a file of your own: mine.py"))
     check: bool = field(default=False, metadata=dict(
-        help="try what the mechanisms named promise on a small model, and train nothing",
+        help="try on a small model whether the mechanisms named look ahead, decode as they train and so on; "
+             "train nothing",
         section="what is done"))
 
 

@@ -247,12 +247,13 @@ class Muon(Configured, torch.optim.Optimizer):
     embed_factor = 5
 
     class Options:
-        muon_lr: float = flag(0.02, "peak learning rate of Muon", above=0,
-                              section="muon: trains the blocks' matrices with optimizer=muon")
-        muon_momentum: float = flag(0.95, "momentum of Muon", at_least=0, below=1)
+        muon_lr: float = flag(
+            0.02, "Muon's peak learning rate", above=0,
+            section="muon: trains the blocks' matrices with optimizer=muon")
+        muon_momentum: float = flag(0.95, "Muon's momentum", at_least=0, below=1)
         muon_beta2: float = flag(
-            0.95, "of the mean square of each output's updates, by which Muon divides them (NorMuon); 0: it "
-                  "does not", at_least=0, below=1)
+            0.95, "NorMuon: weight of the past in the mean square of each output's updates, by which Muon "
+                  "divides them; 0: it does not divide", at_least=0, below=1)
 
     # a copy of an optimizer does not get its attributes, so that it takes these and does all of the work
     rank, world, orthogonalise = 0, 1, staticmethod(orthogonalise)

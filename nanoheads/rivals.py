@@ -26,8 +26,9 @@ class ShortConv(Mechanism):
     """
 
     class Options:
-        short_conv: Optional[Literal["qkv", "kv", "q", "k", "v", "x"]] = flag(None, "of which; x: the input")
-        short_conv_width: int = flag(3, "tokens that an output reads, its own too", at_least=2)
+        short_conv: Optional[Literal["qkv", "kv", "q", "k", "v", "x"]] = flag(
+            None, "what is convolved: queries, keys and values, some of them, or (x) the layer's input")
+        short_conv_width: int = flag(3, "number of tokens that an output reads, its own included", at_least=2)
 
     name = flag = "short_conv"
     modes = {"short_conv": dict(short_conv="qkv"), "short_conv_kv": dict(short_conv="kv"),
@@ -85,14 +86,14 @@ class ShortConv(Mechanism):
 
 
 class ValueResidual(Mechanism):
-    """Values mixed with those of the first layer, (1 - share) v_l + share v_1 (ResFormer, arXiv 2410.17897).
+    """Values are mixed with those of the first layer: (1 - share) v_l + share v_1.
 
-    Each layer learns a share, which starts at 0.5. A head of the first layer whose gate is 0 counts as one
-    that was pruned: later layers mix with 0.
+    Source: ResFormer (arXiv 2410.17897). Each layer learns a share, which starts at 0.5. A head of the first
+    layer whose gate is 0 counts as one that was pruned: later layers mix with 0.
     """
 
     class Options:
-        value_residual: bool = flag(False, "values are mixed with those of the first layer")
+        value_residual: bool = flag(False, "mix the values with those of the first layer")
 
     name = flag = "value_residual"
     modes = {"value_residual": dict(value_residual=True)}
@@ -145,7 +146,8 @@ class ValueEmbedding(Mechanism):
     """
 
     class Options:
-        value_embedding: bool = flag(False, "every second layer's values have a part of the token's own")
+        value_embedding: bool = flag(
+            False, "in every second layer, add to the values an embedding of the token itself")
 
     name = flag = "value_embedding"
     modes = {"value_embedding": dict(value_embedding=True)}
@@ -178,7 +180,7 @@ class QueryGain(Mechanism):
     """
 
     class Options:
-        query_gain: bool = flag(False, "a learned factor of each head's logits")
+        query_gain: bool = flag(False, "multiply each head's logits by a learned factor")
 
     name = flag = "query_gain"
     modes = {"query_gain": dict(query_gain=True)}
@@ -196,14 +198,16 @@ class QueryGain(Mechanism):
 class SSMax(Mechanism):
     """Scalable softmax: a query that sees n keys has its logits multiplied by s_h log n (arXiv 2501.19399).
 
-    So a row does not flatten as the context grows. s is learned for each head. Here it starts where the mean
-    of s log n over the context is 1, so that a new model is about as sharp as the plain GPT. The queries are
-    multiplied instead of the logits, which is the same and costs nothing.
+    This keeps attention from flattening as the context grows. s is learned for each head. Here it starts
+    where the mean of s log n over the context is 1, so that a new model is about as sharp as the plain GPT.
+    The queries are multiplied instead of the logits, which is the same and costs nothing.
     """
 
     class Options:
-        ssmax: bool = flag(False, "logits are multiplied by s log n, n the keys that a token sees")
-        ssmax_init: Optional[float] = flag(None, "initial s; None: s log n is 1 on average", at_least=0)
+        ssmax: bool = flag(
+            False, "multiply the logits by s log n, where n is the number of keys that a token sees")
+        ssmax_init: Optional[float] = flag(
+            None, "initial s; None: so that s log n is 1 on average", at_least=0)
 
     name = flag = "ssmax"
     modes = {"ssmax": dict(ssmax=True)}
@@ -232,7 +236,8 @@ class ScoreCap(Mechanism):
     """
 
     class Options:
-        score_cap: Optional[float] = flag(None, "scores = cap * tanh(scores / cap); Gemma 2: 50", above=0)
+        score_cap: Optional[float] = flag(
+            None, "soft cap on the attention scores, cap * tanh(score / cap); 50 in Gemma 2", above=0)
 
     name = flag = "score_cap"
     modes = {"score_cap": dict(score_cap=50.0)}
@@ -257,7 +262,8 @@ class Alibi(Mechanism):
 
     class Options:
         alibi: Optional[Literal["fixed", "learned"]] = flag(
-            None, "scores fall with distance, by these slopes")
+            None, "lower a score by the distance of the key times the head's slope, which is fixed or "
+                  "learned")
 
     name = flag = "alibi"
     modes = {"alibi": dict(alibi="fixed"), "alibi_learned": dict(alibi="learned")}
@@ -296,9 +302,12 @@ class RelativeBias(Mechanism):
     """
 
     class Options:
-        relative_bias: bool = flag(False, "a learned number for each bucket of distances joins the score")
-        relative_bias_buckets: int = flag(32, "of distances; half of them are one distance each", at_least=2)
-        relative_bias_far: int = flag(128, "tokens from which on all are in the last bucket", at_least=2)
+        relative_bias: bool = flag(
+            False, "add a learned number to the score, for each head and each bucket of distances")
+        relative_bias_buckets: int = flag(
+            32, "number of buckets; half of them hold one distance each", at_least=2)
+        relative_bias_far: int = flag(
+            128, "distance, in tokens, from which on all are in the last bucket", at_least=2)
 
     name = flag = "relative_bias"
     modes = {"relative_bias": dict(relative_bias=True)}
@@ -337,7 +346,7 @@ class FoX(Mechanism):
     """
 
     class Options:
-        fox: bool = flag(False, "a gate of each head and token that fades all keys before it")
+        fox: bool = flag(False, "a gate of each head and token fades all keys before it")
 
     name = flag = "fox"
     modes = {"fox": dict(fox=True)}
@@ -390,7 +399,7 @@ class Diff(Mechanism):
     """
 
     class Options:
-        diff: bool = flag(False, "a second map's output is subtracted from each head's")
+        diff: bool = flag(False, "subtract a second attention map's output from each head's")
 
     name = flag = "diff"
     modes = {"diff": dict(diff=True)}
@@ -433,7 +442,7 @@ class DiffV1(Mechanism):
     """
 
     class Options:
-        diff_v1: bool = flag(False, "heads in pairs: the difference of their maps, normed")
+        diff_v1: bool = flag(False, "heads in pairs: the difference of their two attention maps, normalised")
 
     name = flag = "diff_v1"
     modes = {"diff_v1": dict(diff_v1=True)}
@@ -524,7 +533,8 @@ class HeadMix(Mechanism):
     """
 
     class Options:
-        head_mix: bool = flag(False, "heads' outputs join one another's, by weights of the token")
+        head_mix: bool = flag(
+            False, "heads' outputs are added to one another's, with weights that depend on the token")
 
     name = flag = "head_mix"
     modes = {"head_mix": dict(head_mix=True)}
@@ -550,7 +560,7 @@ class HeadMix(Mechanism):
 class KeyOffset(Mechanism):
     """Half of each key's dimensions come from the token before (modded-nanogpt, 2025-12).
 
-    So one layer finds what followed an earlier copy of a token, for which a plain GPT needs two. The moved
+    One layer then finds what followed an earlier copy of a token, for which a plain GPT needs two. The moved
     dimensions are those that RoPE turns slowest; the first token keeps its own. Constraint heads stay as they
     are.
     """
@@ -618,8 +628,10 @@ class OutputGate(Mechanism):
     """
 
     class Options:
-        output_gate: Optional[Literal["headwise", "elementwise"]] = flag(None, "sigmoid(x W) on the outputs")
-        output_gate_width: Optional[int] = flag(None, "channels of x that the gate reads; None: all")
+        output_gate: Optional[Literal["headwise", "elementwise"]] = flag(
+            None, "multiply the outputs by sigmoid(x W): a number for each head, or for each element")
+        output_gate_width: Optional[int] = flag(
+            None, "number of channels of x that the gate reads; None: all")
 
     name = flag = "output_gate"
     modes = {"output_gate": dict(output_gate="headwise"),
@@ -650,7 +662,7 @@ class Sink(Mechanism):
     """
 
     class Options:
-        sink: bool = flag(False, "a learned logit in every softmax, to attend to nothing")
+        sink: bool = flag(False, "add a learned logit to each head's softmax, which attends to nothing")
 
     name = flag = "sink"
     modes = {"sink": dict(sink=True)}
@@ -677,7 +689,8 @@ class StreamScalars(BetweenBlocks):
     """
 
     class Options:
-        stream_scalars: bool = flag(False, "each block reads a x + b x_0, x_0 the embedding")
+        stream_scalars: bool = flag(
+            False, "each block reads a x + b x_0, where x_0 is the embedding and a, b are learned")
 
     name = flag = "stream_scalars"
     modes = {"stream_scalars": dict(stream_scalars=True)}
@@ -703,7 +716,8 @@ class DepthAttention(BetweenBlocks):
     """
 
     class Options:
-        depth_attention: bool = flag(False, "blocks read a weighted mean of all outputs, not their sum")
+        depth_attention: bool = flag(
+            False, "a block reads a weighted mean of all outputs before it, not their sum")
 
     name = flag = "depth_attention"
     modes = {"depth_attention": dict(depth_attention=True)}
@@ -733,8 +747,10 @@ class MUDD(BetweenBlocks):
     """
 
     class Options:
-        mudd: bool = flag(False, "blocks read sums of all outputs, weighted by the token")
-        mudd_from: Optional[int] = flag(None, "the first block that does; None: the last half", at_least=1)
+        mudd: bool = flag(False, "a block reads sums of all outputs before it, weighted by the token")
+        mudd_from: Optional[int] = flag(
+            None, "number of the first block that does; None: half of the blocks do, the last ones",
+            at_least=1)
 
     name = flag = "mudd"
     modes = {"mudd": dict(mudd=True)}

@@ -219,25 +219,30 @@ SIZES = tuple(f"task_{size}" for size in (*ALPHABETS, "key_size", "value_size"))
 class TaskConfig:
     """The flags of a task; what is None is as TASKS says."""
     task: Optional[Literal[tuple(TASKS)]] = flag(
-        None, "train on rows of this task, not on a text; without a scale or a config file at --scale=task",
+        None, "train on rows of this task, not on a text; if there is no scale and no config file, at "
+              "--scale=task (docs/compare.md)",
         section="task: rows drawn anew at each step, whose answers follow from the row alone")
-    task_levels: Optional[list[int]] = flag(None, "how hard rows are in training: drawn evenly, row by row")
+    task_levels: Optional[list[int]] = flag(
+        None, "levels of difficulty in training; each row's is drawn from these")
     task_test_levels: Optional[list[int]] = flag(
-        None, "and in evaluations, which have task_rows of each")
-    task_length: Optional[int] = flag(None, "tokens of a row; None: block_size", at_least=2)
+        None, "levels of difficulty in evaluations, which have task_rows rows of each")
+    task_length: Optional[int] = flag(None, "number of tokens in a row; None: block_size", at_least=2)
     task_keys: Optional[int] = flag(
-        None, "words that are keys, or what is copied, repeated, looked up, counted", at_least=2, at_most=512)
+        None, "number of words that are keys, or that are copied, repeated, looked up or counted",
+        at_least=2, at_most=512)
     task_values: Optional[int] = flag(
-        None, "words that are values; of count, numbers", at_least=2, at_most=512)
-    task_noises: Optional[int] = flag(None, "noisy_recall: words that distract", at_least=1, at_most=128)
+        None, "number of words that are values; in count, of numbers", at_least=2, at_most=512)
+    task_noises: Optional[int] = flag(
+        None, "noisy_recall: number of words that distract", at_least=1, at_most=128)
     task_marks: Optional[int] = flag(
-        None, "lookback: words that say how far, so the farthest", at_least=1, at_most=128)
-    task_key_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a key", at_least=1)
-    task_value_size: Optional[int] = flag(None, "fuzzy_recall: tokens of a value", at_least=1)
+        None, "lookback: number of words that say how far to look back, and so the largest distance",
+        at_least=1, at_most=128)
+    task_key_size: Optional[int] = flag(None, "fuzzy_recall: number of tokens in a key", at_least=1)
+    task_value_size: Optional[int] = flag(None, "fuzzy_recall: number of tokens in a value", at_least=1)
     task_rows: int = flag(64, "rows of each level in an evaluation", at_least=1)
     task_enough: Optional[float] = flag(
-        None, "end at the first evaluation in which this share of the answers is right, a mean over levels; "
-              "None: at max_iters alone", above=0, at_most=1)
+        None, "stop at the first evaluation in which this share of the answers is right, as a mean over "
+              "levels; None: train to max_iters", above=0, at_most=1)
 
 
 # ---- words ----

@@ -108,7 +108,7 @@ def overview(doc, classes, only=None):
     # of a class that has several headings the first
     firsts = {section.owner: section for section in reversed(by_name) if not section.mechanism}
     if firsts:
-        lines += ["", "---- more by name ----",
+        lines += ["", "---- more keys; --help=NAME lists them, as in --help=task ----",
                   *(line for section in reversed(firsts.values()) for line in listed(section))]
     return "\n".join(lines)
 

@@ -14,54 +14,64 @@ from lab.heads.rules import Rules
 @dataclass
 class ControllerConfig:
     controller: Optional[Literal["rules", "ann", "rl"]] = flag(
-        None, "what moves the sentinel gates; None: nothing",
-        section="controller: dynamic heads, measured, moved, pruned, grown between steps")
-    controller_log: bool = flag(False, "measure the heads, whatever moves them")
+        None, "what moves the gates of sentinel: rules, a small network (ann), or reinforcement learning "
+              "(rl); None: nothing",
+        section="controller: measures the heads between steps, and moves, removes or inserts them")
+    controller_log: bool = flag(False, "measure the heads, also if nothing moves them")
     controller_interval: int = flag(100, "steps between measurements", at_least=1)
     controller_tokens: int = flag(
-        2048, "of train, always the same: what the heads are measured on", at_least=1)
+        2048, "tokens of train on which the heads are measured, always the same", at_least=1)
     controller_heldout: int = flag(
-        2048, "of val, always the same: what decides on a change of heads", at_least=1)
+        2048, "tokens of val that decide whether a change of heads stays, always the same", at_least=1)
     controller_average: float = flag(
-        0.7, "weight of the past in the metrics' moving averages", at_least=0, below=1)
-    controller_warmup: int = flag(3, "measurements before anything moves", at_least=0)
-    controller_patience: int = flag(3, "measurements in a row that a reason to act must last", at_least=1)
-    controller_step: float = flag(0.5, "the largest change of a gate's logit at once", at_least=0)
-    controller_bound: float = flag(6.0, "logits are not moved beyond this, up or down", above=0)
-    controller_entropy: float = flag(0.8, "rules: a gate sinks while its head's entropy is above")
+        0.7, "weight of the past in the moving averages of what is measured", at_least=0, below=1)
+    controller_warmup: int = flag(3, "number of measurements before anything moves", at_least=0)
+    controller_patience: int = flag(
+        3, "number of measurements in a row that a reason to act must last", at_least=1)
+    controller_step: float = flag(0.5, "largest change of a gate's logit at one measurement", at_least=0)
+    controller_bound: float = flag(
+        6.0, "a gate's logit is not moved above this, or below minus this", above=0)
+    controller_entropy: float = flag(0.8, "rules: a gate sinks while the entropy of its head is above this")
     controller_gradient: float = flag(
-        0.3, "rules: and a little where its gradient is below this x its layer's", at_least=0)
-    controller_cost: float = flag(1e-3, "ann, rl: nats a token that a head must be worth", at_least=0)
+        0.3, "rules: a gate sinks a little while its gradient is below this share of its layer's", at_least=0)
+    controller_cost: float = flag(1e-3, "ann, rl: nats per token that a head must be worth", at_least=0)
     sparsity_warmup: int = flag(0, "steps over which sentinel_coef rises from 0", at_least=0)
 
     prune_gate: float = flag(
-        0.0, "heads whose gate stays below this are dropped for good; 0: never", at_least=0,
+        0.0, "a head whose gate stays below this is removed for good; 0: never", at_least=0,
         section="pruning while training")
-    prune_floor: int = flag(1, "heads that every layer keeps", at_least=0)
+    prune_floor: int = flag(1, "number of heads that every layer keeps", at_least=0)
     prune_margin: float = flag(
-        0.01, "nats on the held-out text: a drop that costs more is taken back", at_least=0)
+        0.01, "a removal that costs more nats than this on the held-out tokens is undone", at_least=0)
 
     grow_from: Optional[int] = flag(
-        None, "heads in each layer at the start; None: n_head",
-        section="growth: into the free numbers below n_head")
-    grow_heads: int = flag(0, "heads inserted at once into a layer; 0: never", at_least=0)
+        None, "number of heads in each layer at the start; None: n_head",
+        section="growth: heads are inserted, up to n_head in each layer")
+    grow_heads: int = flag(0, "number of heads inserted into a layer at once; 0: never", at_least=0)
     grow_delta: float = flag(
-        0.002, "nats that the held-out loss must fall within patience, else grow", at_least=0)
-    grow_used: float = flag(0.5, "where no head sends less than this x an equal share of its layer")
-    grow_ramp: int = flag(100, "steps over which a new head's gate opens", at_least=1)
+        0.002, "heads are inserted if the held-out loss falls by less than this, in nats, within "
+               "controller_patience measurements", at_least=0)
+    grow_used: float = flag(
+        0.5, "and only into layers in which every head sends at least this share of the mean head")
+    grow_ramp: int = flag(100, "steps over which the gate of a new head opens", at_least=1)
 
     policy: bool = flag(
-        False, "move the states and consent of agency's heads",
+        False, "let rules move the states of agency's heads",
         section="agency's policy: states that follow from the metrics")
     policy_budget: float = flag(
-        1.0, "part of the heads that may be at work; the least important withdraw", above=0, at_most=1)
-    policy_unit: Literal["head", "layer"] = flag("head", "who withdraws: single heads, or all of a layer")
-    policy_overloaded: float = flag(1.5, "overloaded: sends this x the mean of its layer's heads at work")
-    policy_conflict: float = flag(-0.1, "misaligned: cosine of its gradients on two texts is below")
-    policy_entropy: float = flag(0.95, "withdrawn: entropy above, below half a share sent")
-    policy_dwell: int = flag(3, "measurements that a state lasts at least", at_least=1)
-    policy_no_consent: list[str] = flag([], '"layer.head": consent withheld')
-    policy_rules: Optional[str] = flag(None, "a JSON file: who may change which states of which heads")
+        1.0, "share of the heads that may be at work; the least important are withdrawn", above=0, at_most=1)
+    policy_unit: Literal["head", "layer"] = flag(
+        "head", "what is withdrawn for the budget: single heads, or whole layers")
+    policy_overloaded: float = flag(
+        1.5, "a head becomes overloaded if it sends more than this multiple of the mean of its layer's heads")
+    policy_conflict: float = flag(
+        -0.1, "a head becomes misaligned if the cosine between its gradients on two texts is below this")
+    policy_entropy: float = flag(
+        0.95, "a head is withdrawn if its entropy is above this and it sends less than half of the mean")
+    policy_dwell: int = flag(3, "number of measurements that a state lasts at least", at_least=1)
+    policy_no_consent: list[str] = flag([], 'heads without consent, each as "layer.head"')
+    policy_rules: Optional[str] = flag(
+        None, "a JSON file that says who may change which states of which heads")
 
     @property
     def dynamic_heads(self):
