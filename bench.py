@@ -1,24 +1,26 @@
 """
-Speed and memory, as ratios measured in one run: training step and cached decoding.
+Measure speed and memory of training and of decoding, as ratios between models that take turns in one run.
 
     python bench.py                                   # our recipes against the plain GPT (recipe=gpt2)
-    python bench.py --nanogpt ../nanoGPT              # nanoGPT in the same run, and the ratios are to it
+    python bench.py --nanogpt ../nanoGPT              # and nanoGPT, which the ratios are then to
     python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
-    python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
+    python bench.py --mechanisms unet_add,agency --recipes modern    # mechanisms against the plain GPT
+    python bench.py --mechanisms all --recipes modern                # all: half an hour on two cores
+    python bench.py --mechanisms all --recipes modern --rounds 3 --steps 2 --no-memory    # 75 seconds
     python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
     python bench.py --mechanisms=mine.py              # one in a file of your own (docs/your-own-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --task recall                     # a step on a task beside one on text
-    python bench.py --race --nanogpt ../nanoGPT       # how soon its loss is reached: --race --help
+    python bench.py --race --nanogpt ../nanoGPT       # how soon nanoGPT's loss is reached: --race --help
 
-A training step is train.training_step(), as in a run. Contestants take turns, a few steps each, round after
-round: a machine that slows down slows all of them.
-The ratio of a round is within that round; what is printed is the median over rounds with a 95 % interval
-(order statistics of the median). A time alone means nothing on a shared machine.
+The models take turns, a few steps each, round after round, so that a machine that slows down slows all of
+them. A ratio is computed within each round, and the median over the rounds is printed with a 95 % interval.
+A time by itself means nothing on a shared machine. A training step is that of train.py.
 
-With --mechanisms each takes turns with the plain GPT alone, and is gone before the next is built. Rows are
-printed and written (--json) as they are made, so that a run that is stopped keeps them. One that fails is a
-row too.
+With --mechanisms, each takes turns with the plain GPT alone. Rows are printed, and written to --json, as they
+are made, so that a run that is stopped keeps them. A mechanism that fails is a row too.
+
+On a CPU nanoGPT always runs in float32 and is not compiled, as its own programs run there.
 """
 
 import argparse
@@ -324,35 +326,38 @@ def memory_table(rows, reference):
 
 def arguments(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"],
-                   help="default train,decode; with --mechanisms train")
-    p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
+    p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"], metavar="WHAT",
+                   help="train, decode, train,decode or memory (default: train,decode; with --mechanisms "
+                        "train)")
+    p.add_argument("--nanogpt", help="a checkout of nanoGPT, which is measured in the same run")
     p.add_argument("--task", choices=TASKS,
-                   help="a step on this task beside one on text, and drawing its rows")
-    p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
+                   help="measure a step on this task, one on text, and how long drawing rows takes")
+    p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"],
+                   help="default: gpt2 modern; with --mechanisms the first one counts")
     p.add_argument("--mechanisms",
-                   help="all, or names of model.MECHANISMS, all_on, with commas between: "
-                        "each against the first of --recipes")
-    p.add_argument("--own_mechanism", help="files with mechanisms; --mechanisms=mine.py sets it")
+                   help="measure these against the plain GPT: all, or names with commas between, as "
+                        "train.py takes them; all_on is everything together")
+    p.add_argument("--own_mechanism", help="files with mechanisms of your own; --mechanisms=mine.py sets it")
     p.add_argument("--heads_off", nargs="+", type=float,
-                   help="shares of pruned heads, from 0 to below 1, each against the first")
+                   help="measure the plain GPT without these shares of its heads, each against the first")
     for name, cpu, cuda in SIZES:
         p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
-    p.add_argument("--vocab_size", type=int, default=256)
-    p.add_argument("--decode_batch", type=int, default=1, help="texts that are decoded at once")
-    p.add_argument("--device", default="auto")
+    p.add_argument("--vocab_size", type=int, default=256, help="default 256")
+    p.add_argument("--decode_batch", type=int, default=1, help="texts that are decoded at once (default: 1)")
+    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     p.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="default float32 on cpu, bfloat16 on cuda")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                   help="default on cuda, but not on Windows")
+                   help="use torch.compile (default: on cuda, except on Windows)")
     p.add_argument("--compile_mode", choices=["default", *CUDA_GRAPHS], default="default",
-                   help="of our training steps; all but default replay CUDA graphs")
+                   help="of our training steps; the other two replay CUDA graphs")
     p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True,
-                   help="on cpu: measure peak memory too, a process each")
-    p.add_argument("--rounds", type=int, default=11)
-    p.add_argument("--steps", type=int, default=10, help="training steps in a round")
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--json", help="write all figures to this file, anew with each row")
+                   help="on a CPU, measure peak memory too, of each model in a process of its own")
+    p.add_argument("--rounds", type=int, default=11, help="default 11")
+    p.add_argument("--steps", type=int, default=10, help="training steps in a round (default: 10)")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(),
+                   help="threads of the CPU (default: as PyTorch has it)")
+    p.add_argument("--json", help="write all figures to this file too, again with each row")
     return p.parse_args(argv)
 
 

@@ -1,31 +1,30 @@
 """
-Score whole splits: every token once, bits per byte first.
+Score checkpoints on a split of their text, in bits per byte, and compare them. Every token counts once.
 
-    python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
-    python evaluate.py --ckpt out/a --ckpt out/b --tokens 16384       # a quick look: so many, evenly spaced
-    python evaluate.py                                                # the newest run
-    python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
+    python evaluate.py                                         # the newest run, on the test split
+    python evaluate.py --ckpt out/a --ckpt out/b               # two models, compared
+    python evaluate.py --ckpt out/a --tokens 16384             # a quick look at a part of the split
+    python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # with parts switched off
+    python evaluate.py --ckpt out/recall --levels 12,24        # a model that was trained on a task
 
-The context policy is part of the number. Without --stride the split is cut into disjoint windows of
-block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
-by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
-first token is conditioned on the corpus separator. With --tokens all checkpoints score the same tokens, those
-of whole windows of the longest context among them, and each token as in the whole split. Words are separated
-by whitespace, as lm-evaluation-harness counts them. FLOPs/token are those of training, forward and backward.
+A score depends on how many earlier tokens the model sees. Without --stride the split is cut into windows of
+block_size tokens, and a token is predicted from 1 to block_size tokens. With --stride S the window moves on
+by S tokens and scores its last S, so that after the first window every token is predicted from more than
+block_size - S. The very first token is predicted from the separator of the corpus. --tokens scores the same
+tokens of all checkpoints, evenly spaced, each as in the whole split.
 
-Each checkpoint after the first is compared with the first, token by token: the interval is over the text, and
-another seed of the same model may differ by more (compare.py takes several). Where contexts, training steps
-or tokens in a step are unequal, a line says so, since the difference includes their effect. Scores on
-different texts are not compared, and a line says what differs. A router's load is measured on a part of the
-split.
+In the table, words are separated by whitespace, as lm-evaluation-harness counts them. FLOPs/token are those
+of training, forward and backward. A router's load is measured on a part of the split.
 
-Checkpoints of a task (docs/compare.md) are scored on rows that no run was trained on: what share of the
-answers is right, by level, and below it what guessing gives. Levels that need longer rows than were trained
-get them.
+Each further checkpoint is compared with the first, token by token. The interval is over the text; another
+seed of the same model may differ by more, so judge a mechanism by several seeds, with compare.py. If the
+checkpoints differ in context, training steps or tokens in a step, a line says so, since the difference
+includes the effect of that. Scores on different texts are not compared, and a line says what differs.
 
-    python evaluate.py --ckpt out/recall [--ckpt out/b ...] [--levels 12,24] [--rows 256] [--split val]
+Checkpoints of a task (docs/compare.md) are scored on rows that no run was trained on: the share of right
+answers, by level, and below it what guessing gives. A level may need longer rows than training had.
 
-What models write, and what their heads do, are questions for lab/probe.py: text, look.
+What models write, and what their heads do: python -m lab.probe --help.
 """
 
 import argparse
@@ -245,11 +244,11 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,
-                   help="move the window by so many tokens; 0: disjoint windows (default)")
-    p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
+                   help="move the window on by this many tokens (default: 0, windows do not overlap)")
+    p.add_argument("--tokens", type=int, help="score only this many, evenly spaced (default: all)")
     p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
     p.add_argument("--levels", type=task_scores.numbers, metavar="12,24",
-                   help="of a task: score these levels (default: those of its evaluations)")
+                   help="of a task: levels to score (default: those of its evaluations)")
     p.add_argument("--rows", type=int, help=f"of a task: rows of each level (default: {task_scores.ROWS})")
     add_pack(p)
     args, reports = p.parse_args(other_names.translate_arguments("evaluate", argv)), []

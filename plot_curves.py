@@ -1,18 +1,19 @@
 """
-Draw the curves of runs, and several runs against each other.
+Draw the loss curves of runs, and of several runs in one picture.
 
-$ python plot_curves.py                          # every run under out/, and in folders out-...
-$ python plot_curves.py out/base out/routing     # these two
-$ python plot_curves.py out/base --x tokens
-$ python plot_curves.py out/base --heads         # its heads: gates, states, heads at work
+    python plot_curves.py                          # every run under out/, and in folders out-...
+    python plot_curves.py out/base out/routing     # these two
+    python plot_curves.py out/base --x tokens      # over tokens instead of steps
+    python plot_curves.py out/base --heads         # how its heads changed: gates, states, heads at work
 
-A run gets RUN/figures/curves.png and .svg. Two or more also get a comparison in --out, called after the runs
-that were named, so that another comparison is another file: out/figures/comparison-base+routing.png and .svg.
-A run's colour follows its place in the list and is the same in its own figure.
+Each run gets RUN/figures/curves.png and .svg. Two or more runs also get a comparison in --out, called after
+the runs that were named: out/figures/comparison-base+routing.png and .svg. A run's colour follows its place
+in the list and is the same in its own picture.
 
---heads draws what heads.jsonl holds of a run that measures its heads: gates, states and active.png and .svg.
-Two or more also get active-base+routing.png and .svg in --out. A table has a line for each run: heads at
-work, time in each state, violations. What heads attend to is drawn by lab/probe.py look.
+--heads draws what was measured of dynamic heads in training (--controller_log, docs/heads.md): gates, states
+and active.png and .svg. Two or more runs also get active-base+routing.png and .svg in --out. A table has a
+line for each run: heads at work, time in each state, violations. What heads attend to is drawn by
+`python -m lab.probe look`.
 """
 import argparse
 import difflib
@@ -32,13 +33,14 @@ def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
-                        help="run folders (default: all under out/, and folders out-...)")
+                        help="folders of runs (default: all under out/, and folders out-...)")
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="for the comparison (default: figures/ by the runs, or in the first of them)")
+                        help="folder of the comparison (default: figures/ beside the runs, or in the first "
+                             "of them)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
-    parser.add_argument("--json", help="write the paths of the pictures to this file")
+    parser.add_argument("--json", help="write the paths of the pictures to this file too")
     parser.add_argument("--heads", action="store_true",
-                        help="draw heads that were measured (--controller_log); default: all under out/")
+                        help="draw the heads of runs that measured them")
     args = parser.parse_args(argv)
     if args.heads and args.x != "step":
         parser.error("--heads knows steps alone, no other --x")

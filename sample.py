@@ -1,22 +1,23 @@
 """
 Generate text from one checkpoint, or from several side by side.
 
-    python sample.py --ckpt out/a [--ckpt out/b ...] --start "To be" [--num_samples 3] [--max_new_tokens 300]
-    python sample.py --ckpt out/a --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
-    python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
-    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads do to it
+    python sample.py                                           # the newest run
+    python sample.py --ckpt out/a --start "To be" --num_samples 3 --max_new_tokens 100
+    python sample.py --ckpt out/a --ckpt out/b --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
+    python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0      # with parts switched off
+    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl          # and what its heads do
+    python sample.py --ckpt out/recall --levels 4,12           # a model that was trained on a task
 
-A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
-checkpoint and one sample the text appears as it is made. More samples do not change the first. With several
-checkpoints the defaults are three samples of 200 tokens and --top_k 200, as in the routing write-up. Without
---ckpt it is the newest run; where that is one of the write-up's pair, both. --audit writes what mechanisms do
-to each text to a file, and a picture of attention maps (docs/heads.md); under a text it lists which tokens
-constraint heads score highest.
+Every checkpoint gets the same prompt, seed and settings. With one checkpoint and one sample the text appears
+as it is made. More samples do not change the first. With several checkpoints the defaults are three samples
+of 200 tokens and --top_k 200, as in the head-routing write-up. Without --ckpt it is the newest run, or both
+of that write-up's runs if the newest is one of them.
 
-Of checkpoints that were trained on a task (docs/compare.md) it shows rows with their answers, and marks wrong
-ones:
+--audit writes what mechanisms do to each text to a file, and a picture of attention maps (docs/heads.md).
+Under each text it lists the tokens that constraint heads score highest.
 
-    python sample.py --ckpt out/recall [--ckpt out/b ...] [--levels 4,12] [--num_samples 2] [--seed 1]
+For checkpoints of a task (docs/compare.md), rows are shown with the answers of each model, and wrong answers
+are marked.
 """
 
 import argparse
@@ -193,24 +194,25 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_checkpoints(p, required=False)
     p.add_argument("--start",
-                   help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '
-                        'and an n; "" is the separator')
+                   help='the prompt, or FILE:prompt.txt, which is taken as it is (default: a newline); \\n '
+                        'is a newline, \\\\n a backslash and an n; "" is the separator of the corpus')
     p.add_argument("--num_samples", type=int,
-                   help="continuations from each checkpoint (default: 1; of several checkpoints 3); of a "
+                   help="number of samples of each checkpoint (default: 1, of several checkpoints 3); of a "
                         "task, rows of each level (default: 1)")
     p.add_argument("--max_new_tokens", type=int,
-                   help="length of each, in tokens (default: 300; of several checkpoints 200)")
+                   help="length of each sample, in tokens (default: 300, of several checkpoints 200)")
     add_arguments(p)
     add_special(p)
     p.add_argument("--audit", metavar="FILE",
-                   help="write what mechanisms do to each text, as JSON lines; a picture of that name, .png, "
-                        "comes beside them")
-    add_pack(p, "; --audit looks at all heads")
-    p.add_argument("--json", help="write the texts to this file as well")
+                   help="write what mechanisms do to each text to this file, as JSON lines, and a picture "
+                        "beside it, as .png")
+    add_pack(p, "; --audit computes all heads")
+    p.add_argument("--json", help="write the texts to this file too")
     p.add_argument("--levels", type=task_scores.numbers, metavar="4,12",
-                   help="of a task: show rows of these levels (default: those of its evaluations)")
+                   help="of a task: levels to show (default: those of its evaluations)")
     p.add_argument("--dataset",
-                   help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
+                   help="for a checkpoint of nanoGPT: the dataset with its vocabulary, if that is not the "
+                        "one that it names")
     args = p.parse_args(other_names.translate_arguments("sample", sys.argv[1:] if argv is None else argv))
     args.ckpt = args.ckpt or default_runs("sample")
     own_mechanism.add_named(args)

@@ -1,10 +1,11 @@
 """
-A folder that nanoGPT's prepare.py wrote (train.bin, val.bin, perhaps meta.pkl), made a dataset for train.py.
+Make a folder that nanoGPT's prepare.py wrote (train.bin, val.bin, perhaps meta.pkl) a dataset for train.py.
 
-python data/from_nanogpt.py ../nanoGPT/data/shakespeare_char
+    python data/from_nanogpt.py ../nanoGPT/data/shakespeare_char
+    python train.py --scale=tiny --dataset=../nanoGPT/data/shakespeare_char
 
-Writes meta.json into it, and test.bin, a copy of val.bin, where there is none: nanoGPT has no third part.
-What is there stays as it is. The characters are those of meta.pkl, of which no code is run; without a
+It writes meta.json into the folder, and test.bin, a copy of val.bin, if there is none: nanoGPT has no third
+part. What is there stays as it is. The characters are those of meta.pkl, of which no code is run. Without a
 meta.pkl the tokens are GPT-2's byte pairs. You should see the counts that nanoGPT's script printed.
 """
 import argparse
@@ -74,8 +75,8 @@ def tokenizer_of(folder, largest):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with nanoGPT's train.bin and val.bin")
-    parser.add_argument("--force", action="store_true", help="write meta.json anew")
+    parser.add_argument("folder", type=Path, help="the folder with nanoGPT's train.bin and val.bin")
+    parser.add_argument("--force", action="store_true", help="write meta.json anew, if it is there already")
     args = parser.parse_args(argv)
     folder = args.folder
     for split in ("train", "val"):

@@ -1,19 +1,20 @@
 """
-Any text of your own, byte by byte, character by character or in byte pairs, GPT-2's or another model's.
+Prepare a text of your own: as bytes, as characters, or in the byte pairs of GPT-2 or of another model.
 
-python data/prepare_text.py --source=my.txt                    # its bytes, into data/my
-python data/prepare_text.py --source=folder_of_txt --encoding=gpt2 --out=data/mine --val=0.05 --test=0.05
-python data/prepare_text.py --source=my.txt --encoding=hf --tokenizer=SmolLM2-135M --out=data/mine
+    python data/prepare_text.py --source=my.txt                               # its bytes, into data/my
+    python data/prepare_text.py --source=folder --encoding=gpt2 --out=data/mine --val=0.05 --test=0.05
+    python data/prepare_text.py --source=my.txt --separator='\\n\\n'            # a blank line ends a document
+    python data/prepare_text.py --source=my.txt --encoding=hf --tokenizer=SmolLM2-135M --out=data/mine
 
-The text (.txt, also .gz or .xz; those of a folder one after the other, in order of name) is read whole and
-cut in place: first train, then val, then test. The char vocabulary is that of the whole text; that of hf is
-in the folder --tokenizer. All but byte refuse what is not UTF-8; --errors=replace replaces and counts it.
---normalise makes line ends \\n, and removes byte-order marks. You should see three splits that add up to the
-text. Keep to texts that fit into memory several times; longer ones are for data/fineweb/prepare.py --source.
+The text is a .txt file (also .gz or .xz), or the .txt files of a folder, in order of name. It is read whole
+and cut in place: first train, then val, then test. All encodings but byte refuse what is not UTF-8;
+--errors=replace replaces and counts it. You should see three splits that add up to the text. The text must
+fit into memory several times; a longer one is for data/fineweb/prepare.py --source.
 
---separator='<|endoftext|>', say, or '\\n\\n': what stands between documents. In gpt2 and hf the end-of-text
-token takes its place; bytes and characters keep it as text, and documents of training end behind it. It also
-comes between two files that it does not part yet.
+The script prints what it finds of line ends, byte-order marks and special tokens. --normalise makes line ends
+\\n, and removes byte-order marks. --separator='<|endoftext|>' says what stands between documents. In gpt2 and
+hf the end-of-text token takes its place. In bytes and characters it stays as text, and train.py --documents
+goes by it. It is also put between two files, unless the first ends with it.
 """
 import codecs
 import hashlib
@@ -34,12 +35,13 @@ from nanoheads.tokenizer import ENDS, Tokenizer
 
 def command_line(argv):
     """The arguments, --separator as it is in the text, "" without one. UserError."""
-    more = {split: {"type": float, "default": 0.05, "help": f"share of {split}"} for split in ("val", "test")}
+    more = {split: {"type": float, "default": 0.05, "help": f"share of {split} (default: 0.05)"}
+            for split in ("val", "test")}
     more["errors"] = {"choices": ["strict", "replace"], "default": "strict",
-                      "help": "replace: U+FFFD for each byte that is not UTF-8 (not for byte)"}
-    more["tokenizer"] = {"help": "hf: a model's folder, or a tokenizer.json"}
+                      "help": "bytes that are not UTF-8: strict (default) refuses them, replace puts U+FFFD"}
+    more["tokenizer"] = {"help": "hf: the folder of a model, or a tokenizer.json"}
     more["separator"] = {"help": "what stands between documents, such as '<|endoftext|>' or '\\n\\n'"}
-    more["normalise"] = {"action": "store_true", "help": "line ends become \\n, byte-order marks go"}
+    more["normalise"] = {"action": "store_true", "help": "make line ends \\n, and remove byte-order marks"}
     args = arguments(__doc__, "", ["byte", "char", "gpt2", "hf"], argv, **more)
     if not args.source:
         raise UserError("--source is missing: --source=my.txt")

@@ -1,5 +1,5 @@
 """
-A checkpoint as a Hugging Face folder: config.json, model.safetensors, tokenizer files.
+Write a checkpoint as a folder for Hugging Face transformers: config.json, model.safetensors, tokenizer.
 
     python -m lab.export_hf --ckpt out/a --out exported/a
     python -m lab.export_hf --ckpt out/a --out exported/a --as nanoheads    # our class where GPT-2's would do

@@ -1,5 +1,5 @@
 """
-Labels for constraint heads: a value in [0, 1], or none, for each token of a dataset's splits.
+Make labels for constraint heads: a value from 0 to 1, or none, for each token of a dataset.
 
 python -m lab.label --dataset=wikitext2_byte --by=weak                      lab/labels/weak.py, unchecked
 python -m lab.label --dataset=wikitext2_byte --by=synthetic --noise=0.1     a known truth, to test learning

@@ -1,14 +1,15 @@
 """
-Ask trained checkpoints what one loss does not say; paired, since all checkpoints read the same windows.
+Ask one question of trained models: which heads matter, what constraint heads know, what the models write.
 
-    python -m lab.probe heads --ckpt out/a
-    python -m lab.probe constraints score|adjudicate|explain --ckpt out/a [...]
-    python -m lab.probe text --ckpt out/a [--ckpt out/b ...] [--judge out/big]
-    python -m lab.probe look --ckpt out/a [--ckpt out/b] --text FILE
-    python -m lab.probe leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
+    python -m lab.probe heads --ckpt out/a                          # which heads matter
+    python -m lab.probe constraints score --ckpt out/a              # or adjudicate, or explain
+    python -m lab.probe text --ckpt out/a --ckpt out/b              # is what they write like real text?
+    python -m lab.probe look --ckpt out/a --text FILE               # what mechanisms do to each token
+    python -m lab.probe leak --module file.py:function              # does a function of tokens look ahead?
 
-`python -m lab.probe heads --help` says what a probe measures, and how. Intervals are 95 %: by t over blocks
-of neighbouring windows (heads); by the jackknife over prompts (text); of constraints as its help says.
+`python -m lab.probe heads --help` says what that probe measures, and how. Several checkpoints read the same
+windows of text, so that they can be compared. Intervals are 95 %: over blocks of neighbouring windows
+(heads), over prompts (text), and as its help says (constraints).
 """
 
 import argparse
@@ -28,11 +29,11 @@ from nanoheads.configurator import likely_name
 # word -> (the module whose main() takes what follows, help); imported when asked for
 PROBES = {
     "heads": ("lab.probes.heads",
-              "Entropy and gate gradient of each head, beside what its absence costs."),
+              "Which heads matter: entropy, gradient, and the loss without the head."),
     "constraints": ("lab.probes.constraints.command", "What constraint heads know of their labels."),
-    "text": ("lab.probes.text", "What models write: repetition, diversity, loops, bits/byte."),
-    "look": ("lab.heads.look", "What mechanisms do to a text, token by token."),
-    "leak": ("lab.probes.leak", "Whether any function from token ids to logits looks ahead."),
+    "text": ("lab.probes.text", "How generated text compares with real text."),
+    "look": ("lab.heads.look", "What mechanisms do to a text, token by token; attention maps."),
+    "leak": ("lab.probes.leak", "Whether a function from token ids to logits, yours too, looks ahead."),
 }
 
 

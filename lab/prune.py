@@ -1,5 +1,5 @@
 """
-Take heads out of trained checkpoints by several criteria; measure what that costs and brings.
+Remove heads from trained models, by several criteria, and measure what it costs and how much faster it is.
 
     python -m lab.prune --ckpt out/a --to 0.5 --by importance_rescored --out_dir out/half   # out/half/best.pt
     python -m lab.prune --ckpt out/a --to 1 0.5 --by importance --out_dir out/b --recover 200

@@ -17,12 +17,12 @@ from nanoheads.other_names import ROUTING_PAIR
 def add_checkpoints(parser, required=True):
     """The arguments of every program that reads checkpoints."""
     parser.add_argument("--ckpt", action="append", required=required, default=[],
-                        help="a checkpoint or a run folder (its best.pt); may be repeated"
-                             + ("" if required else "; default: the newest run"))
+                        help="a checkpoint, or the folder of a run (its best.pt); may be repeated"
+                             + ("" if required else " (default: the newest run)"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                        help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
-                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; may be "
-                             "repeated")
+                        help="switch a part of the models off, as in unet_skips=False, or change a head by "
+                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; takes "
+                             "every flag that no weight depends on; may be repeated")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     own_mechanism.add_arguments(parser)
 
@@ -31,16 +31,16 @@ def add_scoring(parser, split, required=True):
     """The arguments of every program that scores checkpoints; split: the default one; required: --ckpt is."""
     add_checkpoints(parser, required)
     parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
-    parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+    parser.add_argument("--dataset", help="score on this dataset, which must have the same vocabulary "
                                           "(default: the one trained on)")
-    parser.add_argument("--json", help="write the numbers to this file as well")
+    parser.add_argument("--json", help="write the result to this file too")
 
 
 def add_pack(parser, exception=""):
     """The argument of a program that does without withdrawn heads; exception: when it does not, in words."""
     parser.add_argument("--pack", type=true_or_false, nargs="?", const=True, default=True, metavar="False",
-                        help="False: compute heads whose gate is 0 too, and multiply by it, as in training; "
-                             f"default: such heads are left out before anything begins{exception}")
+                        help="False: compute heads whose gate is 0 too, as in training; by default they are "
+                             f"left out{exception}")
 
 
 def true_or_false(text):

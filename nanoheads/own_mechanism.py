@@ -241,8 +241,8 @@ def refuse(path, cls, sentences):
 def add_arguments(parser):
     """The argument of every program that reads checkpoints, by which code of one's own is run."""
     parser.add_argument("--mechanism", action="append", default=[], metavar="FILE",
-                        help="the file of a mechanism of one's own that a checkpoint was made with; several "
-                             "with commas, or repeated")
+                        help="where a checkpoint has a mechanism of your own: its file, mine.py, or the copy "
+                             "in the run's folder; several with commas between, or repeated")
 
 
 def add_named(args):

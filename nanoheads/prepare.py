@@ -11,20 +11,24 @@ from nanoheads.shards import identity
 from nanoheads.tokenizer import Tokenizer
 
 
-def arguments(doc, name, encodings, argv=None, **more):
+DOWNLOAD = "its files in $NANOHEADS_DATA or else in data/, to which they are downloaded"
+
+
+def arguments(doc, name, encodings, argv=None, without_source=DOWNLOAD, **more):
     """The command line of a prepare script; args.name and args.out follow the encoding (the first one).
 
     name: what the dataset is called; "" where that follows from --source, and then args.out may be None.
+    without_source: what is read where there is no --source.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    download = " (default: $NANOHEADS_DATA, else a download)" if name else ""
-    default_name = "name" if name else "source"
-    parser.add_argument("--source", help=f"file or folder to read{download}")
-    parser.add_argument("--out", type=Path,
-                        help=f"folder to write (default: data/<{default_name}>, of other encodings than the "
-                             f"first data/<{default_name}>_<encoding>)")
-    parser.add_argument("--force", action="store_true", help="write anew what is already there")
-    parser.add_argument("--encoding", choices=encodings, default=encodings[0])
+    default = f" (default: {without_source})" if name else ""
+    folder = f"data/{name or 'SOURCE'}"
+    other = f", or {folder}_ENCODING if the encoding is not {encodings[0]}" if encodings[1:] else ""
+    parser.add_argument("--source", help=f"file or folder to read{default}")
+    parser.add_argument("--out", type=Path, help=f"folder to write (default: {folder}{other})")
+    parser.add_argument("--force", action="store_true", help="write the folder anew, if it is there already")
+    parser.add_argument("--encoding", choices=encodings, default=encodings[0],
+                        help=f"what a token is (default: {encodings[0]})")
     for flag, options in more.items():
         parser.add_argument(*dict.fromkeys(["--" + flag.replace("_", "-"), "--" + flag]), **options)
     args = parser.parse_args(argv)

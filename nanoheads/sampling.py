@@ -63,21 +63,22 @@ MOST_TOKENS = 100_000_000  # all texts of one call are in memory at once
 def add_arguments(parser):
     """The settings of every program that samples."""
     add = parser.add_argument
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    add("--top_k", type=int, help="only the k likeliest tokens (default: all)")
+    add("--temperature", type=float, default=0.8,
+        help="the higher, the more random; 0: always the likeliest token (default: 0.8)")
+    add("--top_k", type=int, help="draw from the k likeliest tokens only (default: from all)")
     add("--top_p", type=float,
-        help="only the likeliest tokens that hold this much of the mass (default: all)")
+        help="draw from the likeliest tokens that have this probability together (default: from all)")
     add("--repetition_penalty", type=float, default=1.0,
-        help="above 1: tokens already there become less likely (default: 1)")
-    add("--stop", action="store_true", help="stop at the corpus separator (a newline, or end of text)")
-    add("--seed", type=int, default=1337, help="same seed, same text (default: 1337)")
+        help="above 1: tokens that are already there become less likely (default: 1)")
+    add("--stop", action="store_true", help="stop at the separator of the corpus: a newline, or end of text")
+    add("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
 
 
 def add_special(parser):
     """The argument of every program that takes a prompt."""
     parser.add_argument("--special", choices=["token", "text"], default="token",
-                        help="what <|endoftext|> and other special tokens of the vocabulary are in a "
-                             "prompt (default: token)")
+                        help="read <|endoftext|> and other special tokens in a prompt as these tokens "
+                             "(default), or as plain text")
 
 
 def check(args):

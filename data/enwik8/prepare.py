@@ -1,7 +1,7 @@
 """
-enwik8: the first 10^8 bytes of the English Wikipedia dump of 2006-03-03, byte by byte.
+Prepare enwik8, the first 10^8 bytes of the English Wikipedia dump of 2006-03-03, byte by byte.
 
-python data/enwik8/prepare.py
+    python data/enwik8/prepare.py
 
 You should see 90,000,000 train, 5,000,000 val and 5,000,000 test tokens: the standard split, in bytes.
 A source with another checksum is refused: data/prepare_text.py takes any text.

@@ -1,7 +1,7 @@
 """
-enwik8 one token a character: the variant with which published BPC figures of character models are reproduced.
+Prepare enwik8 as characters, as published figures of character models in bits per character have it.
 
-python data/enwik8_char/prepare.py
+    python data/enwik8_char/prepare.py
 
 99,621,832 characters, 6,064 symbols. You should see 90,000,000 train, 5,000,000 val and 4,621,832 test
 tokens: cut in characters, so these splits are not those of data/enwik8.

@@ -1,12 +1,12 @@
 """
-enwiki15: plain text of English Wikipedia articles from a 2015 dump, byte by byte or in GPT-2's byte pairs.
+Prepare enwiki15, plain text of English Wikipedia articles of 2015, byte by byte or in GPT-2's byte pairs.
 It is not enwik8, and no standard benchmark: figures on it compare only with others on these same files.
 
-python data/enwiki15/prepare.py                    writes data/enwiki15/
-python data/enwiki15/prepare.py --encoding=gpt2    writes data/enwiki15_gpt2/
+    python data/enwiki15/prepare.py                    writes data/enwiki15/
+    python data/enwiki15/prepare.py --encoding=gpt2    writes data/enwiki15_gpt2/
 
 There is no download: put enwiki15/{train,valid,test}.txt.xz into the folder NANOHEADS_DATA.
-You should see 123,191,546 / 7,467,041 / 5,972,296 bytes of train, val and test, or 26,706,806 / 1,611,367 /
+You should see 123,191,546 train, 7,467,041 val and 5,972,296 test bytes, or 26,706,806, 1,611,367 and
 1,294,810 of GPT-2's byte pairs.
 """
 import sys
@@ -23,7 +23,8 @@ FILES = {split: File(f"{name}.txt", sha256, size) for split, name, size, sha256 
 
 
 def main(argv=None):
-    prepare(arguments(__doc__, "enwiki15", ["byte", "gpt2"], argv), "enwiki15", FILES)
+    args = arguments(__doc__, "enwiki15", ["byte", "gpt2"], argv, "enwiki15 in $NANOHEADS_DATA or in data/")
+    prepare(args, "enwiki15", FILES)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """
-FineWeb-Edu's sample of 10 billion tokens, in shards of 100 million; or shards that are there already.
+Prepare FineWeb-Edu's sample of 10 billion tokens, or a large text of your own, in shards of 100 million.
 
-pip install datasets
-python data/fineweb/prepare.py                        # GPT-2's tokens, into data/fineweb
-python data/fineweb/prepare.py --encoding=byte        # bytes, into data/fineweb_byte
-python data/fineweb/prepare.py --shards '../modded-nanogpt/data/fineweb10B/*.bin'     # read where they lie
+    pip install datasets
+    python data/fineweb/prepare.py                        # GPT-2's tokens, into data/fineweb
+    python data/fineweb/prepare.py --encoding=byte        # bytes, into data/fineweb_byte
+    python data/fineweb/prepare.py --source=my_jsonl --out=data/mine                   # a text of your own
+    python data/fineweb/prepare.py --shards '../modded-nanogpt/data/fineweb10B/*.bin'  # shards as they lie
 
 The documents are streamed, some 27 GB of download. A run that was killed goes on behind its last whole shard,
-once it has passed over the documents in the shards before it. --source reads .jsonl files (also .gz or .xz)
-or .parquet files with a "text" in each row instead, a file or those of a folder in order of name.
+once it has passed over the documents before that. --source reads .jsonl files (also .gz or .xz) or .parquet
+files instead, with a document in the field "text" of each row: a file, or those of a folder in order of name.
 
 Shards of GPT-2's tokens are in the format of llm.c and modded-nanogpt, laid out as llm.c's script does it: an
 end-of-text token before each document, documents that go on in the next shard, the first shard for val and
-all others for train. Shards of bytes are bytes alone, with a NUL behind each document; one inside a document
-is replaced by U+FFFD, as are halves of surrogate pairs. There is no third part, so test is val over again.
+all others for train. Shards of bytes are bytes alone, with a NUL behind each document. A NUL inside a
+document is replaced by U+FFFD, as are halves of surrogate pairs. There is no third part: test is val again.
 
---shards takes files in that format by their names, which hold "train" or "val" (or "test"), in order of name.
-They stay as they are: what is written is meta.json.
+--shards takes files in that format as they are, in order of name. Their names must hold "train" or "val" (or
+"test"), which says what they are for. Only meta.json is written.
 
 You should see a table of the tokens: about 10 billion in train, 20 GB on disk, and 100 million in val.
 """
@@ -350,9 +351,11 @@ def is_prepared(args, options, files):
 
 
 def command_line(argv):
-    more = {"shards": {"nargs": "+", "metavar": "FILES", "help": "shards that are there, as 'DIR/*.bin'"},
-            "shard_tokens": {"type": int, "default": 100_000_000, "help": "tokens of a shard, and of val"}}
-    args = arguments(__doc__, "fineweb", ["gpt2", "byte"], argv, **more)
+    more = {"shards": {"nargs": "+", "metavar": "FILES",
+                       "help": "read shards that are there already, as 'DIR/*.bin'"},
+            "shard_tokens": {"type": int, "default": 100_000_000,
+                             "help": "tokens in a shard (default: 100,000,000); the first shard is val"}}
+    args = arguments(__doc__, "fineweb", ["gpt2", "byte"], argv, "a download", **more)
     if args.shards and (args.source or args.encoding != "gpt2"):
         raise UserError("--shards names files of GPT-2's tokens: leave --source and --encoding=byte out")
     if not 0 < args.shard_tokens < 2**31:

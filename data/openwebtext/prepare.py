@@ -1,8 +1,8 @@
 """
-OpenWebText in GPT-2 byte pairs, one end-of-text token after each document (a token, but no text).
+Prepare OpenWebText in GPT-2's byte pairs, with an end-of-text token after each document.
 
-pip install datasets
-python data/openwebtext/prepare.py
+    pip install datasets
+    python data/openwebtext/prepare.py
 
 8,013,769 documents, streamed: 24 GB of download, an 18 GB train.bin, hours of one or two cores. Where there
 are parquet files in openwebtext/ of the folder NANOHEADS_DATA, or in --source, they are read instead.
@@ -76,7 +76,8 @@ def stream(parquet):
 
 
 def main(argv=None):
-    args = arguments(__doc__, "openwebtext", ["gpt2"], argv)
+    args = arguments(__doc__, "openwebtext", ["gpt2"], argv,
+                     ".parquet files in openwebtext in $NANOHEADS_DATA, or else a download")
     env = os.environ.get("NANOHEADS_DATA")
     folder = Path(args.source).expanduser() if args.source else Path(env) / "openwebtext" if env else None
     parquet = sorted(folder.rglob("*.parquet")) if folder else []

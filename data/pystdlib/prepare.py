@@ -1,7 +1,7 @@
 """
-The Python standard library's own source, byte by byte: some megabytes of real text that every machine has.
+Prepare the source of Python's standard library, byte by byte: a text that every machine has.
 
-python data/pystdlib/prepare.py
+    python data/pystdlib/prepare.py
 
 With Python 3.11.7 you should see 11,036,122 train, 710,763 val and 357,768 test tokens.
 A file goes to train, val or test (about 90/5/5) by a hash of its path, and begins with a line that names it.
@@ -41,7 +41,7 @@ def library(folder):
 
 
 def main(argv=None):
-    args = arguments(__doc__, "pystdlib", ["byte"], argv)
+    args = arguments(__doc__, "pystdlib", ["byte"], argv, "the library of this Python")
     folder = Path(args.source or sysconfig.get_paths()["stdlib"])
     files = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n")
              for split, name, data in library(folder)]

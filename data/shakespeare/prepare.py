@@ -1,9 +1,9 @@
 """
-Tiny Shakespeare in GPT-2 byte pairs.
+Prepare tiny Shakespeare in GPT-2's byte pairs.
 
-python data/shakespeare/prepare.py
+    python data/shakespeare/prepare.py
 
-You should see 301,966 train and 36,059 val tokens. There is no third part: test is val over again.
+You should see 301,966 train and 36,059 val tokens. There is no third part: test is val again.
 """
 import sys
 from pathlib import Path

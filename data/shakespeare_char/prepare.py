@@ -1,7 +1,7 @@
 """
-Tiny Shakespeare, one token a character.
+Prepare tiny Shakespeare, one token a character.
 
-python data/shakespeare_char/prepare.py
+    python data/shakespeare_char/prepare.py
 
 65 symbols. You should see 1,003,854 train and 111,540 val tokens. There is no third part: test is val again.
 """

@@ -1,8 +1,8 @@
 """
-WikiText-103, the tokenised variant (with <unk> and @-@; not -raw), in GPT-2 byte pairs or byte by byte.
+Prepare WikiText-103, the tokenised variant (with <unk> and @-@), in GPT-2's byte pairs or as bytes.
 
-python data/wikitext103/prepare.py                    writes data/wikitext103/
-python data/wikitext103/prepare.py --encoding=byte    writes data/wikitext103_byte/
+    python data/wikitext103/prepare.py                    writes data/wikitext103/
+    python data/wikitext103/prepare.py --encoding=byte    writes data/wikitext103_byte/
 
 You should see some 540 million train bytes; the token counts have not been checked. The zip has 190 MB.
 --source takes it, or the folder that it unpacks to, whose files are checked by their lines: 1,801,350

@@ -1,10 +1,11 @@
 """
-WikiText-2, the tokenised variant (with <unk> and @-@; not -raw), in GPT-2 byte pairs or byte by byte.
+Prepare WikiText-2, the tokenised variant (with <unk> and @-@), in GPT-2's byte pairs or as bytes.
 
-python data/wikitext2/prepare.py                    writes data/wikitext2/
-python data/wikitext2/prepare.py --encoding=byte    writes data/wikitext2_byte/
+    python data/wikitext2/prepare.py                    writes data/wikitext2/
+    python data/wikitext2/prepare.py --encoding=byte    writes data/wikitext2_byte/
 
-You should see 2,448,382 train, 258,659 val and 295,877 test tokens; 10,797,148 / 1,121,681 / 1,256,449 bytes.
+You should see 2,448,382 train, 258,659 val and 295,877 test tokens, or 10,797,148, 1,121,681 and 1,256,449
+bytes.
 """
 import sys
 from pathlib import Path
