@@ -1946,7 +1946,7 @@ def identity_of_x(shape):
 class UNet(BetweenBlocks, nn.ModuleList):
     """U-Net: a later block's output also gets that of its partner among the earlier blocks.
 
-    Source: Adaptive Transformer, section 2.3. It is a list of UNetSkips, one for each decoder block.
+    Source: Adaptive Transformer, section 2.3. It is a list of UNetSkips, one for each of the later blocks.
     """
 
     class Options:

@@ -1,8 +1,8 @@
 """
-How soon is the result that nanoGPT's README names reached? Trains nanoGPT and recipe=modern on a CPU.
+Measure how soon nanoGPT and recipe=modern reach the loss that nanoGPT's README names, on a CPU.
 
-    python bench.py --race --nanogpt ../nanoGPT [--seeds 5] [--iters 175] [--json FILE]
-    python bench.py --race --nanogpt ../nanoGPT --dtype bfloat16 --compile    # ours so; nanoGPT as before
+    python bench.py --race --nanogpt ../nanoGPT --seeds 5
+    python bench.py --race --nanogpt ../nanoGPT --dtype bfloat16 --compile    # only recipe=modern trains so
 
 Each side trains by its own train.py as its users would, in turn, at the CPU setting of nanoGPT's README, and
 is scored on all of validation in float32. Both need shakespeare_char prepared, each by its own script. The
@@ -103,13 +103,14 @@ def run_timed(command, folder):
 def arguments(argv):
     p = argparse.ArgumentParser(prog="bench.py --race", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--nanogpt", required=True, help="a nanoGPT checkout")
-    p.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
-    p.add_argument("--iters", type=int, default=175, help="our training steps (default: 175)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of our training")
-    p.add_argument("--compile", action="store_true", help="compile our training step")
-    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the scoring")
-    p.add_argument("--json", help="write all figures to this file, anew with each seed")
+    p.add_argument("--nanogpt", required=True, help="a checkout of nanoGPT")
+    p.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    p.add_argument("--iters", type=int, default=175, help="training steps of recipe=modern (default: 175)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                   help="of recipe=modern (default: float32)")
+    p.add_argument("--compile", action="store_true", help="compile the training step of recipe=modern")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the scoring")
+    p.add_argument("--json", help="write all figures to this file too, again with each seed")
     return p.parse_args(argv)
 
 

@@ -1,5 +1,5 @@
 """
-Compile training, evaluation and decoding for NVIDIA GPUs on a machine without one (docs/gpu.md).
+Check on a machine without a GPU that all mechanisms compile for NVIDIA GPUs (docs/gpu.md).
 
     make gpu-check                     every entry; more than an hour on two cores
     make gpu-check QUICK=1             six entries
@@ -115,13 +115,14 @@ def compile_and_keep(wanted, commit, jobs):
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="tests.lab.gpu.check", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("entries", nargs="*", help="entries to compile; none: all")
-    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} entries, head size 64 alone")
+    parser.add_argument("entries", nargs="*", help="what to compile (default: all entries)")
+    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} entries, head size 64 only")
     parser.add_argument("--cards", nargs="+", choices=list(MORE_CARDS), metavar="CARD",
-                        help=f"a training step of a few entries on these: {', '.join(MORE_CARDS)}")
-    parser.add_argument("--tables", action="store_true", help="write the tables of docs/gpu.md alone")
-    parser.add_argument("--again", action="store_true", help="compile what is there of this commit too")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+                        help=f"compile a training step of a few entries for these: {', '.join(MORE_CARDS)}")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of docs/gpu.md")
+    parser.add_argument("--again", action="store_true", help="compile also what has a result of this commit")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(),
+                        help="processes at a time (default: one a core)")
     return parser.parse_args(argv)
 
 

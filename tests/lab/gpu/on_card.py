@@ -1,9 +1,8 @@
 """
-Checks numbers and speed on a CUDA GPU in eight minutes: `./gpu_check.sh`, which is the same as
-`python -m tests.lab.gpu.on_card`.
+Check in eight minutes on a CUDA GPU whether this code computes right there, and how fast it trains.
 
     ./gpu_check.sh --nanogpt ../nanoGPT       # agree, plain16, plain32, mechanisms, in this order
-    ./gpu_check.sh decode long                # these parts, as long as they should take
+    ./gpu_check.sh decode long                # these parts, as long as they need
     ./gpu_check.sh --small --device cpu       # at a small size, to try the script itself
 
 Each part has its own time, and one that fails or takes too long stops no other:
@@ -22,8 +21,8 @@ More, when there is more time:
     train       400 s  both recipes on the same bytes, scored on the whole test split, with curves
     long        480 s  context 16,384: peak memory, routing; the step and decoding with pruned heads
 
-All figures go to gpu-check.json in --out as they are made, so that a kill loses none; log.txt there has all
-that is printed.
+All figures go to gpu-check.json in --out as they are made, so that a run that is killed loses none. log.txt
+there has all that is printed. `./gpu_check.sh` is the same as `python -m tests.lab.gpu.on_card`.
 """
 
 import argparse
@@ -287,15 +286,16 @@ def summary(results):
 # ---- command line ----
 
 def arguments(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default {', '.join(QUICK)}")
-    p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
+    p = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("parts", nargs="*", help=f"any of {', '.join(PARTS)} (default: {', '.join(QUICK)})")
+    p.add_argument("--nanogpt", help="a checkout of nanoGPT, which is measured in the same run")
     p.add_argument("--minutes", type=float,
-                   help=f"for all parts together; default {MINUTES}, of parts that are named what they need")
-    p.add_argument("--out", default="out/gpu", help="the folder of all figures (default: out/gpu)")
-    p.add_argument("--device", default="auto")
+                   help=f"time for all parts together (default: {MINUTES}, or what the named parts need)")
+    p.add_argument("--out", default="out/gpu", help="folder of all figures (default: out/gpu)")
+    p.add_argument("--device", default="auto", help="auto (default), cuda, cuda:1; with --small cpu too")
     p.add_argument("--jobs", type=int, default=((os.cpu_count() or 1) + 1) // 2,
-                   help="processes that compare with float64 at once (default: half of the cores)")
+                   help="processes at once in agree (default: half of the cores)")
     p.add_argument("--small", action="store_true", help="a tiny size, to try this script on a CPU")
     return p.parse_args(argv)
 
