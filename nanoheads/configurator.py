@@ -54,8 +54,8 @@ class Presets:
     mechanism: str | list[str] | None = field(default=None, metadata=dict(
         help="turn these on, by name (with commas between several), or one in a file of your own: mine.py"))
     check: bool = field(default=False, metadata=dict(
-        help="try on a small model whether the mechanisms named look ahead, decode as they train and so on; "
-             "train nothing",
+        help="check on a small model that the mechanisms named do not look ahead, give the same with a "
+             "cache, and so on; train nothing",
         section="what is done"))
 
 

@@ -233,6 +233,14 @@ def test_the_readme_has_every_program_and_dataset():
     assert {"demo", "test"} <= set(re.findall(r"\bmake ([\w-]+)", README)) <= targets
 
 
+def test_the_page_of_results_has_every_file_or_its_folder():
+    folder = ROOT / "results"
+    named = set(re.findall(r"`([\w/.*-]+)`", text_of(folder / "README.md")))
+    for path in (path.relative_to(folder) for path in folder.rglob("*") if path.is_file()):
+        ways = {str(path), f"{path.parent}/", f"{path.parent}/*{path.suffix}"}
+        assert ways & named or path.name == "README.md", path
+
+
 def test_the_mechanism_of_the_readme_is_one_of_its_page():
     """Whose examples are held to every promise."""
     on_readme, = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
