@@ -108,7 +108,7 @@ class PlainConfig:
     recipe: Literal["gpt2", "modern", "llama"] = flag(
         "gpt2", "gpt2: nanoGPT's model and optimizer; modern: a stronger baseline, with RoPE, QK-norm, "
                 "ReLU^2 and Muon; llama: RoPE, RMSNorm and SwiGLU",
-        section="recipe: a preset for the flags below; a flag that is set wins")
+        section="recipe: --recipe sets these; a flag that you set wins")
     pos: Optional[Literal["learned", "rope", "none"]] = flag(
         None, "positions: learned embeddings, RoPE, or none")
     norm: Optional[Literal["layernorm", "rmsnorm"]] = flag(
@@ -1272,7 +1272,7 @@ class Sentinel(Mechanism):
 
 
 class Agency(Mechanism):
-    """Each head has a state, which scales its output, and consents to being used (Adaptive Transformer, 2.2).
+    """Each head has a state, which scales its output, and may withhold consent (Adaptive Transformer, 2.2).
 
     Both are buffers and change between two steps, so that no change compiles the model anew. The controller
     (lab/heads/controller.py) changes them, or a caller by set(). agency_learned: the heads of a layer
@@ -1862,10 +1862,10 @@ class ConstraintHeads(AddedHeads):
 
 
 class ACAG(Mechanism):
-    """ACAG: a gate on each head, from the context's length and the shape of its attention row (its README).
+    """ACAG: a gate on each head, from the context's length and the shape of its attention row.
 
-    c is the length of the context so far, as a share of acag_length; n is the number of keys that the token
-    sees, and p is the row of its n attention weights.
+    Source: the ACAG README. c is the length of the context so far, as a share of acag_length; n is the number
+    of keys that the token sees, and p is the row of its n attention weights.
     published: sigmoid(W [c, mean, std] + b). The mean of p is always 1/n, so it says nothing of the row's
         shape, and the std shrinks with n.
     normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)] + b), with W and b zero at the start, and
