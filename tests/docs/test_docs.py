@@ -128,6 +128,14 @@ def test_every_name_of_code_is_in_the_code(page):
     assert len(named) > 20 and named - words == set()
 
 
+def test_the_page_of_results_has_every_file_or_its_folder():
+    folder = ROOT / "results"
+    named = set(re.findall(r"`([\w/.*-]+)`", text_of(folder / "README.md")))
+    for path in (path.relative_to(folder) for path in folder.rglob("*") if path.is_file()):
+        ways = {str(path), f"{path.parent}/", f"{path.parent}/*{path.suffix}"}
+        assert ways & named or path.name == "README.md", path
+
+
 def test_every_flag_that_the_readme_names_is_a_key_or_an_argument():
     sources = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
     text = re.sub(r"^```python.*?^```$", "", README, flags=re.M | re.S)  # the flags of an example are its own
@@ -231,14 +239,6 @@ def test_the_readme_has_every_program_and_dataset():
     assert named == {path.parent.name for path in ROOT.glob("data/*/prepare.py")}
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"demo", "test"} <= set(re.findall(r"\bmake ([\w-]+)", README)) <= targets
-
-
-def test_the_page_of_results_has_every_file_or_its_folder():
-    folder = ROOT / "results"
-    named = set(re.findall(r"`([\w/.*-]+)`", text_of(folder / "README.md")))
-    for path in (path.relative_to(folder) for path in folder.rglob("*") if path.is_file()):
-        ways = {str(path), f"{path.parent}/", f"{path.parent}/*{path.suffix}"}
-        assert ways & named or path.name == "README.md", path
 
 
 def test_the_mechanism_of_the_readme_is_one_of_its_page():
