@@ -1,5 +1,6 @@
 """
-Check in eight minutes on a CUDA GPU whether this code computes right there, and how fast it trains.
+Checks numbers and speed on a CUDA GPU in eight minutes: `./gpu_check.sh`, which is the same as
+`python -m tests.lab.gpu.on_card`.
 
     ./gpu_check.sh --nanogpt ../nanoGPT       # agree, plain16, plain32, mechanisms, in this order
     ./gpu_check.sh decode long                # these parts, as long as they need
@@ -22,7 +23,7 @@ More, when there is more time:
     long        480 s  context 16,384: peak memory, routing; the step and decoding with pruned heads
 
 All figures go to gpu-check.json in --out as they are made, so that a run that is killed loses none. log.txt
-there has all that is printed. `./gpu_check.sh` is the same as `python -m tests.lab.gpu.on_card`.
+there has all that is printed.
 """
 
 import argparse
