@@ -4,9 +4,16 @@ Write a checkpoint as a folder for Hugging Face transformers: config.json, model
     python -m lab.export_hf --ckpt out/a --out exported/a
     python -m lab.export_hf --ckpt out/a --out exported/a --as nanoheads    # our class where GPT-2's would do
 
-A plain GPT becomes GPT2LMHeadModel (recipe=gpt2) or NanoChatForCausalLM (recipe=modern without qk_max), which
-transformers knows. A model with mechanisms, or pruned, comes with this repository's code and loads with
-trust_remote_code=True. docs/hugging-face.md.
+The class is the plainest that computes the same, and a line says which, and why not a plainer one:
+
+    recipe=gpt2, plain                    GPT2LMHeadModel
+    recipe=modern, plain, no qk_max       NanoChatForCausalLM, which transformers has from version 5 on
+    recipe=llama, plain                   LlamaForCausalLM; Qwen2's with qkv_bias, Qwen3's with qk_scale
+    with mechanisms, pruned, or another   NanoHeadsForCausalLM, with this repository's code
+
+The last one loads with trust_remote_code=True, which runs the code in the folder, mechanisms of your own
+included. A mechanism whose file imports modules beside it is not exported. Gates that were set by hand are no
+part of a checkpoint. docs/hugging-face.md has the other directions.
 """
 
 import argparse

@@ -1,13 +1,36 @@
 """
 Make labels for constraint heads: a value from 0 to 1, or none, for each token of a dataset.
 
-python -m lab.label --dataset=wikitext2_byte --by=weak                      lab/labels/weak.py, unchecked
-python -m lab.label --dataset=wikitext2_byte --by=synthetic --noise=0.1     a known truth, to test learning
-python -m lab.label --dataset=mine --by=spans --file=labels.jsonl --split=val                   your own
+    python -m lab.label --dataset=wikitext2_byte --by=weak                   # rules for English, unchecked
+    python -m lab.label --dataset=wikitext2_byte --by=synthetic --noise=0.1  # a known truth, to test learning
+    python -m lab.label --dataset=mine --by=spans --file=val.jsonl --split=val --file=test.jsonl --split=test
 
-Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. lab/labels/targets.py describes
-it, docs/constraints.md what the labels mean. Given once more, the command verifies what is there. You should
-see, at the end, a table and texts with the labels in them.
+docs/constraints.md says what the weak labels mean. At the end a table is printed, and stretches of text with
+the labels in them, which you should read. Given once more, the command verifies what is there; other labels
+need another --out, or --force.
+
+spans       Your own labels: a JSON object on each line, of characters of the split's text, or of its tokens,
+            both counted from 0:
+
+                {"name": "testifiability", "start": 120, "end": 164, "value": 1.0}
+                {"name": "decidability", "token": 17, "value": 0.25}
+                {"name": "decidability", "token": 18, "values": [0.25, null, 1]}
+
+            The text is the tokens decoded as UTF-8. A byte that is not UTF-8 counts as a character, and the
+            separator of GPT-2 datasets as the 13 characters of <|endoftext|>. A token that overlaps a span
+            belongs to it; of two spans, its last labelled character decides. What no line names is not
+            labelled, or 0 with --rest=0; null is never labelled. Refused, with the number of the line, are
+            spans that are empty or outside the text, values outside [0, 1], other keys, characters and tokens
+            for one name, and spans that overlap and disagree.
+synthetic   Tasks of at most the last 64 characters, for the names in turn, or as in --names mine=parity.
+            comma: 1 where the last of ,.;:?!() within 64 characters is a comma, else 0. capital: 1 at A-Z,
+            1/16 less at each character after it, 0 from the 16th on. parity: 1 where the last 8 characters
+            hold an odd number of e, else 0. --noise turns a label v into 1 - v with that probability.
+
+<dataset>/labels/<set>/ holds labels.json (how the labels were made, whether they are weak, and checksums) and
+a file <name>.<split>.u8 with a byte for each token: 0 to 254 stand for 0 to 1 in steps of 1/254, 255 is not
+labelled, which no loss and no figure counts. Byte i is about token i, judged from the tokens up to it. Labels
+of other tokens are refused where they are read.
 """
 import argparse
 import os

@@ -5,27 +5,32 @@ Remove heads from trained models, by several criteria, and measure what it costs
     python -m lab.prune --ckpt out/a --to 1 0.5 --by importance --out_dir out/b --recover 200
     python -m lab.prune --ckpt out/a --ckpt out/b --to 0.75 0.5 0.25 --by all --json out/pruning.json
 
---to is the share kept of the heads that a checkpoint has, to the nearest head, and each layer keeps --floor.
-The lowest score goes first, constraint heads never. Criteria read --text tokens of the training split.
+--to is the share of a checkpoint's heads to keep, to the nearest head; each layer keeps --floor. Of each
+criterion the head with the lowest score goes first, constraint heads never. Criteria read --text tokens of
+the training split.
 
-random               by --seed, another draw for each checkpoint
-gate                 its gate that depends on no token: sentinel, agency
-entropy              of its attention rows over log of their length; the highest goes first
+random               drawn by --seed, another draw for each checkpoint
+gate                 the head's gate that depends on no token: sentinel, agency
+entropy              of its attention rows over the log of their length; here the highest goes first
 importance           |y . dL/dy| a sequence (Michel et al., arXiv 1905.10650, eq. 2), no norm over layers
 importance_rescored  the same, measured again after every removal
-blocks               the control: whole blocks, as many as save no more FLOPs than the heads would have, each
-                     time the one whose absence costs least; without --floor
+blocks               the control, for which --floor does not count: whole blocks are removed, each time the
+                     one whose absence costs least, as long as that saves no more FLOPs than removing heads
 
-Of checkpoints of a task it reads and scores rows: what share of the answers is right, and nats an answer.
+--by all leaves out what a model has nothing for. The table has, of each criterion and share, the score before
+and after (means over checkpoints, and in brackets the range), the speed of decoding one text with a cache, in
+turns with the whole model, whose speed is 1, and MiB of weights, buffers and the cache of one full context;
+"ratio" is to the whole model. Of checkpoints of a task it reads and scores rows: what share of the answers is
+right, and nats an answer.
 
-One checkpoint, criterion and share: out_dir gets best.pt. Several: a folder <criterion>-<share> each, for
-several checkpoints under <number>-<run>. --recover trains on, on batches in another order, at rates that fall
-in a straight line from RECOVER_FROM of the run's peaks to 0, without a controller; pruned.pt is what it
-started from. Longer training helps the whole model too: --to 1 shows how much. Speed is that of decoding one
-text with a cache, in turns with the whole model; MiB are weights, buffers and the cache of one full context.
+Without --out_dir no model is kept. With it, one checkpoint, criterion and share writes best.pt there. Several
+have a folder <criterion>-<share> each, and several checkpoints one above it, <number>-<run>. --recover trains
+on, on batches in another order, at rates that fall in a straight line from 0.3 of the run's peaks to 0, and
+without a controller; pruned.pt is what it started from. Longer training helps the whole model too: --to 1
+shows how much.
 
-prune.json in out_dir has the rows that are done, or the file of --json where there is no out_dir: the same
-command goes on with them after it was stopped or killed, and does what was half done anew.
+prune.json in out_dir has the rows that are done, or the file of --json where there is no out_dir. The same
+command, after it was stopped or killed, goes on with them, and does what was half done anew.
 """
 
 import argparse

@@ -6,9 +6,13 @@ What a checkpoint's mechanisms do to a text, token by token: JSON lines, a table
     python -m lab.probe look --ckpt out/recall --levels 2,12          # rows of the task it was trained on
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl          # of what it writes
 
-A line is a window of block_size tokens (of two checkpoints the shorter), a row of a task, or a sample (its
-last block_size tokens); of two checkpoints one line each, in turn. The table, on the terminal, and the
-picture, which has the name of the lines with .png, are of the first window; docs/heads.md. A line holds
+A line is a window of block_size tokens, a row of a task, or a sample (the last block_size tokens of the
+prompt and what was written). The first tokens of a window see little text before them. Two checkpoints need
+the same vocabulary. Both read windows of the shorter block_size, and their lines alternate. The table, on
+the terminal, has a row for each token of the first window and a column for each trace, its mean over blocks
+and heads. The picture, which has the name of the lines with .png, shows the attention map of each head over
+the first 64 tokens of that window: a row reads, a column is read, and the brightest cell is the highest
+weight of its map. docs/heads.md has more. A line holds
 
     checkpoint, set    where it comes from: the weights, and what --set changed in them
     text               a file, "prompt", "recall, 2 pairs", or "sample 2"
@@ -23,12 +27,14 @@ picture, which has the name of the lines with .png, are of the first window; doc
     explain            explain()'s lines: the tokens with the highest scores, for each name and block
     blocks             {block with constraint heads: logits, probabilities, head_logits, gates, top, maps}
 
-Series are the traces of the model and its mechanisms by their names, blocks.<i>.<trace>; of a gate for each
-dimension of a head the mean is taken. first_token is the weight on the line's first token, sink_mass 1 less
-the sink's gate. What constraint heads have is in blocks instead, by name: logits are the name's scores [T], a
-mean over its heads; head_logits [heads, T]; gates the router's, in (0, 1), [heads, T] or [heads, 1]; top the
-tokens that explain() names. All are of one forward pass over the line's tokens, rounded to six decimals. The
-score at t is about token t.
+Series are the traces of the model and its mechanisms by their names, blocks.<i>.<trace>. Of a gate for each
+dimension of a head the mean is taken. first_token is the weight on the line's first token, and sink_mass is
+1 less the sink's gate; with a sink, first_token is a share of what does not go to it. Of a mechanism of your
+own there are its gates, and its traces of the shapes [H], [B, T] and [B, T, H]; a note names those left out.
+a2c.* are null at the last token, since a return looks ahead. What constraint heads have is in blocks instead,
+by name: logits are the name's scores [T], a mean over its heads; head_logits [heads, T]; gates the router's,
+in (0, 1), [heads, T] or [heads, 1]; top the tokens that explain() names. All are of one forward pass over the
+line's tokens, rounded to six decimals. The score at t is about token t.
 """
 
 import argparse

@@ -1,5 +1,17 @@
 """
 Which heads can go? Entropy of a head's rows and gradient of its gate, beside the loss with its gate at 0.
+
+    python -m lab.probe heads --ckpt out/a [--ckpt out/b ...] [--tokens 16384] [--json heads.json]
+
+The table has a row for each head, constraint heads too:
+
+entropy, nats               of its attention rows, mean over tokens: 0 where it reads one token
+|d loss / d gate|           of one more factor on its output, at 1; mean over windows
+loss change when off, nats  nats per token with that factor at 0, less those with all heads; above 0 the head
+                            helps. The interval is over blocks of neighbouring windows
+
+Below it stands how well entropy, gradient, and both together (the gradient's rank less the entropy's) order a
+checkpoint's heads by that change: Spearman's rank correlation, and its p.
 """
 
 import numpy as np

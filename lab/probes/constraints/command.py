@@ -13,9 +13,10 @@ adjudicate  Passages of held-out documents, classified by what is made of the he
 explain     Do the tokens with the highest scores explain a passage's score? They are hidden from all later
             tokens, against those with the lowest, random ones, and their neighbours.
 
-A token whose label is above 1/2 is positive, below negative; exactly 1/2 and unknown are left out. Thresholds
-and weight decay are chosen on val; --split val measures on its second half and chooses on the first. One
-checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair with as many --plain.
+The models read whole windows, evenly spaced over a split. A token whose label is above 1/2 is positive, below
+it negative; exactly 1/2 and unknown are left out. Probes and prior are fitted on train, weight decay and
+thresholds are chosen on val, and figures are those of test. --split val, for data without a test split,
+chooses on the first half of val and measures on the second. Intervals are 95 %.
 """
 
 from lab.probes.constraints import adjudicate, explain, score

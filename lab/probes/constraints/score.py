@@ -1,9 +1,22 @@
 """
-Do constraint heads' scores match their labels, token by token, beside a prior and probes? AUROC, average
-precision, F1 and calibration for each name.
+Do constraint heads' scores match their labels, token by token, beside a prior and probes?
 
-Probes are linear, and MLPs of as many parameters as the heads have; they read what the attention of the same
-block of the plain GPT reads, --own: of the model itself, too.
+constraint heads   sigmoid of a name's score: its logit, the mean over its heads, and over the blocks whose
+                   scores the loss trains (constraint_loss_layers, or all that have such heads)
+prior              the share of positives among the labelled tokens of train
+linear probe       logistic regression on the hidden state of a token, fitted by L-BFGS
+MLP probe          one ReLU layer on the same states, with as many parameters as heads, router and scorers
+                   have; by Adam, 6,000 steps of 512 tokens, the best of 20 checks on val
+
+The hidden state is what the attention of the same blocks reads in the plain GPT; --own adds probes of the
+model's own. Probes are fitted to --fit tokens of train. They minimise the cross-entropy with the labels plus
+d/2 |W|^2, on standardised states, with that d of 1e-6, 1e-4 and 1e-2 which is best on val. They are kept in
+the run's folder, under probes/, and the next command with the same model, text and labels reads them.
+
+AUROC, average precision, F1 (at the threshold that is best on val) and Brier score are scikit-learn's. ECE is
+the sum over 15 bins of equal width of n_i/n |mean p - share of positives|; where positives are rare, a small
+one means little. Intervals are 95 %: for one checkpoint by the jackknife over 32 blocks of windows, paired by
+block; for several by t over checkpoints. Differences to plain GPTs need as many --plain, in the same order.
 """
 
 import numpy as np
