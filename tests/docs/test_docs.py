@@ -234,8 +234,7 @@ def test_the_readme_has_every_program_and_dataset():
     at_root = {path.stem for path in ROOT.glob("*.py")} - {"model"}
     for program in (*(f"{name}.py" for name in at_root), *(f"-m lab.{name}" for name in OF_LAB)):
         assert f"\npython {program} " in README, program
-    table = re.findall(r"^\| (`.*?) \|", section(README, "Data"), re.M)
-    named = {name for row in table for name in re.findall(r"`(\w+)`", row)}
+    named = set(re.findall(r"`(\w+)`", section(README, "Data")))
     assert named == {path.parent.name for path in ROOT.glob("data/*/prepare.py")}
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"demo", "test"} <= set(re.findall(r"\bmake ([\w-]+)", README)) <= targets
