@@ -399,7 +399,7 @@ def check_refusal(command, words, home, capsys):
     assert files_in(home) == before
 
 
-def in_nanogpts_words(path, values):
+def write_settings(path, values):
     """A file of settings as nanoGPT's are, {name: value}; its path as a string."""
     path.write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()))
     return str(path)

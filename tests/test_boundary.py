@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from helpers import CODE, ROOT
+from helpers import CODE, ROOT, as_arguments
 from model import ALL_ON
 
 WITHOUT = {"compare.py", "study", "lab", "results", "tests/docs", "tests/lab", "tests/study",
@@ -80,7 +80,7 @@ def test_the_core_alone_trains_resumes_samples_evaluates_and_plots(core, bytes_d
         core, [*train, "--out_dir=out/plain"],
         ["train.py", "--resume", "--out_dir=out/plain", "--max_iters=4"],
         *([*train, f"--scale={scale}", f"--out_dir=out/{scale}"] for scale in scales),
-        [*train, *(f"--{key}={value}" for key, value in ALL_ON.items()), "--out_dir=out/all_on"],
+        [*train, *as_arguments(ALL_ON), "--out_dir=out/all_on"],
         [*train, "--mechanism=mine.py", "--out_dir=out/mine"])
     assert "going on at step 2 of 4" in trained[1]
     for name in ("plain", *scales, "all_on", "mine"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import train
-from helpers import in_nanogpts_words
+from helpers import write_settings
 from model import GPTConfig
 from nanoheads import files
 from nanoheads.config import TrainConfig
@@ -34,7 +34,7 @@ POPEN = subprocess.Popen
 def write_study(folder, data):
     """The config files of a tiny study in a folder: tiny_study.py, which is compared with base.py."""
     folder.mkdir(parents=True, exist_ok=True)
-    in_nanogpts_words(folder / "base.py", dict(dataset=str(data), **TINY_MODEL, **TINY_TRAINING))
+    write_settings(folder / "base.py", dict(dataset=str(data), **TINY_MODEL, **TINY_TRAINING))
     (folder / "tiny_study.py").write_text(STUDY)
 
 

@@ -10,7 +10,7 @@ from typing import Literal, Optional, get_args
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from helpers import ANYTHING, ROOT, flags_of, in_nanogpts_words as write_settings
+from helpers import ANYTHING, ROOT, as_arguments, flags_of, write_settings
 from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads import checkpoint, configurator, start
 from nanoheads.common import UserError
@@ -204,7 +204,7 @@ SOME = st.dictionaries(st.sampled_from(["heads", "rate", "size"]), st.sampled_fr
 def test_later_files_and_then_the_command_line_win(tmp_path, files, of_program, typed, place):
     """Wherever in it the files stand; what the program sets by itself comes between them."""
     paths = [write_settings(tmp_path / f"{n}.py", values) for n, values in enumerate(files)]
-    arguments = [f"--{key}={value}" for key, value in typed.items()]
+    arguments = as_arguments(typed)
     found, = load((Thing,), [*paths[:place], *arguments, *paths[place:]], more={"a program": of_program})
     assert asdict(found) == {key: value for values in (asdict(Thing()), *files, of_program, typed)
                              for key, value in values.items()}

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import train
-from helpers import ROOT, TINY, ending, forks, in_child, in_nanogpts_words as write_settings, write_shards
+from helpers import ROOT, TINY, as_arguments, ending, forks, in_child, write_settings, write_shards
 from nanoheads import checkpoint, files
 from nanoheads.batches import Batches
 from nanoheads.common import UserError, write_atomic, write_json, writable, writable_folder
@@ -230,7 +230,7 @@ def test_each_command_finds_its_own_run(tmp_path, monkeypatch, bytes_data, capsy
     def trained(*argv, lr=1e-3, **keys):
         write_settings(Path("small.py"), dict(TINY, adamw_lr=lr))
         train.main(["small.py", *argv, f"--dataset={bytes_data}",
-                    *(f"--{key}={value}" for key, value in keys.items())])
+                    *as_arguments(keys)])
         return capsys.readouterr().out
     assert "in out/small\n" in trained()
     with pytest.raises(SystemExit, match="out/small already holds a run; go on with --resume"):

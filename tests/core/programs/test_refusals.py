@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import train
-from helpers import (TINY, TINY_GPT, TINY_TASK, VOCAB, check_refusal, flags_of_variant_b, make_checkpoint,
-                     make_model, save_model, under, write_dataset)
+from helpers import (TINY, TINY_GPT, TINY_TASK, VOCAB, as_arguments, check_refusal, flags_of_variant_b,
+                     make_checkpoint, make_model, save_model, under, write_dataset)
 from model import CONSTRAINTS, GPT, GPTConfig
 from nanoheads import corpus
 from nanoheads.dataset import Dataset
@@ -59,7 +59,7 @@ def furnish(home, bytes_data, chars_data):
     write_dataset(home / "toy", dict.fromkeys(("train", "val", "test"), "".join(VOCAB)), "char", VOCAB)
     paragraphs = b"A stone in the river.\n\n" * 400
     write_dataset(home / "paragraphs", dict.fromkeys(("train", "val", "test"), paragraphs))
-    train.main([*(f"--{key}={value}" for key, value in RUN.items()), "--dataset=sums", "--out_dir=run"])
+    train.main([*as_arguments(RUN), "--dataset=sums", "--out_dir=run"])
 
     sums = Dataset("sums")
     save_model("bytes.pt", make_model(), sums, "sums")
@@ -95,7 +95,7 @@ def of_tasks(task_run):
     """Two runs on a task, and checkpoints that are damaged in what they say of theirs."""
     shutil.copytree(task_run, "recall")
     keys = dict(TINY_TASK, task_keys=7, max_iters=1, out_dir="other")
-    train.main([f"--{key}={value}" for key, value in keys.items()])
+    train.main(as_arguments(keys))
     task = torch.load(task_run / "best.pt", weights_only=True)["meta"]["task"]
     damaged("recall/best.pt", "six.pt", task={**task, "task_keys": "six"})
 
@@ -150,7 +150,7 @@ def test_a_gpt_that_cannot_be_is_one_line(flags, words):
 
 # ---- command lines ----
 
-TRAIN = " ".join(["train.py", *(f"--{key}={value}" for key, value in RUN.items()), "--dataset=sums"])
+TRAIN = " ".join(["train.py", *as_arguments(RUN), "--dataset=sums"])
 OVER = "train.py --dataset=paragraphs --device=cpu --max_iters=6 --lr_decay_iters=20 --out_dir=new"
 
 COMMANDS = [

@@ -12,7 +12,7 @@ import evaluate
 import plot_curves
 import sample
 import train
-from helpers import TINY, in_nanogpts_words
+from helpers import TINY, write_settings
 from model import GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
@@ -97,7 +97,7 @@ TRAIN_GPT2 = dict(
 
 def test_nanogpts_defaults_hold_in_nanogpts_config_files(here, capsys):
     """They come to what our own file of that name says in full; a program's settings win over them."""
-    path = in_nanogpts_words(here / "train_gpt2.py", TRAIN_GPT2)
+    path = write_settings(here / "train_gpt2.py", TRAIN_GPT2)
     same = ["--vocab_size=50304", "--eval_tokens=9"]
     theirs, ours = (configurator.load(BOTH, [file, *same])
                     for file in (path, "config/train_gpt2.py"))
@@ -113,7 +113,7 @@ def test_nanogpts_defaults_hold_in_nanogpts_config_files(here, capsys):
 
 def test_the_first_lines_name_dataset_rates_and_warm_up(here, chars_data, rows, capsys):
     """With all keys that nanoGPT's config files set, in a file of the reader's."""
-    path = in_nanogpts_words(here / "theirs.py", dict(
+    path = write_settings(here / "theirs.py", dict(
         TRAIN_GPT2, out_dir="out-theirs", always_save_checkpoint=False, wandb_run_name="ft", backend="nccl",
         init_from="scratch", learning_rate=1e-3, min_lr=1e-4, warmup_iters=1000, decay_lr=True, eval_iters=2))
     train.main([path, f"--dataset={chars_data}", *SMALL, "--device=cpu", "--grad_accum=1"])
@@ -156,7 +156,7 @@ def test_a_key_of_theirs_is_taken_with_a_line_that_says_what_it_sets(theirs, our
     (["--eval_tokens=7", "--eval_iters=3", "--adamw_lr=2", "--lr=1"], 6, 1),
 ])
 def test_of_two_names_for_one_key_the_later_wins(here, argv, eval_tokens, adamw_lr):
-    path = in_nanogpts_words(here / "x.py", dict(
+    path = write_settings(here / "x.py", dict(
         eval_iters=20, learning_rate=3e-4, batch_size=1, block_size=2, init_from="scratch"))
     _, config = configurator.load(BOTH, [path, *argv, "--resume"])
     assert (config.eval_tokens, config.adamw_lr, config.resume) == (eval_tokens, adamw_lr, True)

@@ -23,7 +23,7 @@ from hypothesis import given, settings, strategies as st
 import evaluate
 import sample
 import train
-from helpers import EDITS, TEXTS, TINY, damaged
+from helpers import EDITS, TEXTS, TINY, as_arguments, damaged
 from model import GPT, GPTConfig
 from nanoheads import checkpoint
 from nanoheads.common import UserError, explain
@@ -50,7 +50,7 @@ def equal(a, b):
 
 def command(data, folder, **keys):
     keys = {"dataset": data, **TINY, "optimizer": "muon", "out_dir": folder, **keys}
-    return [f"--{key}={value}" for key, value in keys.items()]
+    return as_arguments(keys)
 
 
 @pytest.fixture(scope="module")

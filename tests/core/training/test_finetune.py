@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, articles, same, tiny, untimed, weights, write_dataset
+from helpers import TINY, articles, as_arguments, same, tiny, untimed, weights, write_dataset
 
 from model import GPT, GPTConfig, UNet
 from nanoheads import checkpoint
@@ -24,7 +24,7 @@ def plain(articles_data, tmp_path_factory):
     """The run folder of a plain GPT, trained a little."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     keys = dict(TINY, dataset=articles_data, n_layer=2, block_size=32, out_dir=folder)
-    main([f"--{key}={value}" for key, value in keys.items()])
+    main(as_arguments(keys))
     return folder
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 import sample
 import train
-from helpers import (ROOT, TINY, TINY_GPT, alive, byte_pairs, forget_own_mechanisms, in_nanogpts_words, tiny,
+from helpers import (ROOT, TINY, TINY_GPT, alive, byte_pairs, forget_own_mechanisms, write_settings, tiny,
                      write_dataset)
 from lab.export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
@@ -309,7 +309,7 @@ def test_openais_weights_are_found_by_their_short_names(tmp_path, monkeypatch, b
     train.main(["config/eval_gpt2_medium.py", *data, "--eval_tokens=64"])
     assert "nats/token" in capsys.readouterr().out and not (tmp_path / "out").exists()
     for config in ("config/finetune_shakespeare.py",
-                   in_nanogpts_words(tmp_path / "finetune.py", FINETUNE_SHAKESPEARE)):
+                   write_settings(tmp_path / "finetune.py", FINETUNE_SHAKESPEARE)):
         shutil.rmtree(tmp_path / "out-shakespeare", ignore_errors=True)
         train.main([config, *data, "--max_iters=2", "--grad_accum=2", "--eval_interval=2", "--eval_tokens=64",
                     "--log_interval=1"])

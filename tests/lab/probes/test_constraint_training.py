@@ -16,7 +16,7 @@ from nanoheads.dataset import Dataset
 from lab.labels.targets import sha256
 from study.digest import digests_of
 from oracle import tokens
-from helpers import TINY, same, untimed, weights
+from helpers import TINY, as_arguments, same, untimed, weights
 from lab_helpers import is_digit, model_of, put_labels
 from train import main
 
@@ -58,7 +58,7 @@ def run(labelled, rows, tmp_path):
     def call(name, *flags, **keys):
         keys = {**TINY, "dataset": labelled, "labels": "truth", "constraint_names": ["digit", "even"],
                 "constraint_layers": [0], "recipe": "modern", "out_dir": tmp_path / name, **keys}
-        main([f"--{key}={value}" for key, value in keys.items()] + list(flags))
+        main(as_arguments(keys) + list(flags))
         return rows(tmp_path / name)[0]
     return call
 
@@ -102,7 +102,7 @@ def test_a_run_may_have_another_run_as_its_teacher(run, tmp_path, labelled):
         keys = {key: TINY[key] for key in ("eval_tokens", "lr_decay_iters", "device")}
         keys.update(max_iters=2, dataset=labelled, init_from=tmp_path / name, out_dir=tmp_path / f"{name}_on",
                     teacher=tmp_path / "teacher")
-        main([f"--{key}={value}" for key, value in keys.items()])
+        main(as_arguments(keys))
 
     tuned("pupil")
     with pytest.raises(SystemExit, match="teacher"):

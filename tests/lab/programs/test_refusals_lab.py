@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from helpers import TINY, check_refusal, make_model, save_model, under, write_dataset
+from helpers import TINY, as_arguments, check_refusal, make_model, save_model, under, write_dataset
 from lab_helpers import make_labelled_checkpoint, put_labels, write_labels
 from model import GPT, GPTConfig, MECHANISMS
 from nanoheads.dataset import Dataset
@@ -70,7 +70,7 @@ def furnish(home, bytes_data):
     keys = dict(TINY, dataset="sums", recipe="modern", n_head=4, n_embd=32, n_layer=2, block_size=32,
                 controller_log=True, controller_interval=2, controller_tokens=320, controller_heldout=320,
                 out_dir="run")
-    train.main([f"--{key}={value}" for key, value in keys.items()])
+    train.main(as_arguments(keys))
 
     # ---- checkpoints ----
     save_model("plain.pt", make_model(), sums)
@@ -119,7 +119,7 @@ def furnish(home, bytes_data):
 
 # ---- command lines ----
 
-TRAIN = " ".join(["train.py", *(f"--{key}={value}" for key, value in TINY.items()), "--dataset=sums"])
+TRAIN = " ".join(["train.py", *as_arguments(TINY), "--dataset=sums"])
 
 COMMANDS = [
     # ---- train.py: controllers, policies, growth ----
