@@ -21,7 +21,7 @@ from study import pictures, records
 from study.records import PLAIN
 from study.scores import from_csv
 from study.tables import (Table, cost_cell, drop_columns, drop_unmeasured, escape_markdown,
-                          in_markdown, mean_cell, others_table, score_cell, screened_table, sizes_table,
+                          in_markdown, mean_cell, others_table, score_cell, sizes_table,
                           tasks_table, texts_table, verdicts_on_texts, verdicts_table)
 from study.verdicts import compare_with_target, comparisons_by_text, comparisons_of, same_size
 from study.words import (against_plain, confidence_level, interval, label_of, ratio, verdict_of,
@@ -126,7 +126,6 @@ TABLES = {
     "explained": explained_markdown,
     "each_text": each_text_markdown,
     "others": lambda study, comparisons, only: in_markdown(others_table(study, comparisons, only)),
-    "screened": lambda study, comparisons, only: in_markdown(screened_table(study, only)),
     "learned": learned_markdown,
 }
 
