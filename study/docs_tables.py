@@ -69,7 +69,7 @@ def measured_markdown(table):
 
 def verdicts_markdown(study, comparisons, only):
     """Both tables of verdicts."""
-    tables = verdicts_table(study, comparisons, only), others_table(study, comparisons, only)
+    tables = verdicts_table(study, comparisons, only), others_table(study, comparisons)
     return "\n\n".join(measured_markdown(drop_columns(table, "params", "seeds"))
                        for table in tables if table.rows)
 
@@ -110,7 +110,7 @@ def explained_markdown(study, comparisons, only):
 
 def each_text_markdown(study, comparisons, only):
     """Differences over all texts, and on each."""
-    table = texts_table(study, comparisons, only)
+    table = texts_table(study, comparisons)
     return in_markdown(drop_columns(table, "bits/byte", "corrected p", "worth × compute", "verdict"))
 
 
@@ -125,7 +125,7 @@ TABLES = {
     "short": short_markdown,
     "explained": explained_markdown,
     "each_text": each_text_markdown,
-    "others": lambda study, comparisons, only: in_markdown(others_table(study, comparisons, only)),
+    "others": lambda study, comparisons, only: in_markdown(others_table(study, comparisons)),
     "learned": learned_markdown,
 }
 

@@ -139,7 +139,7 @@ def verdicts_table(study, comparisons, only=None, difference=interval, verdict=v
     return Table(head, table_rows, (0, 1))
 
 
-def others_table(study, comparisons, only=None):
+def others_table(study, comparisons):
     """Comparisons with plain GPTs of equal parameters, and of two variants."""
     head = ("variant", "verdict", "against", "what is equal", MEASURES[study.measure].name, "the other's",
             head_of_difference(study), "corrected p")
@@ -147,16 +147,16 @@ def others_table(study, comparisons, only=None):
     rows = [(label_of(study, c.variant), verdict_of(study, c), label_of(study, c.baseline),
              equal_in_words(study, c), score_cell(study, c.variant, c.texts),
              score_cell(study, c.baseline, c.texts), interval(c), p_cell(c), *[c.texts[0]] * of_tasks)
-            for c in other_comparisons(comparisons) if only is None or c.variant in only]
+            for c in other_comparisons(comparisons)]
     return Table((*head, *["task"] * of_tasks), rows, (0, 1, 2, 3, *[8] * of_tasks))
 
 
-def texts_table(study, comparisons, only=None, verdict=verdict_of):
+def texts_table(study, comparisons, verdict=verdict_of):
     """Each variant's difference over all texts and on each of them, its worth and its verdict."""
     by_text = comparisons_by_text(study)
     rows = [(label_of(study, PLAIN), "–", score_cell(study, PLAIN), interval_of_plain(study), "–",
              *(interval_of_plain(study, (text,)) for text in by_text), "1")]
-    for c in against_plain(study, comparisons, only):
+    for c in against_plain(study, comparisons):
         intervals = (interval(alone) for on_text in by_text.values()
                      for alone in against_plain(study, on_text, [c.variant]))
         rows.append((label_of(study, c.variant), verdict(study, c), score_cell(study, c.variant), interval(c),
@@ -199,7 +199,7 @@ def target_table(study, target_tests):
 
 # ---- scores on validation, which choose ----
 
-def screened_table(study, only=None):
+def screened_table(study):
     """All variants of the first stage, on validation."""
     differences = on_validation(study)
     judged = {run.variant for run in study.runs if run.stage == "judge"}
@@ -208,9 +208,8 @@ def screened_table(study, only=None):
     plain = mean_of(scores_of(study, "screen"), PLAIN, [text])
     rows = [(label_of(study, PLAIN), show(plain, ".4f"), "–", "yes")]
     for name, (mean, difference) in differences.items():
-        if only is None or name in only:
-            rows.append((label_of(study, name), show(mean, ".4f"), interval(difference),
-                         "yes" if name in judged else "no"))
+        rows.append((label_of(study, name), show(mean, ".4f"), interval(difference),
+                     "yes" if name in judged else "no"))
     return Table(head, rows if differences else [], (0, 3))
 
 
