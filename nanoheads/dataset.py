@@ -217,12 +217,13 @@ def folders_of(name):
 def missing_error(name):
     """The UserError for a missing data folder. It names the command that makes it, or the nearest name."""
     base_name = Path(name).name
-    commands = {script.parent.name: f"python {os.path.relpath(script)}"
-                for script in (ROOT / "data").glob("*/prepare.py")}
-    # a second encoding has a folder of its own but no script of its own
+    scripts = {script.parent.name: script for script in (ROOT / "data").glob("*/prepare.py")}
+    commands = {dataset: f"python {os.path.relpath(script)}" for dataset, script in scripts.items()}
+    # a second encoding has a folder but no script of its own; the first one names it in its docstring
     first_part, _, encoding = base_name.rpartition("_")
-    if encoding in ("byte", "char", "gpt2") and first_part in commands:
-        commands.setdefault(base_name, f"{commands[first_part]} --encoding={encoding}")
+    flag = f"--encoding={encoding}"
+    if first_part in commands and f"prepare.py {flag} " in scripts[first_part].read_text(encoding="utf-8"):
+        commands.setdefault(base_name, f"{commands[first_part]} {flag}")
     for folder in folders_of(name):
         if folder.resolve().parent == (ROOT / "data").resolve() and folder.name in commands:
             continue

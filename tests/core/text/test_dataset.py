@@ -1,4 +1,5 @@
 """A prepared text: what is read of its folder, and what is said of one that is not whole."""
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from helpers import (ANYTHING, EDITS, ROOT, byte_pairs, damaged, in_llm_c, put_m
 from hypothesis import given, settings, strategies as st
 
 from nanoheads.common import UserError
-from nanoheads.dataset import Dataset
+from nanoheads.dataset import Dataset, missing_error
 
 
 @pytest.fixture
@@ -118,11 +119,6 @@ def test_without_an_end_of_text_token_no_other_ends_a_document(tmp_path):
 
 def test_what_is_not_there_names_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    name = next((name for name in ("wikitext103", "openwebtext", "enwik8", "fineweb")
-                 if not (ROOT / "data" / name / "meta.json").exists()), None)
-    if name:
-        assert f"run: python data/{name}/prepare.py" in line(lambda: Dataset(name))
-        assert line(lambda: Dataset(f"{name}_byte")).endswith(f"data/{name}/prepare.py --encoding=byte")
     assert "did you mean wikitext103?" in line(lambda: Dataset("wikitxt103"))
     assert "neither a folder with a meta.json nor one of enwik8, " in line(lambda: Dataset("zzz"))
     shards = f"data/fineweb/prepare.py --shards '{tmp_path}/*.bin'"
@@ -133,6 +129,23 @@ def test_what_is_not_there_names_the_command_that_makes_it(tmp_path, monkeypatch
         assert line(lambda: Dataset(tmp_path)).endswith(f"run: python {command}")
         for path in names:
             (tmp_path / path).unlink()
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py")))
+def test_the_command_that_is_named_makes_the_folder(name, monkeypatch, capsys):
+    """In each encoding that the script offers; of another one, the script's own dataset is named."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"data.{name}.prepare").main(["--help"])
+    offered = re.search(r"--encoding \{(.*?)\}", capsys.readouterr().out)[1].split(",")
+    script = f"python data/{name}/prepare.py"
+    assert str(missing_error(name)).endswith(f"run: {script}")
+    for encoding in ("byte", "gpt2"):
+        said = str(missing_error(f"{name}_{encoding}"))
+        if encoding in offered[1:]:  # the first one's folder has no encoding in its name
+            assert said.endswith(f"run: {script} --encoding={encoding}")
+        else:
+            assert said == f"no dataset {name}_{encoding}; did you mean {name}?"
 
 
 # ---- what is damaged ----
