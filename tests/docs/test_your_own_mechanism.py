@@ -85,6 +85,13 @@ def test_the_first_trap_of_the_page_is_found_and_its_remedy_is_right(method, fou
     assert all(f"{promise}  {wrong[promise][:30]}" in page for promise in found - {"grouped"})
 
 
+@pytest.mark.parametrize("kept, hinted", [(HOOK, True), (HOOK.replace("score_mod", "not_called"), False)])
+def test_only_where_there_is_a_score_function_a_fault_is_explained_by_it(kept, hinted, mine):
+    path = mine(HOOK, f"{textwrap.indent(TRAP, '    ')}\n{kept}")
+    path.write_text(path.read_text().replace("    neutral = ", "    # "))
+    assert ("score function" in broken(path, ["gpt2"])["padding"]) is hinted
+
+
 def test_the_second_trap_of_the_page_is_refused_in_its_words(mine):
     code, = (text for text in EXAMPLES if "class TokenGate" in text)
     path = mine()
