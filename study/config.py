@@ -31,7 +31,7 @@ FIXED_KEYS = BOOKKEEPING | {"init_from", "init_anyway", "device", "patience"}
 TEXT_KEYS = {"dataset", "block_size", *TaskConfig.__dataclass_fields__}
 SCORES_KEYS = ("baseline", "higher_is_better", "target")  # keys for the scores of another program alone
 
-# seeds of each side: in a quarter of an hour on two cores they detect 0.013 bits/byte four times in five, also
+# seeds a side: in a quarter of an hour on two cores they detect 0.013 bits/byte four times in five, even
 # if a mechanism's scores spread half as much again as usual (docs/your-own-mechanism.md)
 CHALLENGE_SEEDS = 15
 MAX_SEED = 10**9
