@@ -1,6 +1,6 @@
 """
-The rivals: published changes to a GPT that report gains, which a new mechanism has to beat. Each is a class,
-as in model.py, which imports them from here. Hooks and shapes: docs/your-own-mechanism.md.
+The rivals: mechanisms from the literature, with which a new one can be compared. Each is a class, as in
+model.py, which imports them from here. Hooks and shapes: docs/your-own-mechanism.md.
 """
 
 import math
