@@ -108,28 +108,6 @@ def overview(rows, wanted):
     return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in cards), "wrong"], lines)
 
 
-# ---- the table of shared memory ----
-
-def shared_table(rows):
-    """A table in Markdown: the most shared memory that any kernel of a training step asks for, in KB."""
-    most, limits = {}, {}
-    for check in checks():
-        row = rows.get(check.key, {})
-        if check.kind == "train" and "shared" in row:
-            cell = check.head_size, check.dtype, check.card
-            most[cell] = max(most.get(cell, (0, "")), (row["shared"], check.entry))
-            limits[check.card] = row["limit"]
-    lines = []
-    for size, dtype in sorted({(size, dtype) for size, dtype, _ in most}):
-        cells = []
-        for card in CARDS:
-            shared, entry = most.get((size, dtype, card), (0, ""))
-            cells.append(f"{shared / 1024:.0f}, `{entry}`" if entry else "–")
-        lines.append([f"{size}, {dtype}", *cells])
-    head = ["head size", *(f"{card}, of {limits.get(card, 0) / 1024:.0f}" for card in CARDS)]
-    return in_markdown(head, lines) if lines else ""
-
-
 # ---- the table of commits ----
 
 def commits_table(rows):
@@ -151,7 +129,7 @@ def in_short(entries):
 
 
 # what docs/gpu.md can hold of the results file
-TABLES = {"commits": commits_table, "shared": shared_table}
+TABLES = {"commits": commits_table}
 
 
 def in_markdown(head, lines):

@@ -4,8 +4,10 @@ Parts are stand-ins here, but for the last test, which runs a real one at a smal
 """
 
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -108,6 +110,20 @@ def test_what_makes_no_sense_is_refused_in_one_line(argv, words, tmp_path):
     with pytest.raises(SystemExit, match=f"^{words}[^\n]*$"):
         on_card.main([*argv, f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", ["-S", None])
+def test_a_python_without_torch_is_named_in_one_line(options, tmp_path):
+    """One without packages, and one that is not there."""
+    python = tmp_path / "python"
+    if options:
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" {options} "$@"\n')
+        python.chmod(0o755)
+    done = subprocess.run([ROOT / "gpu_check.sh", "--help"], env={**os.environ, "PY": str(python)},
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines() == [
+        f"gpu_check: {python} finds no torch: activate .venv, or set PY to a Python that has it"]
 
 
 @pytest.mark.slow
