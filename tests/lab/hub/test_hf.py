@@ -780,7 +780,7 @@ def test_the_program_writes_a_folder_whole_and_over_nothing_but_such_a_folder(ar
 
 @pytest.mark.slow
 def test_the_programs_of_the_page_run(tmp_path, monkeypatch):
-    """Those in Python; exported/a is what the first command of the page writes."""
+    """Those in Python; exported/a is what a command of the page writes."""
     monkeypatch.chdir(tmp_path)
     hf.export(tiny(vocab_size=256, sentinel="sigmoid", block_size=64).float(),
               dict(name="x", encoding="byte", vocab_size=256), tmp_path / "exported/a")
