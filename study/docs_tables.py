@@ -19,12 +19,11 @@ from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.tasks import LEARNED_SHARE
 from study import pictures, records
 from study.records import PLAIN
-from study.scores import from_csv
 from study.tables import (Table, cost_cell, drop_columns, drop_unmeasured, escape_markdown,
                           in_markdown, mean_cell, others_table, score_cell, sizes_table,
                           tasks_table, texts_table, verdicts_on_texts, verdicts_table)
-from study.verdicts import compare_with_target, comparisons_by_text, comparisons_of, same_size
-from study.words import (against_plain, confidence_level, interval, label_of, ratio, verdict_of,
+from study.verdicts import comparisons_by_text, comparisons_of, same_size
+from study.words import (against_plain, confidence_level, interval, label_of, verdict_of,
                          worth_in_words)
 
 PICTURE_FILES = {"docs/forest.png": ["all-tiny.json.gz"],
@@ -52,7 +51,7 @@ DESCRIPTIONS = {
 }
 
 # gpu-compile.json has tables of its own: tests/lab/gpu/report.py
-MARK = re.compile(r"(<!-- table: (\w+) (?!gpu-compile)(\S+\.(?:json(?:\.gz)?|csv))(?: ([^>]*?))? -->\n)"
+MARK = re.compile(r"(<!-- table: (\w+) (?!gpu-compile)(\S+\.json(?:\.gz)?)(?: ([^>]*?))? -->\n)"
                   r".*?(<!-- end -->)", re.S)
 LEGEND_OF_TASKS = ("+ better and − worse than the plain GPT, = the same within {margin:g}; without a mark "
                    "undecided; a number behind @ is the median step from which on {learned:.0%} are right, "
@@ -167,26 +166,8 @@ def ladder_markdown(folder, file, names):
     return in_markdown(sizes_table({size_of(name): read_and_judge(Path(folder, name)) for name in files}))
 
 
-def records_markdown(folder, file, names):
-    """Both questions of speed records, nothing corrected: of each variant in CSV files that is shown to be
-    below a target, the first of `names`, before the other files.
-    """
-    target, *files = names
-    head = ("record", "seeds", "mean", f"p, not below {target}", "seeds of the baseline", "difference [95 %]",
-            "p, no difference", "cost ×")
-    rows = []
-    for name in (file, *files):
-        study = from_csv(Path(folder, name), target=float(target))
-        tests = {test.variant: test for test in compare_with_target(study) if test.beyond}
-        rows += [(f"{Path(name).stem}: {label_of(study, c.variant)}", str(c.n), f"{test.mean:.4f}",
-                  f"{test.p:.5f}", f"{c.n_baseline} ({label_of(study, PLAIN)})", interval(c), f"{c.p:.3f}",
-                  f"{ratio(study, 'cost', c.variant):.3f}")
-                 for c in comparisons_of(study) if (test := tests.get(c.variant))]
-    return in_markdown(Table(head, rows))
-
-
 # kind -> text(the folder of results, the file's name, the rest of its mark or None)
-TABLES_OF_FILES = {"ladder": ladder_markdown, "pruned": pruned_markdown, "records": records_markdown}
+TABLES_OF_FILES = {"ladder": ladder_markdown, "pruned": pruned_markdown}
 
 
 # ---- lists of files ----
