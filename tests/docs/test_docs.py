@@ -88,6 +88,13 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+def test_every_page_and_picture_is_linked_from_another_page():
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES
+              for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page))}
+    there = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
+    assert there and [name_of(path) for path in there if path not in linked] == []
+
+
 @pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
 def test_files_named_in_the_docs_exist(page):
     """By their path from the root, by their path in the package, or a module by its name alone."""
