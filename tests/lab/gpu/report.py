@@ -125,7 +125,7 @@ def commits_table(rows):
 
 def in_short(entries):
     """Up to a dozen entries by name, more by their number."""
-    return ", ".join(f"`{entry}`" for entry in entries) if len(entries) <= 12 else f"{len(entries)}"
+    return ", ".join(f"`{entry}`" for entry in entries) if len(entries) <= 12 else f"{len(entries)} entries"
 
 
 # what docs/gpu.md can hold of the results file
