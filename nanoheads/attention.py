@@ -281,7 +281,7 @@ def flex_tiles(width, itemsize, roomy):
 
     Its own tiles need more shared memory than a card has once a row of a head, padded to a power of two,
     takes over 256 bytes, or over 128 where the card is not roomy: 99 KB, as on an L4 or an RTX 4090. These
-    need 70 KB at most (docs/gpu.md).
+    need 70 KB at most (results/gpu-compile.json).
     """
     row = itemsize << (width - 1).bit_length()
     if row <= (256 if roomy else 128):
