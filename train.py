@@ -1,7 +1,7 @@
 """
 Train a GPT. Its flags set size, recipe and training, and turn on attention-head mechanisms.
 
-    python train.py --scale=tiny                          # the plain GPT, less than a minute on a core
+    python train.py --scale=tiny                          # the plain GPT, a minute or two on a core
     python train.py --scale=tiny --mechanism=moh,agency   # with mechanisms, by name
     python train.py --scale=tiny --mechanism=mine.py      # with one in a file of your own
     python train.py --mechanism=mine.py --check           # try that one first, in seconds

@@ -1,4 +1,5 @@
-# The tiny scale, --scale=tiny: a plain GPT on WikiText-2 as bytes, half a minute on one CPU core
+# The tiny scale, --scale=tiny: a plain GPT on WikiText-2 as bytes, half a minute to a minute and a half of a
+# CPU core
 # 2 blocks of 64 have 98,304 parameters; 16 sequences x 128 bytes = 2,048 bytes a step, 960 steps = 1.97 MB
 # read, 20 bytes a parameter of the blocks. Tried on validation: docs/results/recipe.md
 

@@ -31,8 +31,8 @@ FIXED_KEYS = BOOKKEEPING | {"init_from", "init_anyway", "device", "patience"}
 TEXT_KEYS = {"dataset", "block_size", *TaskConfig.__dataclass_fields__}
 SCORES_KEYS = ("baseline", "higher_is_better", "target")  # keys for the scores of another program alone
 
-# seeds a side: in a quarter of an hour on two cores they detect 0.013 bits/byte four times in five, even
-# if a mechanism's scores spread half as much again as usual (docs/your-own-mechanism.md)
+# seeds a side: in 15 to 30 minutes on two cores they detect 0.010 bits/byte four times in five, or 0.013
+# if a mechanism's scores spread half as much again as usual
 CHALLENGE_SEEDS = 15
 MAX_SEED = 10**9
 
