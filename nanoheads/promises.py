@@ -124,7 +124,7 @@ def padding(model, plain):
     want = model.hidden(idx[:, 4:])
     got = model.hidden(idx, pad=torch.tensor([4]))[:, 4:]
     if (off := far(got, want)) > 1e-9:
-        hint = POSITIONS * model.changes_scores
+        hint = POSITIONS if model.changes_scores else ""
         return f"after 4 tokens of padding the hidden states are off by {off:.1e}{hint}"
 
 
