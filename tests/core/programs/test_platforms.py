@@ -41,6 +41,7 @@ def test_on_a_cpu_freed_memory_stays_for_the_next_step():
         ctypes.CDLL(None).mallopt(threshold, 1 << 17)
     before = faults()
     pick_device("cpu")
+    faults()  # the first step takes what the next ones have
     assert faults() < before / 4
 
 
