@@ -6,6 +6,7 @@ A model here is what has `config` (a GPTConfig), `training` (a TrainConfig in wh
 and `tokens` (that it is trained on), as models.Model.
 """
 
+import inspect
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import (DataDependentOutputException, DynamicOutputShapeException,
                                            FakeTensorMode)
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from model import GPT, CausalMask, Window
@@ -34,6 +36,12 @@ FORMULAS = {
     FLASH_BACKWARD: lambda dy, q, k, v, *args, **kw: sdpa_backward_flop_count(dy, q, k, v),
 }
 FLOP_COUNTS = {}  # {a GPTConfig as text: what count() returns}
+
+# torch keeps this method out of compiled graphs, and imports its compiler for that when it is first called,
+# which is 1.8 s of every plan. It calls what it finds under this attribute instead
+if counting := getattr(flop_counter, "_FlopCounterMode", None):
+    dispatch = inspect.unwrap(counting.__torch_dispatch__)
+    setattr(dispatch, "__dynamo_disable", dispatch)
 
 
 def flops(model, device="cpu"):

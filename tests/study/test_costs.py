@@ -2,9 +2,12 @@
 What a variant costs: its FLOPs, compared with a count by hand, and the time of its step over the plain GPT's.
 """
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers import ROOT
 from runs import TINY_MODEL
 
 import train
@@ -45,3 +48,16 @@ def test_the_time_of_a_step_is_over_the_plain_gpts():
 def test_a_probe_gives_the_seconds_of_a_run():
     seconds = costs.seconds_of_run(model_of(), "cpu", 1, train, scored_tokens=1000, val_tokens=2000)
     assert costs.OVERHEAD_SECONDS < seconds < costs.OVERHEAD_SECONDS + 10
+
+
+def test_counting_does_not_wait_for_torchs_compiler():
+    """In a process of its own: other tests have imported it."""
+    code = f"""
+import sys
+from model import GPTConfig
+from study import costs
+costs.executed_flops(GPTConfig(**{TINY_MODEL!r}))
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "False\n", done.stderr
