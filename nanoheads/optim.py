@@ -474,7 +474,7 @@ def note_on_compile(config, kind):
 # time of a step with dtype=bfloat16 and compile=True, as a share of that in float32: docs/results/speed.md
 BFLOAT16_TIMES = {"amx_bf16": "about half", "avx512_bf16": "0.7 to 0.9 of"}
 LONG_RUN = 3e13  # floating-point operations, some five minutes: a shorter run ends before compiling has paid
-LARGE_MODEL = 5_000_000  # parameters: with AVX-512 a step of one with 0.8 million took more time, not less
+LARGE_MODEL = 5_000_000  # parameters: with either a step of one with 0.8 million took more time, not less
 
 
 def note_on_bfloat16(config, kind, model, tokens):
@@ -484,7 +484,7 @@ def note_on_bfloat16(config, kind, model, tokens):
     if kind != "cpu" or config.dtype != "auto" or tokens * model.flops_per_token() < LONG_RUN:
         return None
     instructions = bfloat16_instructions()
-    if instructions is None or instructions == "avx512_bf16" and model.num_params() < LARGE_MODEL:
+    if instructions is None or model.num_params() < LARGE_MODEL:
         return None
     return (f"this CPU has {instructions}: where it was measured a step took {BFLOAT16_TIMES[instructions]} "
             "the time with --dtype=bfloat16 --compile=True; the default on every CPU is float32, so that "
