@@ -77,7 +77,7 @@ def tiny_run(finished_run, tmp_path):
 @pytest.fixture
 def gpt2_files(tmp_path, monkeypatch):
     """The folder of GPT-2's byte pairs, data/ or $NANOHEADS_DATA; what is kept of them goes elsewhere."""
-    folders = ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()
+    folders = [Path(folder) for folder in (ROOT / "data", os.environ.get("NANOHEADS_DATA")) if folder]
     found = [folder for folder in folders if all(
         (folder / "gpt2_bpe" / file.name).is_file() for file in (corpus.GPT2_MERGES, corpus.GPT2_ENCODER))]
     if not found:

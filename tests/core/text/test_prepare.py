@@ -61,7 +61,7 @@ def texts_of(data):
 
 def real(name):
     """A folder of real corpora; skipped where it is not there."""
-    folder = Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()
+    folder = Path(os.environ.get("NANOHEADS_DATA") or ROOT / "data").resolve()
     if not (folder / name).is_dir():
         pytest.skip(f"no {name} in the folder of real corpora")
     return folder / name
