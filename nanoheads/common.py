@@ -1,6 +1,7 @@
 """What every program needs: errors in one line, files written whole or not at all, the device, tables."""
 
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -260,6 +261,16 @@ def pick_device(name):
     elif name == "cpu":
         keep_freed_memory()
     return name
+
+
+def call_without_compiler(method):
+    """Have torch call one of its methods without importing its compiler, which takes 1 to 2 s.
+
+    torch keeps some methods out of compiled graphs, and imports the compiler for that when one of them is
+    first called. It calls what it finds under this attribute instead.
+    """
+    plain = inspect.unwrap(method)
+    setattr(plain, "__dynamo_disable", plain)
 
 
 def keep_freed_memory():

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from model import MECHANISM_CLASSES
-from nanoheads.common import UserError
+from nanoheads.common import UserError, call_without_compiler
 from nanoheads.cpu import bfloat16_instructions
 from nanoheads.kernels import NO_TRITON, Linear
 from nanoheads.log import MAIN_RATE
@@ -118,11 +118,8 @@ class Configured:
         raise NotImplementedError
 
 
-# torch keeps these methods out of compiled graphs, and imports its compiler for that when one is first
-# called, which is 1 s of every start. It calls what it finds under this attribute instead
 for method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-    plain = inspect.unwrap(getattr(torch.optim.Optimizer, method))
-    setattr(plain, "__dynamo_disable", plain)
+    call_without_compiler(getattr(torch.optim.Optimizer, method))
 
 
 class AdamW(Configured, torch.optim.AdamW):

@@ -6,7 +6,6 @@ A model here is what has `config` (a GPTConfig), `training` (a TrainConfig in wh
 and `tokens` (that it is trained on), as models.Model.
 """
 
-import inspect
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from model import GPT, CausalMask, Window
-from nanoheads.common import keep_freed_memory
+from nanoheads.common import call_without_compiler, keep_freed_memory
 from nanoheads.ranks import Process
 from nanoheads.scoring import score
 from nanoheads.timing import median_interval, time_action
@@ -37,11 +36,8 @@ FORMULAS = {
 }
 FLOP_COUNTS = {}  # {a GPTConfig as text: what count() returns}
 
-# torch keeps this method out of compiled graphs, and imports its compiler for that when it is first called,
-# which is 1.8 s of every plan. It calls what it finds under this attribute instead
-if counting := getattr(flop_counter, "_FlopCounterMode", None):
-    dispatch = inspect.unwrap(counting.__torch_dispatch__)
-    setattr(dispatch, "__dynamo_disable", dispatch)
+if counting := getattr(flop_counter, "_FlopCounterMode", None):  # a private name, which torch may change
+    call_without_compiler(counting.__torch_dispatch__)
 
 
 def flops(model, device="cpu"):
