@@ -31,8 +31,11 @@ def scored(tmp_path, capsys):
 
 @pytest.fixture
 def shown(capsys, monkeypatch):
-    """shown(argument, ...) -> what sample.py prints on a terminal of `columns`."""
-    def call(*args, columns=120):
+    """shown(argument, ...) -> what sample.py prints on a terminal of `columns`.
+
+    The default is wide: rows are labelled with the paths of runs, and those of tests may be long.
+    """
+    def call(*args, columns=1000):
         monkeypatch.setenv("COLUMNS", str(columns))
         capsys.readouterr()
         sample.main([*map(str, args)])
