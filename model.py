@@ -393,14 +393,14 @@ class CausalSelfAttention(nn.Module):
 
         inputs: see forward(); queries, keys and values are then each projected from one of them.
         """
+        c_attn = self.c_attn
         if not inputs:
-            qkv = self.c_attn(x)
+            qkv = c_attn(x)
         else:
             rows = [n * self.head_size for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
-            bias = (None,) * 3 if self.c_attn.bias is None else self.c_attn.bias.split(rows)
-            qkv = torch.cat([F.linear(*part) for part in
-                             zip(inputs, self.c_attn.weight.split(rows), bias)], -1)
-        return qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
+            bias = (None,) * 3 if c_attn.bias is None else c_attn.bias.split(rows)
+            qkv = torch.cat([F.linear(*part) for part in zip(inputs, c_attn.weight.split(rows), bias)], -1)
+        return qkv.view(*x.shape[:2], c_attn.out_features // self.head_size, self.head_size)
 
     def own_heads(self, qkv, heads):
         """The layer's own q, k and v, each [B, H, T, D], out of qkv; q and k are normed and rotated."""
@@ -417,7 +417,7 @@ class CausalSelfAttention(nn.Module):
         """[B, T, n_head + 2 n_kv_head, D] -> normed and rotated q and k, and v, each [B, heads, T, D]."""
         rope = heads.forward_pass.rope[self.head_size] if self.rope else None
         if n_kv_head == n_head and self.qk_scale is None and self.norm_eps == 1e-6:
-            return heads_of(qkv.unflatten(2, (3, n_head)), self.qk_norm, rope)
+            return heads_of(qkv.view(*qkv.shape[:2], 3, n_head, qkv.size(3)), self.qk_norm, rope)
         return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope, self.norm_eps, self.qk_scale)
 
     def attend(self, heads):
@@ -670,7 +670,7 @@ class GPT(HeadControl, nn.Module):
             x = x + self.transformer.wpe.weight[positions]
         if c.embed_norm:
             x = rms_norm(x)
-        x = self.transformer.drop(x)
+        x = self.transformer.drop(x) if self.training else x
         losses, predictions, traces, outputs = {}, {}, {}, [x]
         for i, block in enumerate(self.transformer.h):
             if self.between:

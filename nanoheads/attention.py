@@ -204,8 +204,9 @@ def pad_to_eights(q, k, v):
     They add nothing to a logit, and what they make of the output is 0 and cut off. The scale has to be given:
     a kernel's own would be that of the wider heads.
     """
-    return [F.pad(t, (0, -t.size(-1) % 8)) if t.size(-1) % 8 and wants_eights(t.device) else t
-            for t in (q, k, v)]
+    if not wants_eights(q.device):
+        return q, k, v
+    return [F.pad(t, (0, -t.size(-1) % 8)) if t.size(-1) % 8 else t for t in (q, k, v)]
 
 
 def wants_eights(device):

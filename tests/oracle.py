@@ -905,8 +905,9 @@ def plain(model, idx):
     D = c.n_embd // c.n_head
     half = D // 2
 
-    def rms(x):
-        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    def rms(x):  # to the last bit what a CPU computes; test_kernels.py compares that with the formula
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(torch.full((1,), 1e-6), length, length, value=1 / x.size(-1)).rsqrt()
 
     def norm(x, name):
         if gpt2:

@@ -95,6 +95,44 @@ def test_a_linear_layer_by_onednn_equals_the_product(rows, inside, outside, monk
         assert torch.allclose(a.double(), b, atol=1e-4 * max(1.0, b.abs().max().item()))
 
 
+# ---- norms and rotations ----
+
+@pytest.mark.parametrize("dtype, head_size, scaled", [(torch.float32, 8, False), (torch.float32, 7, True),
+                                                      (torch.float64, 1, False), (torch.bfloat16, 16, False)])
+@pytest.mark.parametrize("rotated", [True, False])
+def test_norms_and_rotations_equal_their_formula(dtype, head_size, scaled, rotated):
+    """Forward, with and without a gradient, backward, and a second derivative; also of zeros."""
+    tolerance = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.1}[dtype]
+    x = torch.randn(2, 5, 2, 3, head_size, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    x[0, 1, 0, 2] = 0.0
+    cos, sin = (t[:, None, None] for t in kernels.rope_tables(5, head_size))
+    scale = torch.linspace(0.5, 2.0, head_size, dtype=dtype) if scaled else None
+
+    def formula(x):
+        y = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 if scale is None else scale.double())
+        half = head_size // 2
+        a, b, rest = y[..., :half], y[..., half:2 * half], y[..., 2 * half:]
+        c, s = cos[..., :half], sin[..., half:2 * half]
+        return torch.cat((a * c - b * s, b * c + a * s, rest), -1) if rotated else y
+
+    def ours(x):
+        return kernels.norm_and_rotate(x, True, (cos, sin) if rotated else None, 1e-3, scale)
+    wide, x = x.double().requires_grad_(), x.requires_grad_()
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = []
+    for f, values, gradient in ((ours, x, g.to(dtype)), (formula, wide, g)):
+        with torch.no_grad():
+            found.append([f(values)])
+        y = f(values)
+        dx, = torch.autograd.grad(y, values, gradient, create_graph=True)
+        found[-1] += [y, dx, torch.autograd.grad(dx[0].square().sum() + dx[1].sum(), values)[0]]
+    for a, b in zip(*found):
+        assert a.dtype == dtype
+        assert torch.allclose(a.double(), b, atol=tolerance * max(1.0, b.abs().max().item()))
+    # as all else in a compiled graph
+    assert torch.allclose(torch.compile(ours, backend="eager")(x.detach()), found[0][0], atol=tolerance)
+
+
 # ---- the loss in portions ----
 
 @pytest.mark.parametrize("rows, padded", [(50, 64), (64, 64), (65, 128)])
