@@ -41,10 +41,9 @@ from nanoheads.dataset import NotPrepared
 from nanoheads.files import LONGEST, choose_folder, folders_named, name_of_words
 from nanoheads.log import read_json
 from nanoheads.timing import progress_bar
-from study import records, report, scores
+from study import records, scores
 from study.config import SCORES_KEYS, StudyConfig, variants_of
 from study.records import PLAIN, Failure, Result, Study, Variant, hash_of
-from study.verdicts import compare_with_target, comparisons_of
 from study.words import settings_in_words
 
 RESULTS = "results.json.gz"
@@ -270,6 +269,8 @@ def notes_on_promises(config):
 
 def write_report(study, out, config):
     """Judge a study, write its results file, print its report and write it, also for a program."""
+    from study import report
+    from study.verdicts import compare_with_target, comparisons_of
     comparisons, target_tests = comparisons_of(study), compare_with_target(study)
     Path(out).mkdir(parents=True, exist_ok=True)
     records.write(out / RESULTS, study, comparisons)
@@ -372,6 +373,8 @@ def rows_with_flags(cells, flags):
 
 def report_file(path, config):
     """report FILE: the report of a results file, without its runs."""
+    from study import report
+    from study.verdicts import compare_with_target, comparisons_of
     study, on_file = records.read(path)
     out = Path(config.out_dir or Path("out", name_of_words([f"{path.name.split('.')[0]}-report"])))
     with report_damage(path):
@@ -416,6 +419,7 @@ def problems_of(study, on_file):
     """What is wrong with a results file, as lines: scores that do not follow from the counts, runs with other
     flags, comparisons that do not follow from the scores.
     """
+    from study.verdicts import comparisons_of
     problems, variants = [], {variant.name: variant for variant in study.variants}
     for run in {run.name: run for run in study.runs}.values():
         result = study.results.get(run.name)

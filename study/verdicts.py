@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import brentq
 
 from study import stats
 from study.records import PLAIN, Comparison, DifferenceAtCost, Pair, TargetTest, Worth
@@ -299,6 +298,7 @@ def worth_of_variant(curve, parts, alpha):
     1.23 to be better at equal FLOPs. The interval holds the multiples at which the difference's own
     interval holds 0.
     """
+    from scipy.optimize import brentq  # takes 0.3 s to import
     scores = [stats.of_parts(plain_parts_at(curve, multiple, 1)).mean for multiple in curve]
     if not np.all(np.diff(scores) < 0):
         return Worth(None, None, None, "the plain GPT's bits/byte does not fall all along its budgets: no "

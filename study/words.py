@@ -12,7 +12,6 @@ import statistics
 from collections import Counter
 
 import numpy as np
-from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number, plural, printable
 from nanoheads.tasks import LEARNED_SHARE, first_learned_step
@@ -47,6 +46,7 @@ def show(value, spec=",.0f", unit=""):
 
 def si_number(value):
     """5700000 -> 5.7M"""
+    from matplotlib.ticker import EngFormatter  # takes 0.1 s to import
     return EngFormatter(sep="")(float(f"{value:.3g}")) if is_known(value) else "–"
 
 
