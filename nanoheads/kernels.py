@@ -101,8 +101,8 @@ def norm_and_rotate(x, norm, rope, eps=1e-6, scale=None):
     if norm and eager_on_cpu(x):
         if torch.is_grad_enabled():
             if scale is None:
-                return CpuNorm.apply(x, eps, *(rope or (None, None)))
-            x = CpuNorm.apply(x, eps, None, None)
+                return CpuNorm.apply(x, eps, *(rope or (None, None)))[0]
+            x = CpuNorm.apply(x, eps, None, None)[0]
         else:
             x = x * inverse_rms(x, eps)
     elif norm:
@@ -132,15 +132,21 @@ class CpuNorm(torch.autograd.Function):
     scale, and 1.07 [1.05, 1.09] at nano (python tests/cpu_gradients.py --scale nano).
     """
 
-    @staticmethod
-    def forward(ctx, x, eps, cos, sin):
-        scale = inverse_rms(x, eps)
-        ctx.save_for_backward(x, scale, cos, sin)
-        ctx.eps = eps
-        return x * scale if cos is None else rotate(x * scale, cos, sin)
+    generate_vmap_rule = True  # for torch.func
 
     @staticmethod
-    def backward(ctx, g):
+    def forward(x, eps, cos, sin):
+        scale = inverse_rms(x, eps)
+        return x * scale if cos is None else rotate(x * scale, cos, sin), scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.eps, cos, sin = inputs
+        ctx.save_for_backward(x, output[1], cos, sin)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, g, _):
         x, scale, cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative may be wanted, which goes through the scale too
             scale = inverse_rms(x, ctx.eps)

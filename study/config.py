@@ -45,7 +45,9 @@ class StudyConfig:
     """The keys of a study, on the command line or in a config file."""
 
     question: str = flag("", "one line, at the top of the report", section="the question")
-    mechanism: Optional[str] = flag(None, "the challenge: this one, or all in mine.py, judged")
+    mechanism: Optional[str] = flag(
+        None, "the challenge: this one, or all in mine.py, judged; of several with commas between, each by "
+              "itself")
     own_mechanism: Optional[str] = flag(None, "files with mechanisms; --mechanism=mine.py sets it")
     mechanisms: list[str] = flag([], "variants, by name (also acag*), all_on, mine.py")
     variants: dict = flag({}, "more variants: name -> flags; seed: added")

@@ -1,5 +1,6 @@
 """
-The kernels beside attention, at sizes where they once went wrong: linear maps, RoPE, the loss in portions.
+The kernels beside attention, at sizes where they once went wrong: linear maps, norms, RoPE, the loss in
+portions.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 import oracle
 from helpers import tiny
+from model import GPT, GPTConfig
 from nanoheads import cpu, kernels
 from nanoheads.kernels import ChunkedCrossEntropy, linear32, pad_rows
 from oracle import agree, close, normal, tokens
@@ -131,6 +133,22 @@ def test_norms_and_rotations_equal_their_formula(dtype, head_size, scaled, rotat
         assert torch.allclose(a.double(), b, atol=tolerance * max(1.0, b.abs().max().item()))
     # as all else in a compiled graph
     assert torch.allclose(torch.compile(ours, backend="eager")(x.detach()), found[0][0], atol=tolerance)
+
+
+def test_a_training_step_goes_through_torch_func():
+    """Gradients of each text by itself, as others compute them for many texts at once."""
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=8, recipe="modern",
+                          zero_init=False))
+    idx = tokens(3, 8) % 11
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None], row[None])).loss
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), idx)
+    for i, row in enumerate(idx):
+        model.zero_grad()
+        model(row[None], row[None]).loss.backward()
+        for name, p in model.named_parameters():
+            assert torch.allclose(found[name][i], p.grad, atol=1e-6), name
 
 
 # ---- the loss in portions ----
