@@ -47,11 +47,10 @@ def prefers_onednn():
     return not ("GenuineIntel" in vendor and torch.backends.mkl.is_available())
 
 
-# MKL has no AVX-512 products for CPUs of AMD, where oneDNN's, float32 too, take as little as half the time.
-# On one thread of a Zen 5 a training step without them takes 1.21 [1.17, 1.22] times as long at the tiny
-# scale, 1.30 [1.28, 1.30] at nano and 1.33 [1.32, 1.41] at 124M, and on a Zen 4 1.04 [1.02, 1.06] at tiny and
-# 1.08 [1.05, 1.09] at nano (python tests/cpu_gradients.py --scale nano). On a Xeon with AMX a step of
-# recipe=gpt2 takes 1.04 of nanoGPT's time with oneDNN's products and 0.99 with MKL's
+# MKL has no AVX-512 products for CPUs of AMD, where oneDNN's, float32 too, take half the time. On one thread
+# of a Zen 5 a training step without them takes 1.21 [1.17, 1.22] times as long at the tiny scale, 1.30 [1.28,
+# 1.30] at nano and 1.33 [1.32, 1.41] at 124M (python tests/onednn.py --scale nano). On a Xeon with AMX a step
+# of recipe=gpt2 takes 1.04 of nanoGPT's time with oneDNN's products and 0.99 with MKL's
 ONEDNN = prefers_onednn()
 ONEDNN_FROM = 2**20  # multiplications from which that outweighs its longer call, 10 us
 

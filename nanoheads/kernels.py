@@ -19,8 +19,16 @@ from nanoheads.cpu import CpuLinear, onednn_is_faster
 # ---- norms and activations ----
 
 def rms_norm(x, eps=1e-6):
-    """x / rms(x) over the last dimension, without a learned scale."""
-    return norm_and_rotate(x, True, None, eps)
+    """x / rms(x) over the last dimension, without a learned scale.
+
+    PyTorch has no fused kernel of it for CPUs, and composes it of nine calls. Where no gradient is wanted, as
+    when decoding, four do: a token of recipe=modern takes 1.15 times as long without them.
+    """
+    if (x.is_cpu and x.dtype in (torch.float32, torch.float64)
+            and not torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(x.new_full((1,), eps), length, length, value=1 / x.size(-1)).rsqrt()
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def relu2(x):
@@ -98,62 +106,9 @@ def for_each_head(x, n_head):
 
 def norm_and_rotate(x, norm, rope, eps=1e-6, scale=None):
     """x [..., D], RMS-normed, times a scale, and turned by rope, (cos, sin), where wanted."""
-    if norm and eager_on_cpu(x):
-        if torch.is_grad_enabled():
-            if scale is None:
-                return CpuNorm.apply(x, eps, *(rope or (None, None)))[0]
-            x = CpuNorm.apply(x, eps, None, None)[0]
-        else:
-            x = x * inverse_rms(x, eps)
-    elif norm:
-        x = F.rms_norm(x, (x.size(-1),), eps=eps)
+    x = rms_norm(x, eps) if norm else x
     x = x if scale is None else x * scale
     return rotate(x, *rope) if rope else x
-
-
-def eager_on_cpu(x):
-    """Whether x is on a CPU, in a precision that is fit for sums, and outside of torch.compile, which fuses
-    passes over memory by itself.
-    """
-    return x.is_cpu and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
-
-
-def inverse_rms(x, eps):
-    """1 / rms(x) over the last dimension, [..., 1], in half of the calls that PyTorch's rms_norm makes."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(x.new_full((1,), eps), norm, norm, value=1 / x.size(-1)).rsqrt()
-
-
-class CpuNorm(torch.autograd.Function):
-    """x [..., D] RMS-normed, then turned by cos and sin [..., D] where they are given, for training on a CPU.
-
-    PyTorch has no fused kernel of it there, and its gradient makes more passes over memory. On one thread of
-    a Zen 4 a step of recipe=modern takes 1.04 [1.03, 1.04] times as long without this class at the tiny
-    scale, and 1.07 [1.05, 1.09] at nano (python tests/cpu_gradients.py --scale nano).
-    """
-
-    generate_vmap_rule = True  # for torch.func
-
-    @staticmethod
-    def forward(x, eps, cos, sin):
-        scale = inverse_rms(x, eps)
-        return x * scale if cos is None else rotate(x * scale, cos, sin), scale
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.eps, cos, sin = inputs
-        ctx.save_for_backward(x, output[1], cos, sin)
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx, g, _):
-        x, scale, cos, sin = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative may be wanted, which goes through the scale too
-            scale = inverse_rms(x, ctx.eps)
-        if cos is not None:  # turned back
-            g = torch.addcmul(swap_halves(g * sin), g, cos)
-        along = (g * x).mean(-1, keepdim=True) * scale.pow(3)
-        return torch.addcmul(g * scale, x, along, value=-1), None, None, None
 
 
 def sum_so_far(x, begins=None):

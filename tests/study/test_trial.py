@@ -287,11 +287,15 @@ def test_a_run_takes_its_part_of_a_gpu_that_it_shares(monkeypatch):
 # ---- which checkpoint ----
 
 def test_the_checkpoint_of_the_lowest_loss_is_scored(bytes_data):
-    """At this rate a longer training is a worse one."""
-    run = run_of(bytes_data, max_iters=12, adamw_lr=0.5, muon_lr=0.5, warmup_iters=0, schedule="constant")
-    result, folder = perform(run), trial.folder_of(run)
+    """At this rate the loss goes up and down, and with one seed in two the last is not the lowest."""
+    for seed in range(1, 11):
+        run = run_of(bytes_data, seed, max_iters=12, adamw_lr=0.5, muon_lr=0.5, warmup_iters=0,
+                     schedule="constant")
+        result = perform(run)
+        if result.curve["scores"][-1] > min(result.curve["scores"][1:]):
+            break
     assert result.curve["scores"][-1] > min(result.curve["scores"][1:])
-    scored = scoring.evaluate(str(folder), "test", 0, "cpu", progress=False)
+    scored = scoring.evaluate(str(trial.folder_of(run)), "test", 0, "cpu", progress=False)
     assert result.score == pytest.approx(scored["bpb"], rel=1e-7)
 
 
