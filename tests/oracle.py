@@ -905,7 +905,7 @@ def plain(model, idx):
     D = c.n_embd // c.n_head
     half = D // 2
 
-    def rms(x):  # to the last bit what a CPU computes; test_kernels.py compares that with the formula
+    def rms(x):  # to the last bit what a CPU computes without a gradient, which test_kernels.py checks
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(torch.full((1,), 1e-6), length, length, value=1 / x.size(-1)).rsqrt()
 
