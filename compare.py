@@ -44,6 +44,7 @@ from nanoheads.timing import progress_bar
 from study import records, scores
 from study.config import SCORES_KEYS, StudyConfig, variants_of
 from study.records import PLAIN, Failure, Result, Study, Variant, hash_of
+from study.verdicts import compare_with_target, comparisons_of
 from study.words import settings_in_words
 
 RESULTS = "results.json.gz"
@@ -269,8 +270,7 @@ def notes_on_promises(config):
 
 def write_report(study, out, config):
     """Judge a study, write its results file, print its report and write it, also for a program."""
-    from study import report
-    from study.verdicts import compare_with_target, comparisons_of
+    from study import report  # which imports matplotlib
     comparisons, target_tests = comparisons_of(study), compare_with_target(study)
     Path(out).mkdir(parents=True, exist_ok=True)
     records.write(out / RESULTS, study, comparisons)
@@ -373,8 +373,7 @@ def rows_with_flags(cells, flags):
 
 def report_file(path, config):
     """report FILE: the report of a results file, without its runs."""
-    from study import report
-    from study.verdicts import compare_with_target, comparisons_of
+    from study import report  # which imports matplotlib
     study, on_file = records.read(path)
     out = Path(config.out_dir or Path("out", name_of_words([f"{path.name.split('.')[0]}-report"])))
     with report_damage(path):
@@ -419,7 +418,6 @@ def problems_of(study, on_file):
     """What is wrong with a results file, as lines: scores that do not follow from the counts, runs with other
     flags, comparisons that do not follow from the scores.
     """
-    from study.verdicts import comparisons_of
     problems, variants = [], {variant.name: variant for variant in study.variants}
     for run in {run.name: run for run in study.runs}.values():
         result = study.results.get(run.name)
