@@ -22,7 +22,7 @@ def rms_norm(x, eps=1e-6):
     """x / rms(x) over the last dimension, without a learned scale.
 
     PyTorch has no fused kernel of it for CPUs, and composes it of some ten operators. Where no gradient is
-    wanted, as when decoding, five do: a token of recipe=modern takes 1.15 times as long without them.
+    wanted, as when decoding, five do, and a token takes less time (docs/results/speed.md).
     """
     if (x.is_cpu and x.dtype in (torch.float32, torch.float64)
             and not torch.is_grad_enabled() and not torch.compiler.is_compiling()):
